@@ -43,8 +43,9 @@ def main(arguments: list[str]) -> int:
         if noticed.returncode == 0 or "heap-buffer-overflow" not in noticed.stderr:
             print(f"sanitize: a write beyond a tensor was not noticed\n{noticed.stderr}", file=sys.stderr)
             return 1
-        files = [f"tests/ops/test_{name}.py" for name in TESTS]
-        command = [*run, "-m", "pytest", "-q", "-p", "tests.sanitized", *(arguments or files)]
+        named = any(not argument.startswith("-") for argument in arguments)
+        files = [] if named else [f"tests/ops/test_{name}.py" for name in TESTS]
+        command = [*run, "-m", "pytest", "-q", "-p", "tests.sanitized", *arguments, *files]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
