@@ -307,7 +307,7 @@ def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 
 
-def flags() -> Namespace:
+def flags() -> Flags:
     """Return the embedded driver's flags of the run that this process is in.
 
     Raises:

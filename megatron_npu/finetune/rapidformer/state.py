@@ -13,6 +13,7 @@ from megatron_npu.finetune.rapidformer.timers import Timers
 
 if TYPE_CHECKING:
     from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
+    from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 _NAME = "megatron_npu.train"
 _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these differs
@@ -58,7 +59,7 @@ class Run:
     args: Namespace
     for_scripts: ScriptArgs | None = None
     engines: list[RapidformerEngine] = field(default_factory=list)
-    driver: Namespace | None = None
+    driver: Flags | None = None
     tokenizer: Any = None
 
 

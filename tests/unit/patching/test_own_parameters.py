@@ -195,7 +195,7 @@ def sets_a_name(original, *args, **kwargs):
         print,
         lambda original: original,
     ],
-    ids=str,
+    ids=["changes", "gives away", "table", "sets", "partial", "builtin", "lambda"],
 )
 def test_where_it_cannot_be_told_every_change_counts(ours):
     assert use_of(ours) is None
