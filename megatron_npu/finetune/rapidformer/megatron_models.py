@@ -26,6 +26,7 @@ from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.data.epochs import RoundAndRound
 from megatron_npu.pretrain.flags import arguments, derive, validation
 from megatron_npu.pretrain.flags.checks import data as data_checks
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import log as training_log
 from megatron_npu.pretrain.run import initialize, pretrain
