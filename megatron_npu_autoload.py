@@ -17,6 +17,7 @@ def arm() -> None:
     if os.environ.get("MEGATRON_NPU_AUTOLOAD", "").strip() == "0":
         return
     try:
+        import megatron_npu  # noqa: F401 (arms; its parts may be imported already without it: sim/activate.py)
         from megatron_npu.base import settings
 
         settings.AUTOLOAD.get()  # a value that is neither 0 nor 1 is said, not taken for either
