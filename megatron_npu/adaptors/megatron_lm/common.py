@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_npu.adaptors.megatron_lm.decorators import records
-from megatron_npu.adaptors.shared import fusions, linear_products, mixed_precision, random, simulated
+from megatron_npu.adaptors.shared import mixed_precision, random, simulated
+from megatron_npu.adaptors.shared.layers import fusions, linear_products
 
 fusions.connect(records)
 linear_products.connect(records)

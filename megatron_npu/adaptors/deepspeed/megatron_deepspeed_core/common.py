@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_npu.adaptors.deepspeed import deepspeed_engine
 from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_start
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import UNTIL, records
-from megatron_npu.adaptors.shared import data, fusions, linear_products, simulated
+from megatron_npu.adaptors.shared import data, simulated
+from megatron_npu.adaptors.shared.layers import fusions, linear_products
 from megatron_npu.adaptors.shared.start import keep_fusers
 
 data.connect(
