@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from megatron_npu.patching.patch import Patch
 from megatron_npu.patching.pins import Pin, PinFile
-from megatron_npu.patching.registry import Patch
 from megatron_npu.patching.symbols import locate
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_npu.patching.own_parameters import conflict, use_of
+from megatron_npu.patching.patch import REPLACEMENTS, Patch
 from megatron_npu.patching.pins import Pin, Pins
-from megatron_npu.patching.registry import REPLACEMENTS, Patch
 from megatron_npu.patching.sources import Source
 
 
