@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import patches
-from megatron_npu.patching.pins import Verdict, by_target
+from megatron_npu.patching.verdicts import Verdict, by_target
 from megatron_npu.upstream import megatrons
 from megatron_npu.upstream.megatrons import Upstream
 

@@ -14,7 +14,8 @@ from marked import finish, inserted
 
 from megatron_npu import adaptors
 from megatron_npu.patching.ledger import until
-from megatron_npu.patching.registry import ALL_DEVICES, Patch, registry
+from megatron_npu.patching.patch import ALL_DEVICES, Patch
+from megatron_npu.patching.registry import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAPTORS = ROOT / "megatron_npu" / "adaptors"

@@ -61,7 +61,7 @@ def page() -> str:
 
 
 def _file(kernel: Kernel) -> str:
-    return Path(inspect.getfile(kernel.function)).name
+    return Path(inspect.getfile(kernel.function)).relative_to(Path(kernels.__file__).parent).as_posix()
 
 
 def _family(file: str, members: list[Kernel]) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from megatron_npu import adaptors
 from megatron_npu.adaptors.shared.decorators import is_backport
-from megatron_npu.patching.registry import Patch, admits, registry
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.registry import registry
+from megatron_npu.patching.versions import admits
 
 
 @dataclass(frozen=True)

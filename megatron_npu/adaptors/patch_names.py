@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.patching.registry import Patch
+from megatron_npu.patching.patch import Patch
 
 _CROSS_ENTROPY = "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy"
 _TRANSFORMER = "megatron.model.transformer"

@@ -21,8 +21,11 @@ from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.module_patch import DriftError
-from megatron_npu.patching.pins import PinError, PinFile, Pins, SourceTree, Verdict, by_target, compare
-from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.pins import PinError, PinFile, Pins
+from megatron_npu.patching.registry import registry
+from megatron_npu.patching.sources import SourceTree
+from megatron_npu.patching.verdicts import Verdict, by_target, compare
 from megatron_npu.upstream import megatrons
 from megatron_npu.upstream.megatrons import Upstream
 

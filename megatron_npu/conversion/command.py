@@ -13,7 +13,8 @@ from megatron_npu import plugin
 from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import hf_files, to_hf, to_megatron, tokenizer_files, verify, weights
+from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
+from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.data.tokenization import flags as tokenizer_flags
 from megatron_npu.devices import malloc
 from megatron_npu.pretrain.run import host_memory, initialize

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from megatron_npu.base import files
-from megatron_npu.conversion import families, hf_files, model_card, tokenizer_files, verify, weights
+from megatron_npu.conversion import families, hf_files, model_card, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.family import Family
+from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.pretrain.checkpoint import stock_checkpoints
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.model import gpt

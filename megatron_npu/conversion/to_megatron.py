@@ -13,10 +13,11 @@ import torch
 
 from megatron_npu.base import files
 from megatron_npu.checkpoint_files import checksums
-from megatron_npu.conversion import carried_files, families, tokenizer_files, verify, weights
+from megatron_npu.conversion import carried_files, families, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.family import Family
+from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
     checkpoint_files,

@@ -3,9 +3,8 @@
 It knows nothing of the Megatron that it patches and imports nothing else of this project.
 """
 
+from megatron_npu.patching.patch import ALL_DEVICES, Patch
 from megatron_npu.patching.registry import (
-    ALL_DEVICES,
-    Patch,
     PatchConflict,
     Registry,
     around,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron_npu.patching.registry import Patch
+from megatron_npu.patching.patch import Patch
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 

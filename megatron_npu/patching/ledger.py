@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_npu.patching.registry import Patch
+from megatron_npu.patching.patch import Patch
 
 _OF_PATCH = ("target", "kind", "origin", "ours", "why", "until", "upstream_bug", "devices")
 STATES = ("applied", "drifted", "skipped", "failed", "pending", "off")

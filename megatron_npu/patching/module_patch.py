@@ -10,8 +10,11 @@ from types import ModuleType
 from megatron_npu.patching import repair
 from megatron_npu.patching.attribute_patch import Change, ChangeLog, find_slot, new_value
 from megatron_npu.patching.ledger import Ledger, Row
-from megatron_npu.patching.pins import Pins, Source, Verdict, compare
-from megatron_npu.patching.registry import NotAsked, Patch, in_order
+from megatron_npu.patching.patch import NotAsked, Patch
+from megatron_npu.patching.pins import Pins
+from megatron_npu.patching.registry import in_order
+from megatron_npu.patching.sources import Source
+from megatron_npu.patching.verdicts import Verdict, compare
 
 logger = logging.getLogger(__name__)
 

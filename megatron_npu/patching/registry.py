@@ -1,4 +1,4 @@
-"""Patches as records: what is changed, by whom, for which devices and versions, and why.
+"""The records of patches, and the decorators that make them.
 
 Recording a patch changes nothing. The engine (``engine``) applies the records of a module when that
 module's body has run.
@@ -10,25 +10,16 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from megatron_npu.patching.patch import ALL_DEVICES, CALLERS, REPLACEMENTS, Patch, likeness
+from megatron_npu.patching.versions import versions_overlap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-ALL_DEVICES: tuple[str, ...] = ("npu", "cuda", "cpu")
-REPLACEMENTS = {"replace", "constant"}  # the kinds of which a target can have but one
-_CALLERS = {"around", "wrap"}  # those that lie around what was there
-
 Make = TypeVar("Make")
-
-
-class NotAsked(str):
-    """Why a patch is not applied: it is for a setting that is off, which is no news to anybody."""
-
-    __slots__ = ()
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
@@ -36,140 +27,6 @@ class PatchConflict(Exception):  # noqa: N818 - the name says what happened
 
     Two replacements cannot; of two that call the original, from two files, one must lie inside the other.
     """
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One change to one upstream symbol. Adaptors do not make it; the decorators below do.
-
-    Attributes:
-        target: ``package.module:Qual.name``.
-        kind: ``replace`` (``make`` is the new object), ``around`` (``make`` is called with the original and
-            the arguments), ``wrap`` (``make`` gets the original and returns the new object), ``constant``
-            (``make`` is the new value) or ``watch`` (nothing is changed, the pin is compared).
-        make: see ``kind``.
-        devices: the devices it is for.
-        upstream: the upstream it is for; empty means any.
-        versions: PEP 440 specifier of upstream versions; empty means all.
-        why: the reason for the patch.
-        origin: the module of the adaptor that asked for it, and its function if it is one of that module.
-        until: when it may be removed; empty means never.
-        upstream_bug: it cures a fault of upstream on any device.
-        early: it must be in place before importers run (a decorator, say), so applying it late fails.
-        condition: asked when the module is patched; a returned text is the reason to skip.
-        order: among those that call the original: the higher, the further out.
-        where: ``file:line`` of the record.
-        nth: how many records before it were made at the same place with the same words: a loop may make
-            several.
-        run: the run of the adaptor's body that made the record; a body that is imported again is another.
-    """
-
-    target: str
-    kind: str
-    make: Any
-    devices: tuple[str, ...]
-    why: str
-    origin: str
-    upstream: str = ""
-    versions: str = ""
-    until: str = ""
-    upstream_bug: bool = False
-    early: bool = False
-    condition: Callable[[], str | None] | None = None
-    order: int = 0
-    where: str = ""
-    nth: int = 0
-    run: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def module(self) -> str:
-        """The dotted name of the module that holds the target."""
-        return self.target.partition(":")[0]
-
-    @property
-    def qualname(self) -> str:
-        """The dotted name of the target inside its module."""
-        return self.target.partition(":")[2]
-
-    @property
-    def file(self) -> str:
-        """The file of the record."""
-        return self.where.rpartition(":")[0]
-
-    @property
-    def ours(self) -> str:
-        """``file:line`` of the record, as it is told: the file's path begins with its top-level package."""
-        file, colon, line = self.where.rpartition(":")
-        return f"{_from_package(file)}{colon}{line}"
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What tells the patch from every other one, and is the same when its adaptor is imported again."""
-        return (*_likeness(self), self.nth)
-
-    def is_for(self, upstream: str, version: str) -> bool:
-        """Return whether the patch is meant for this version of ``upstream``."""
-        return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
-
-    def reason_to_skip(self, device: str) -> str | None:
-        """Return why the patch is not applied on this device, or None."""
-        reason = self.condition() if self.condition else None
-        if isinstance(reason, NotAsked):
-            return reason
-        if device not in self.devices:
-            return f"for {'/'.join(self.devices)}, not {device}"
-        return "upstream's own works here" if self.kind == "watch" else reason
-
-
-@cache
-def _from_package(file: str) -> str:
-    """Return the path of a module's file from its top-level package on."""
-    path = Path(file)
-    top = path
-    while (top.parent / "__init__.py").is_file():
-        top = top.parent
-    return path.relative_to(top.parent).as_posix()
-
-
-def admits(versions: str, version: str) -> bool:
-    """Return whether the specifier ``versions`` admits ``version``; an empty one admits everything.
-
-    A version that is not PEP 440 (a commit) is admitted only by an empty specifier.
-    """
-    if not versions:
-        return True
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
-    try:
-        return SpecifierSet(versions).contains(version, prereleases=True)
-    except InvalidVersion:
-        return False
-
-
-def versions_overlap(first: str, second: str) -> bool:
-    """Return whether some version satisfies both specifiers.
-
-    A specifier set is an interval (with holes from ``!=``), so a common version, if there is one, can be
-    found at zero, at a version that one of the two names, or just above such a version.
-    """
-    if not first or not second or first == second:
-        return True
-    from packaging.specifiers import SpecifierSet
-
-    both = SpecifierSet(first) & SpecifierSet(second)
-    named = [specifier.version.removesuffix(".*") for specifier in both]
-    candidates = ["0", *named, *(f"{version.partition('+')[0]}.0.0.0.1" for version in named)]
-    return any(_contains(both, candidate) for candidate in candidates)
-
-
-def _contains(specifiers: Any, version: str) -> bool:
-    from packaging.version import InvalidVersion
-
-    try:
-        return specifiers.contains(version, prereleases=True)
-    except InvalidVersion:  # "just above" a pre-release has no spelling
-        return False
 
 
 class _Why(TypedDict):
@@ -380,7 +237,7 @@ class Registry(_Decorators):
         _validate(patch)
         alike = 0
         for position, other in enumerate(self.patches):
-            if other.target != patch.target or _likeness(other) != _likeness(patch):
+            if other.target != patch.target or likeness(other) != likeness(patch):
                 continue
             if other.make is patch.make or other.run is not patch.run:
                 self.patches[position] = replaced(patch, nth=other.nth)
@@ -409,14 +266,6 @@ def in_order(patches: Iterable[Patch]) -> list[Patch]:
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 
-def _likeness(patch: Patch) -> tuple[object, ...]:
-    """Return what a record and the same made again have in common: place, words, the name of ``make``."""
-    made = patch.make if patch.kind != "constant" else None
-    name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
-    meant_for = patch.upstream, patch.versions, patch.devices
-    return patch.target, patch.kind, patch.where, patch.why, meant_for, name
-
-
 def _validate(patch: Patch) -> None:
     names = (patch.module, patch.qualname)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
@@ -426,7 +275,7 @@ def _validate(patch: Patch) -> None:
         raise ValueError(f"{patch.origin}: devices {patch.devices} are not a choice of {ALL_DEVICES}")
     if not patch.why.strip():
         raise ValueError(f"{patch.origin}: the patch of {patch.target} says no reason (why)")
-    if patch.order and patch.kind not in _CALLERS:
+    if patch.order and patch.kind not in CALLERS:
         raise ValueError(f"{patch.origin}: {patch.kind} of {patch.target} has no order: it calls no original")
     if patch.upstream_bug and not patch.until.strip():
         raise ValueError(f"{patch.origin}: {patch.target} cures an upstream bug: until when (until)?")
@@ -443,7 +292,7 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
     both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"
     if {first.kind, second.kind} <= REPLACEMENTS:
         raise PatchConflict(f"{first.target} is replaced twice: by {both}")
-    if {first.kind, second.kind} <= _CALLERS and first.order == second.order and first.file != second.file:
+    if {first.kind, second.kind} <= CALLERS and first.order == second.order and first.file != second.file:
         raise PatchConflict(
             f"{first.target} is patched from two files: by {both}. Say which lies inside: give the outer one "
             f"order={first.order + 1}"

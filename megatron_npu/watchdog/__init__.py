@@ -19,7 +19,7 @@ one rank lets each print where all its threads stand.
 from megatron_npu.watchdog.launcher import end_with_launcher, meeting
 from megatron_npu.watchdog.open_files import require_open_files
 from megatron_npu.watchdog.phases import LOADING, SAVING, WAITING, phase
-from megatron_npu.watchdog.rank import begin, end, failed, step, watching
+from megatron_npu.watchdog.process_watch import begin, end, failed, step, watching
 from megatron_npu.watchdog.restarts import require_fresh_store
 
 __all__ = [

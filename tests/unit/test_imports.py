@@ -18,6 +18,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from rooms import HEAVY, ROOMS, Room, room_of  # noqa: E402
 
+FILES_OF_A_FOLDER, LINES_OF_A_FILE = 20, 400
+# Files that are longer, and why: what they list is looked up, not read.
+TABLES = {
+    "ops/compiled/abi.py": "the one list of all compiled kernels: what each of them takes",
+    "pretrain/flags/arguments.py": "the driver's flags, group by group, with the words of their help",
+}
+
 
 def imports(file: Path) -> set[str]:
     """Return the full names that a file imports, inside functions too."""
@@ -52,6 +59,28 @@ def test_every_folder_and_file_is_a_room():
 
 def test_no_file_lies_loose_at_the_top():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "plugin.py"}
+
+
+def test_no_folder_has_too_many_files():
+    sizes = {
+        folder.relative_to(PACKAGE).as_posix(): sum(
+            path.name != "__init__.py" for path in folder.glob("*.py")
+        )
+        for folder in {path.parent for path in PACKAGE.rglob("*.py")}
+    }
+    assert len(sizes) > 40
+    full = {folder: count for folder, count in sizes.items() if count > FILES_OF_A_FOLDER}
+    assert not full, "group by subject what a folder holds"
+
+
+def test_no_file_is_too_long_but_tables():
+    lengths = {
+        file.relative_to(PACKAGE).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
+        for file in PACKAGE.rglob("*.py")
+    }
+    long = {name: length for name, length in lengths.items() if length > LINES_OF_A_FILE}
+    assert set(long) == set(TABLES), f"split a file where its subjects part, not {long}"
+    assert all(TABLES.values())
 
 
 def test_the_table_itself_points_downward():

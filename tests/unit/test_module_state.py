@@ -28,7 +28,7 @@ KEPT = {
     "patching/banner.py:_say": "adaptors know the moment and the wiring the words, and neither the other",
     "preprocessing/encoder.py:_encoder": "a pool's worker is given its task by a function of a module alone",
     "torch_readers.py:_refusals": "torch makes a text of the error on its way out, in another thread perhaps",
-    "watchdog/rank.py:_process": "a process is watched once, whoever begins",
+    "watchdog/process_watch.py:_process": "a process is watched once, whoever begins",
 }
 # Of rooms whose state moves into objects apart from this.
 THEIRS = {

@@ -14,7 +14,8 @@ from megatron_npu.adaptors.patch_names import GUIDE, called
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.commands import patches as patch_commands
-from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.registry import registry
 from tests.adaptors.megatron_lm.appendix import LISTED
 from tests.conftest import ROOT, checkout
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_npu import standins
 from megatron_npu.adaptors.shared import decorators
-from megatron_npu.patching.registry import NotAsked
+from megatron_npu.patching.patch import NotAsked
 
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
 NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed upstream"  # ``until`` of a bug

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_lm.decorators import replace
 from megatron_npu.adaptors.shared import gradients
-from megatron_npu.adaptors.shared.output_layer import loss_of_factors
+from megatron_npu.adaptors.shared.layers.output_layer import loss_of_factors
 from megatron_npu.ops.cross_entropy import CrossEntropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
+from megatron_npu.adaptors.shared.layers.fused_kernels import initialise_without_kernel
 from megatron_npu.ops import norm, residual_norm
 
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"

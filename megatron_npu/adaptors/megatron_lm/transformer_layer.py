@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_lm.decorators import around, records
-from megatron_npu.adaptors.shared import biased_product, fusions, residual_norms
+from megatron_npu.adaptors.shared.layers import biased_product, fusions, residual_norms
 
 _TRANSFORMER = "megatron.model.transformer"
 _NORMS = "megatron_npu_norms"  # of a layer: those that read its sums, in the order in which it adds

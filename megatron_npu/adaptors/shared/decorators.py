@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_npu.base import settings
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.patching.registry import NotAsked, Patch, Recorder, registry
+from megatron_npu.patching.patch import NotAsked, Patch
+from megatron_npu.patching.registry import Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
 

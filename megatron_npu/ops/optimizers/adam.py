@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.dispatch import Make
 from megatron_npu.ops.optimizers import narrow_states, swapped_memory
+from megatron_npu.ops.optimizers.adam_update import AdamStep, update_adam
 from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.optimizers.multi_tensor import local_parts
 from megatron_npu.ops.optimizers.narrow_states import Row
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """The numbers of one step of a parameter group.
-
-    Attributes:
-        number: counts from 1; None leaves the bias of the moments uncorrected.
-        lr, betas, eps, weight_decay: as in the papers.
-        decoupled: the decay is of the parameter (AdamW), not added to the gradient (Adam).
-    """
-
-    number: int | None
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
 
 
 class FusedAdam(FusedOptimizer):
@@ -149,7 +131,7 @@ class FusedAdam(FusedOptimizer):
                 self.initialize_state(parameter)
         rows = [self._row(parameter) for parameter in parameters]
         rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
-        update = functools.partial(_adam, step=step)
+        update = functools.partial(update_adam, step=step)
         narrow_states.update_in_blocks([row for row in rows if narrow_states.is_narrow(row)], update)
         rows = [row for row in rows if not narrow_states.is_narrow(row)]
         update_fused([(row.main, row.grad, row.first, row.second) for row in rows], update)
@@ -324,86 +306,7 @@ _DTYPES = {"exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS, "master_param": (torch.f
 _PARTS = {"exp_avg": "first", "exp_avg_sq": "second", "master_param": "main"}
 
 
-def _adam_reference(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    step: AdamStep,
-) -> None:
-    """One step, in place, formula by formula."""
-    beta1, beta2 = step.betas
-    correction1 = 1.0 if step.number is None else 1 - beta1**step.number
-    correction2 = 1.0 if step.number is None else 1 - beta2**step.number
-    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
-        if step.decoupled:
-            target.mul_(1 - step.lr * step.weight_decay)
-        elif step.weight_decay:
-            grad = grad + step.weight_decay * target
-        m.lerp_(grad, 1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = v.sqrt().div_(math.sqrt(correction2)).add_(step.eps)
-        target.addcdiv_(m, denominator, value=-step.lr / correction1)
-
-
-_adam = Operation("adam", _adam_reference)
-
-
-@_adam.on("cpu", "cuda", note="`torch._fused_adamw_`, `torch._fused_adam_`")
-def _adam_torch(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    step: AdamStep,
-) -> None:
-    """torch's fused kernels: one pass over memory."""
-    # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
-    number = math.inf if step.number is None else float(step.number)
-    at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
-    update = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
-    # The kernel reads the steps and never writes them, so one tensor serves all.
-    update(
-        targets,
-        grads,
-        first,
-        second,
-        [],
-        [at] * len(targets),
-        lr=step.lr,
-        beta1=step.betas[0],
-        beta2=step.betas[1],
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-@_adam.on("npu", note="`torch._fused_adamw_`; without bias correction `npu_apply_adam_w`")
-def _adam_npu(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    step: AdamStep,
-) -> None:
-    """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
-    if not step.decoupled and step.weight_decay:
-        grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
-    step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)
-    if step.number is not None:
-        _adam_torch(targets, grads, first, second, step)
-        return
-    import torch_npu
-
-    # Powers of zero make both corrections exactly 1, whichever step the kernel counts them from.
-    numbers = (0.0, 0.0, step.lr, step.weight_decay, *step.betas, step.eps)
-    for target, grad, m, v in zip(targets, grads, first, second, strict=True):
-        torch_npu.npu_apply_adam_w(*numbers, grad, None, False, False, out=(target, m, v))
-
-
-@_adam.example()
+@update_adam.example()
 def _example(make: Make) -> None:
     parameter = torch.nn.Parameter(make(33, 65).detach())
     parameter.grad = make(33, 65).detach()

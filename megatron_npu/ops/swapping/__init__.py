@@ -11,7 +11,16 @@ from types import MethodType
 
 from torch import nn
 
-from megatron_npu.ops.swapping import activations, attention, heads, linears, losses, norms, rotary
+from megatron_npu.ops.swapping import (
+    activations,
+    attention,
+    heads,
+    linears,
+    losses,
+    norms,
+    own_attention,
+    rotary,
+)
 from megatron_npu.ops.swapping.found import Found, Left, Replacement
 
 __all__ = ["Entry", "Swapped", "swap"]
@@ -20,7 +29,7 @@ _RECOGNISERS: tuple[Callable[[nn.Module], Found], ...] = (
     norms.recognise,
     activations.recognise,
     activations.recognise_gated,
-    attention.recognise,
+    own_attention.recognise,
     rotary.recognise,
     losses.recognise,
     linears.recognise,

@@ -1,6 +1,7 @@
 """Reference kernels of torch_npu's own operations, and the limits of Ascend's documentation.
 
-One file per family declares the kernels; ``limits`` says what each operation may be given.
+One file per family declares the kernels, those of attention are in a folder; ``limits`` says what each
+operation may be given.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pkgutil
 
 def declare() -> None:
     """Import every module of this package, so that ``registry.KERNELS`` is complete; needs no torch_npu."""
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         importlib.import_module(module.name)
 
 

@@ -464,7 +464,8 @@ def test_main_parameters_are_copied_at_once(flagged):
 
 def test_functions_keep_upstreams_signatures():
     """Callers may pass by name: every replacement of a function has the parameters of the original."""
-    from megatron_npu.patching.registry import admits, registry
+    from megatron_npu.patching.registry import registry
+    from megatron_npu.patching.versions import admits
     from megatron_npu.upstream import megatrons
 
     version = megatrons.find().version

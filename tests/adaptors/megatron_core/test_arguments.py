@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.adaptors.megatron_core.layers import activation_offloading
-from megatron_npu.adaptors.megatron_core.options import arguments
+from megatron_npu.adaptors.megatron_core.options import argument_checks, arguments
 from megatron_npu.base.errors import UsageError
 from megatron_npu.patching.registry import registry
 from tests.support.comparison import here
@@ -19,7 +19,7 @@ from tests.support.comparison import here
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def checks(*names: str) -> tuple[arguments.Check, ...]:
+def checks(*names: str) -> tuple[argument_checks.Check, ...]:
     """The checks of these names alone: the others want more arguments."""
     return tuple(check for check in arguments.CHECKS if check.name in names)
 
@@ -44,10 +44,10 @@ def test_batches_that_are_dealt_out_are_not_run_again() -> None:
     with pytest.raises(
         UsageError, match="with --rerun-mode validate_results; expected --rerun-mode disabled"
     ):
-        arguments.refuse_reruns_of_hybrid_batches(args)
+        argument_checks.refuse_reruns_of_hybrid_batches(args)
     args.rerun_mode = "disabled"
-    arguments.refuse_reruns_of_hybrid_batches(args)
-    arguments.refuse_reruns_of_hybrid_batches(
+    argument_checks.refuse_reruns_of_hybrid_batches(args)
+    argument_checks.refuse_reruns_of_hybrid_batches(
         argparse.Namespace(rerun_mode="validate_results")
     )  # before 0.16
 
@@ -71,9 +71,9 @@ def test_experts_and_ranks_that_upstream_refuses_in_an_assertion(changes, said) 
     plain |= {"moe_token_dispatcher_type": "alltoall", "context_parallel_size": 4}
     args = argparse.Namespace(**plain | changes)
     with pytest.raises(UsageError, match=f"^{said}") if said else contextlib.nullcontext():
-        arguments.refuse_grouped_experts_of_other_kinds(args)
-        arguments.refuse_flex_dispatching(args)
-        arguments.refuse_wrong_hierarchical_sizes(args)
+        argument_checks.refuse_grouped_experts_of_other_kinds(args)
+        argument_checks.refuse_flex_dispatching(args)
+        argument_checks.refuse_wrong_hierarchical_sizes(args)
 
 
 def _arguments(**values) -> argparse.Namespace:
@@ -83,24 +83,24 @@ def _arguments(**values) -> argparse.Namespace:
 
 def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
     with pytest.raises(UsageError, match=f"--profile alone on the {here().type} device"):
-        arguments.refuse_tools_of_cuda(_arguments(profile=True))
+        argument_checks.refuse_tools_of_cuda(_arguments(profile=True))
     both = _arguments(profile=True, use_pytorch_profiler=True)
-    arguments.refuse_tools_of_cuda(both)
+    argument_checks.refuse_tools_of_cuda(both)
     assert both.profile
     history = _arguments(record_memory_history=True)
     if here().type == "cpu":
         with pytest.raises(UsageError, match="--record-memory-history on the cpu device"):
-            arguments.refuse_tools_of_cuda(history)
+            argument_checks.refuse_tools_of_cuda(history)
     else:
-        arguments.refuse_tools_of_cuda(history)
+        argument_checks.refuse_tools_of_cuda(history)
         assert history.record_memory_history
 
 
 def test_muon_is_refused_without_its_package(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
-    arguments.refuse_muon_without_its_package(_arguments(optimizer="adam"))
+    argument_checks.refuse_muon_without_its_package(_arguments(optimizer="adam"))
     with pytest.raises(UsageError, match="pip install --no-deps"):
-        arguments.refuse_muon_without_its_package(_arguments(optimizer="muon"))
+        argument_checks.refuse_muon_without_its_package(_arguments(optimizer="muon"))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_adaptive_muon_is_refused_with_a_package_that_scales_later(monkeypatch, 
     monkeypatch.setitem(sys.modules, "emerging_optimizers.orthogonalized_optimizers", module)
     refused = newer and optimizer == "adaptive_muon"
     with pytest.raises(UsageError, match="or newer") if refused else contextlib.nullcontext():
-        arguments.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
+        argument_checks.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, o
 
     monkeypatch.setattr(package_info, "MINOR", minor)
     with pytest.raises(UsageError, match="build no optimizer") if refused else contextlib.nullcontext():
-        arguments.refuse_lion_that_nothing_builds(_arguments(optimizer=optimizer))
+        argument_checks.refuse_lion_that_nothing_builds(_arguments(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, o
 def test_soap_is_refused_where_its_save_would_end_the_run(changes, refused) -> None:
     args = _arguments(**{"optimizer": "soap", "save": "here", "ckpt_format": "torch_dist"} | changes)
     with pytest.raises(UsageError, match="--ckpt-format torch:") if refused else contextlib.nullcontext():
-        arguments.refuse_soap_that_cannot_be_saved(args)
+        argument_checks.refuse_soap_that_cannot_be_saved(args)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_muon_is_refused_where_its_shares_cannot_be_saved(monkeypatch, changes, 
     given = {"optimizer": "muon", "save": "here", "ckpt_format": "torch"}
     given |= {"use_distributed_optimizer": True, "use_layer_wise_param_layout": True}
     with pytest.raises(UsageError, match="shared out") if refused else contextlib.nullcontext():
-        arguments.refuse_shares_that_cannot_be_saved(_arguments(**given | changes))
+        argument_checks.refuse_shares_that_cannot_be_saved(_arguments(**given | changes))
 
 
 def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:
     ran: list[str] = []
 
-    def check(name: str, **options: Any) -> arguments.Check:
-        return arguments.Check(lambda _: ran.append(name), why="a test", **options)
+    def check(name: str, **options: Any) -> argument_checks.Check:
+        return argument_checks.Check(lambda _: ran.append(name), why="a test", **options)
 
     others = tuple({"npu", "cuda", "cpu"} - {here().type})
     checks = (

@@ -7,7 +7,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.layers import output_layer
-from megatron_npu.adaptors.shared import output_layer as shared
+from megatron_npu.adaptors.shared.layers import output_layer as shared
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch

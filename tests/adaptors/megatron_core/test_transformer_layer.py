@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.adaptors.shared import biased_product, residual_norms
+from megatron_npu.adaptors.shared.layers import biased_product, residual_norms
 from megatron_npu.ops import residual_norm
 from tests.adaptors.megatron_core.conftest import make_config
 from tests.support.comparison import here

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import carried_files, tokenizer_files, tokenizer_proof, verify
+from megatron_npu.conversion import carried_files, verify
+from megatron_npu.conversion.tokenizer import tokenizer_files, tokenizer_proof
 from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 from tests.support.tokenizers_made import GPT2_CONFIG, byte_level, write_gpt2_files, write_json

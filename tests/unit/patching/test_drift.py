@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_npu.patching.module_patch import DriftError, PatchError
-from megatron_npu.patching.pins import Pins, SourceTree, compare
+from megatron_npu.patching.pins import Pins
+from megatron_npu.patching.sources import SourceTree
+from megatron_npu.patching.verdicts import compare
 from tests.unit.patching.conftest import MODEL, UpstreamTree
 
 GELU = "stockpkg.model:gelu"

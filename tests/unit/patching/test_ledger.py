@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.registry import NotAsked, Registry
+from megatron_npu.patching.patch import NotAsked
+from megatron_npu.patching.registry import Registry
 from tests.unit.patching.conftest import UpstreamTree
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_npu import adaptors
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.registry import registry
 
 ROOT = Path(__file__).resolve().parents[3]
 ADAPTORS = ROOT / "megatron_npu" / "adaptors"

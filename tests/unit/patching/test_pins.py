@@ -9,19 +9,12 @@ from textwrap import dedent
 
 import pytest
 
-from megatron_npu.patching.pins import (
-    Pin,
-    PinError,
-    PinFile,
-    Pins,
-    Source,
-    SourceTree,
-    compare,
-    fingerprint,
-    locate,
-    signature,
-)
-from megatron_npu.patching.registry import Patch
+from megatron_npu.patching.fingerprint import fingerprint, signature
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.pins import Pin, PinError, PinFile, Pins
+from megatron_npu.patching.sources import Source, SourceTree
+from megatron_npu.patching.symbols import locate
+from megatron_npu.patching.verdicts import compare
 
 
 def nodes_of(source: str, qualname: str) -> list[ast.stmt]:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_npu.patching.ledger import Ledger
-from megatron_npu.patching.registry import Patch, PatchConflict, Registry, admits, in_order, versions_overlap
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.registry import PatchConflict, Registry, in_order
+from megatron_npu.patching.versions import admits, versions_overlap
 
 
 def first(x: int) -> int:

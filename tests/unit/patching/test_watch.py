@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_npu.patching.pins import Pins, SourceTree, compare
+from megatron_npu.patching.pins import Pins
+from megatron_npu.patching.sources import SourceTree
+from megatron_npu.patching.verdicts import compare
 from tests.unit.patching.conftest import UpstreamTree
 
 GELU = "stockpkg.model:gelu"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import constant, records, replace
-from megatron_npu.adaptors.shared import fusions
+from megatron_npu.adaptors.shared.layers import fusions
 from megatron_npu.ops import activation
 from megatron_npu.ops.rotary import rotary_by_tables
 

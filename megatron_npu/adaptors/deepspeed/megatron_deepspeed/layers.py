@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around, replace
-from megatron_npu.adaptors.shared.fused_kernels import initialise_without_kernel
+from megatron_npu.adaptors.shared.layers.fused_kernels import initialise_without_kernel
 from megatron_npu.ops import norm
 
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, records
-from megatron_npu.adaptors.shared import linear_products
+from megatron_npu.adaptors.shared.layers import linear_products
 from megatron_npu.ops.products import linear
 
 linear_products.connect(records)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.megatron_core.layers import loss_and_embedding
-from megatron_npu.adaptors.shared.output_layer import loss_of_factors
+from megatron_npu.adaptors.shared.layers.output_layer import loss_of_factors
 from megatron_npu.ops import dispatch
 
 _WHY = (

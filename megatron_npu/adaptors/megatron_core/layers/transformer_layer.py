@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around, records
-from megatron_npu.adaptors.shared import biased_product, residual_norms
+from megatron_npu.adaptors.shared.layers import biased_product, residual_norms
 from megatron_npu.standins.transformer_engine import pytorch as te_layers
 
 biased_product.connect(records, lambda bias: None)

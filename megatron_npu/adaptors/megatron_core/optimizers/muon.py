@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
-from megatron_npu.patching.registry import NotAsked
+from megatron_npu.patching.patch import NotAsked
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _PACKAGE = "emerging_optimizers"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_npu import standins
 from megatron_npu.adaptors.megatron_core.decorators import replace, te_layers_not_ours, wrap
-from megatron_npu.patching.registry import NotAsked
+from megatron_npu.patching.patch import NotAsked
 
 
 @wrap(

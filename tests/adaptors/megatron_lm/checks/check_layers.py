@@ -215,7 +215,7 @@ def check_a_layers_sums_and_products(args, monkeypatch, recomputed):
     from megatron.model.enums import AttnMaskType
     from megatron.model.utils import init_method_normal
 
-    from megatron_npu.adaptors.shared import biased_product, residual_norms
+    from megatron_npu.adaptors.shared.layers import biased_product, residual_norms
     from megatron_npu.sim import counting
 
     method = "uniform" if recomputed else None

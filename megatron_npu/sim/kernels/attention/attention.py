@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_npu.sim.kernels.attention_math import ADD_BEFORE_SCALE, Call, Saved, backward, forward
+from megatron_npu.sim.kernels.attention.attention_math import ADD_BEFORE_SCALE, Call, Saved, backward, forward
 from megatron_npu.sim.kernels.registry import kernel
 
 NO_LIMIT = 2147483647  # the schema's default of pre_tockens and next_tockens

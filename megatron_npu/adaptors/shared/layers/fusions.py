@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.adaptors.shared import residual_norms
+from megatron_npu.adaptors.shared.layers import residual_norms
 from megatron_npu.ops import activation
 from megatron_npu.ops.caching import lru_cache_tensors
 from megatron_npu.ops.dropout import bias_dropout_add

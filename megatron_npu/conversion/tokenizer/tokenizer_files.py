@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import carried_files, config, tokenizer_proof, verify
+from megatron_npu.conversion import carried_files, config, verify
+from megatron_npu.conversion.tokenizer import tokenizer_proof
 from megatron_npu.data.tokenization import hf
 from megatron_npu.data.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_npu.sim.kernels import layouts, randomness
+from megatron_npu.sim.kernels import randomness
+from megatron_npu.sim.kernels.attention import layouts
 from megatron_npu.sim.kernels.dropout import unpack_bits
 
 ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is scale · q·kᵀ + pse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_npu.sim.kernels import layouts
+from megatron_npu.sim.kernels.attention import layouts
 from megatron_npu.sim.kernels.registry import kernel
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import tokenizer_corpus, verify
+from megatron_npu.conversion import verify
+from megatron_npu.conversion.tokenizer import tokenizer_corpus
 from megatron_npu.data.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 

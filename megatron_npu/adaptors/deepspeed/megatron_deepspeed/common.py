@@ -1,0 +1,31 @@
+"""What this upstream has in common with others, connected as ``shared`` and ``deepspeed`` do."""
+
+from __future__ import annotations
+
+from megatron_npu.adaptors.deepspeed import deepspeed_engine
+from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_start
+from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around, records
+from megatron_npu.adaptors.shared import data, mixed_precision, random, simulated
+from megatron_npu.adaptors.shared.arguments import accept_local_rank_with_a_dash
+
+around(
+    "megatron.arguments:_add_distributed_args",
+    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
+)(accept_local_rank_with_a_dash)
+
+data.connect(
+    records,
+    (
+        "gpt_dataset",
+        "dataset_utils",
+        "biencoder_dataset_utils",
+        "realm_dataset_utils",
+        "decoder_packed_mtf_dataset",
+    ),
+    until="8387ae17 is its last commit: for ever",
+)
+deepspeed_engine.connect(records, "megatron.mpu")
+mixed_precision.connect(records, "Float16OptimizerWithFloat16Params")
+random.connect(records, "megatron.mpu.random")
+simulated.connect_old_tree(records, "megatron:print_rank_last")
+connect_start(records)

@@ -1,0 +1,364 @@
+"""Checks of the arguments of a stock script, before upstream's own.
+
+Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add one, write the
+function and its line there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
+    WITHOUT_CUDA,
+    fused_optimizer_present,
+    installed,
+    te_layers_present,
+    transformer_engine_present,
+)
+from megatron_npu.adaptors.megatron_core.layers import activation_offloading, tensor_parallel_overlap
+from megatron_npu.adaptors.megatron_core.optimizers import swapped_optimizer
+from megatron_npu.adaptors.megatron_core.options import unsupported_options
+from megatron_npu.adaptors.megatron_core.run import communicators
+from megatron_npu.base.errors import UsageError
+from megatron_npu.options import hccl_buffers, memory_flags, older_flags
+from megatron_npu.patching.patch import ALL_DEVICES
+
+# The flags of FSDP: torch's, and Megatron's by its name before 0.14 and since.
+_SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
+
+
+class Check(NamedTuple):
+    """What is done to the arguments before upstream validates them.
+
+    Attributes:
+        run: changes the arguments, or raises UsageError.
+        why: the reason, for the ledger.
+        devices: the devices it is for.
+        condition: asked each time; a returned text is the reason not to run it.
+        until: when it may be removed, for one that cures a bug of upstream.
+    """
+
+    run: Callable[[argparse.Namespace], None]
+    why: str
+    devices: tuple[str, ...] = ALL_DEVICES
+    condition: Callable[[], str | None] | None = None
+    until: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.run.__name__
+
+
+def take_older_flags(args: argparse.Namespace) -> None:
+    """Do what flags of older Megatrons mean today, so that upstream does not end at them."""
+    older_flags.apply(args, sys.argv[1:])
+    args.checkpoint_activations = False
+
+
+def name_the_rerun_mode(args: argparse.Namespace) -> None:
+    """Call --rerun-mode report_stats as the state machine does."""
+    if args.rerun_mode == "report_stats":
+        args.rerun_mode = "report_determinism_stats"
+
+
+def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
+    """Say before anything is built that batches which are dealt out are not kept to be run again."""
+    if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
+        raise UsageError(
+            f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
+            "--rerun-mode disabled: Megatron cannot run a batch again that it has dealt out to the ranks",
+            "Add --rerun-mode disabled.",
+        )
+
+
+def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
+    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
+    if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
+        raise UsageError(
+            "--optimizer-cpu-offload with fp32 parameters",
+            "--bf16 or --fp16 together with it",
+            "Add one, or leave out --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+        )
+
+
+def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
+    """Refuse grouped experts with biases, or not in bf16, before 0.17, whose grouped MLP refuses them."""
+    from megatron.core import package_info
+
+    grouped = args.moe_grouped_gemm and args.num_experts
+    if not grouped or (package_info.MAJOR, package_info.MINOR) >= (0, 17):
+        return
+    for wrong, given, flag in (
+        (not args.bf16, "without --bf16", "--bf16"),
+        (args.add_bias_linear, "with biases", "--disable-bias-linear"),
+    ):
+        if wrong:
+            raise UsageError(
+                f"--moe-grouped-gemm {given} with Megatron {package_info.__version__}",
+                f"{flag} with it: its grouped experts are in bf16 and have no biases",
+                f"Add {flag}, leave out --moe-grouped-gemm, or take Megatron 0.17 or newer.",
+            )
+
+
+def refuse_flex_dispatching(args: argparse.Namespace) -> None:
+    """Refuse the dispatcher that sends through a library of CUDA."""
+    if args.num_experts and args.moe_token_dispatcher_type == "flex":
+        raise UsageError(
+            "--moe-token-dispatcher-type flex",
+            "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
+            "Give alltoall.",
+        )
+
+
+def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
+    """Say what upstream compares in an assertion without words."""
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    if sizes and math.prod(sizes) != args.context_parallel_size:
+        raise UsageError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
+            f"--context-parallel-size {args.context_parallel_size}",
+            "sizes whose product it is",
+            "Change one of the two.",
+        )
+
+
+def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
+    """Refuse tools that need CUDA before anything is built."""
+    device = devices.current().name
+    if args.profile and not args.use_pytorch_profiler:
+        raise UsageError(
+            f"--profile alone on the {device} device",
+            "--profile --use-pytorch-profiler",
+            "Without the second flag Megatron profiles for Nsight Systems, which sees GPUs only.",
+        )
+    if args.record_memory_history and device == "cpu":
+        raise UsageError(
+            "--record-memory-history on the cpu device",
+            "a device whose allocator keeps a history",
+            "Leave out the flag: torch takes host memory from the C library, which keeps none.",
+        )
+
+
+def do_without_cuda(args: argparse.Namespace) -> None:
+    """Refuse what needs NCCL or SHARP; switch CUDA graphs off, and say so."""
+    unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
+    unsupported_options.do_without_cuda_graphs(args)
+
+
+def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
+    """Say that upstream's loss heeds the flag together with another one only."""
+    if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
+        raise UsageError(
+            "--cross-entropy-fusion-impl linear alone",
+            "--cross-entropy-loss-fusion together with it",
+            "Add it: without, Megatron's loss heeds neither.",
+        )
+
+
+def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
+    """Refuse Muon and its kin where the package that has them is absent, or has another than Megatron's."""
+    if args.optimizer in ("adam", "sgd"):
+        return
+    try:
+        import emerging_optimizers.orthogonalized_optimizers as found
+    except ImportError as error:
+        raise UsageError(
+            f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
+            "it: Megatron takes that optimizer from there",
+            "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
+        ) from error
+    if args.optimizer == "adaptive_muon" and hasattr(
+        getattr(found, "AdaptiveMuon", None), "_apply_muon_scale"
+    ):
+        raise UsageError(
+            "--optimizer adaptive_muon with emerging_optimizers 0.3 or newer",
+            "version 0.2: Megatron 0.18 and 0.19 scale its updates before the second moments, 0.3 after them",
+            "Install emerging_optimizers of the tag v0.2.0 from its repository, or take --optimizer muon.",
+        )
+
+
+def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
+    """Refuse Lion where the scripts have its flags and no way to it (0.17)."""
+    from megatron.core import package_info
+
+    if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
+        raise UsageError(
+            f"--optimizer lion with Megatron {package_info.__version__}",
+            "adam, sgd, muon or dist_muon: its scripts declare lion, and build no optimizer of that name",
+            "Take one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
+        )
+
+
+def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
+    if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
+        raise UsageError(
+            f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
+            "--ckpt-format torch: Megatron's others take SOAP's preconditioners for copies of their weights",
+            "Change it.",
+        )
+
+
+def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse Muon and its kin, shared out, with --ckpt-format torch where a save ends the run (0.18)."""
+    from megatron.core import package_info
+
+    kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)
+    shared = args.optimizer == "dist_muon" or args.use_distributed_optimizer
+    if kin and shared and args.use_layer_wise_param_layout and args.save and args.ckpt_format == "torch":
+        raise UsageError(
+            f"--optimizer {args.optimizer}, shared out, with --save and --ckpt-format torch in Megatron 0.18",
+            "--ckpt-format torch_dist: it asks a chain of optimizers for what one of them alone can do",
+            "Change it, or add --no-use-layer-wise-param-layout.",
+        )
+
+
+def set_variables_of_cuda(args: argparse.Namespace) -> None:
+    """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
+    if any(getattr(args, option, False) for option in _SHARDED):
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    else:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if args.deterministic_mode:
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+CHECKS = (  # they run in this order
+    Check(
+        take_older_flags,
+        why="--checkpoint-activations ends a run with exit code 0, as if it had trained; --batch-size, "
+        "--warmup and --model-parallel-size with the traceback of an assertion",
+    ),
+    Check(
+        name_the_rerun_mode,
+        why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
+        "mode report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_reruns_of_hybrid_batches,
+        why="--hybrid-context-parallel (0.16 to 0.19) is an AssertionError in the first step "
+        "with any --rerun-mode but disabled, which is not the default: training.py puts its scheduler around "
+        "the iterator that can be rewound",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_offload_in_fp32,
+        why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is "
+        "built: the offloading one is handed views of them, which are not leaves (0.12 to 0.16, every "
+        "device)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        refuse_linear_loss_alone,
+        why="--cross-entropy-fusion-impl alone is silently left out",
+    ),
+    Check(
+        refuse_muon_without_its_package,
+        why="--optimizer muon ends in an assertion without emerging_optimizers, when the model is there",
+    ),
+    Check(
+        refuse_lion_that_nothing_builds,
+        why="--optimizer lion of 0.17 is a ValueError, Invalid optimizer type!, when the model is there",
+    ),
+    Check(
+        refuse_soap_that_cannot_be_saved,
+        why="--optimizer soap of 0.18 and 0.19 ends in an assertion when it is saved in a distributed format",
+    ),
+    Check(
+        refuse_shares_that_cannot_be_saved,
+        why="--optimizer muon --use-distributed-optimizer of 0.18 ends in an AttributeError when it is saved "
+        "in --ckpt-format torch",
+    ),
+    Check(
+        refuse_grouped_experts_of_other_kinds,
+        condition=te_layers_present,
+        why="--moe-grouped-gemm with biases, or not in bf16, is an assertion of upstream's grouped MLP when "
+        "the model is there, or in the first step (0.12 to 0.16)",
+    ),
+    Check(
+        refuse_flex_dispatching,
+        devices=WITHOUT_CUDA,
+        condition=functools.partial(installed, "deep_ep"),
+        why="--moe-token-dispatcher-type flex ends in an assertion, or an ImportError, when the model is "
+        "built",
+    ),
+    Check(
+        refuse_wrong_hierarchical_sizes,
+        why="--hierarchical-context-parallel-sizes that do not make up the ranks are an assertion without "
+        "words",
+    ),
+    Check(
+        refuse_tools_of_cuda,
+        devices=WITHOUT_CUDA,
+        why="--profile without --use-pytorch-profiler is for Nsight Systems, and --record-memory-history "
+        "needs an allocator that keeps one: both end in an AttributeError, the first in the middle of the "
+        "run",
+    ),
+    Check(
+        do_without_cuda,
+        devices=WITHOUT_CUDA,
+        why="upstream checks the options of CUDA graphs against others, which mean nothing without the "
+        "graphs; buffers registered with NCCL, and SHARP, end in errors of torch in the middle of the start",
+    ),
+    Check(
+        set_variables_of_cuda,
+        devices=WITHOUT_CUDA,
+        why="upstream asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, for "
+        "anything else with FSDP, and for an NCCL_ALGO with --deterministic-mode; without CUDA they mean "
+        "nothing",
+    ),
+    Check(
+        memory_flags.check_precision_aware_optimizer,
+        condition=fused_optimizer_present,
+        why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer ends in an "
+        "assertion without the distributed optimizer, and loads rounded main weights from --ckpt-format "
+        "torch",
+    ),
+    Check(
+        swapped_optimizer.tell_adam,
+        condition=fused_optimizer_present,
+        why="Megatron has no argument for --swap-optimizer, which needs an NPU and fp32 moments",
+    ),
+    Check(
+        hccl_buffers.choose,
+        why="--hccl-group-buffer-adaptive is for HCCL alone; the sizes follow from the arguments",
+    ),
+    Check(
+        communicators.refuse_an_unreadable_file,
+        devices=WITHOUT_CUDA,
+        why="a file of --nccl-communicator-config-path that is not there, or is no YAML, is a traceback",
+    ),
+    Check(
+        tensor_parallel_overlap.refuse_arguments,
+        devices=("npu",),
+        condition=transformer_engine_present,
+        why="--tp-comm-overlap without --sequence-parallel is an assertion of upstream",
+    ),
+    Check(
+        activation_offloading.refuse_on_the_host,
+        devices=("cpu",),
+        why="--fine-grained-activation-offloading would move activations from the host to the host",
+    ),
+    Check(
+        memory_flags.refuse_moving_nothing,
+        why="--fine-grained-activation-offloading without modules is an assertion without words, and modules "
+        "without it move nothing, and nothing is said",
+    ),
+    Check(
+        unsupported_options.take_local_implementation,
+        condition=transformer_engine_present,
+        why="--transformer-impl transformer_engine, the default, ends in a NameError without "
+        "TransformerEngine; so does, in other errors, the default of a fused RoPE",
+    ),
+)

@@ -1,8 +1,0 @@
-"""Element-wise functions of the layers that upstream leaves to TorchScript's fusers."""
-
-from __future__ import annotations
-
-from megatron_npu.adaptors.megatron_lm.decorators import records
-from megatron_npu.adaptors.shared import fusions
-
-fusions.connect(records)

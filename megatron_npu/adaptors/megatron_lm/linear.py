@@ -1,8 +1,0 @@
-"""The products of parallel linear layers; connects ``tensor_parallel.layers``."""
-
-from __future__ import annotations
-
-from megatron_npu.adaptors.megatron_lm.decorators import records
-from megatron_npu.adaptors.shared import linear_products
-
-linear_products.connect(records)

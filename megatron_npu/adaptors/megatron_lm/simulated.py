@@ -1,8 +1,0 @@
-"""``megatron.utils``, ``megatron.global_vars``: runs on simulated NPUs say so in log and TensorBoard."""
-
-from __future__ import annotations
-
-from megatron_npu.adaptors.megatron_lm.decorators import records
-from megatron_npu.adaptors.shared import simulated
-
-simulated.connect_old_tree(records, "megatron.utils:print_rank_last")

@@ -1,0 +1,85 @@
+"""The sources of a Megatron, read from its files: parsed when needed, never imported or executed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from megatron_npu.patching.patch import Patch
+from megatron_npu.patching.pins import Pin, PinFile
+from megatron_npu.patching.symbols import locate
+
+
+class Source:
+    """The source of one module: read at once, parsed when needed.
+
+    Args:
+        module: its dotted name.
+        path: its file.
+    """
+
+    def __init__(self, module: str, path: Path | str) -> None:
+        self.module, self.path = module, Path(path)
+        self._content = self.path.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self._content).hexdigest()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed file.
+
+        Raises:
+            SyntaxError: this Python cannot parse it.
+        """
+        return ast.parse(self._content, str(self.path))
+
+    def locate(self, qualname: str) -> list[ast.stmt]:
+        """Return the statements that bind ``qualname`` (see ``locate``)."""
+        return locate(self.tree, qualname)
+
+
+class SourceTree:
+    """The sources under a folder, each read once.
+
+    Args:
+        root: the folder that holds upstream's top-level package, and a folder ``tasks`` with what the script
+            in it imports.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        self._sources: dict[str, Source | None] = {}
+
+    def find(self, module: str) -> Source | None:
+        """Return the source of ``module``, or None if there is no file."""
+        if module not in self._sources:
+            bases = [folder.joinpath(*module.split(".")) for folder in (self.root, self.root / "tasks")]
+            paths = [
+                path for base in bases for path in (base / "__init__.py", base.with_name(f"{base.name}.py"))
+            ]
+            path = next((path for path in paths if path.is_file()), None)
+            self._sources[module] = Source(module, path) if path else None
+        return self._sources[module]
+
+    def pin(self, patches: Iterable[Patch], upstream: str, version: str) -> tuple[PinFile, list[str]]:
+        """Pin the targets of ``patches``.
+
+        Returns:
+            The pins, and the targets that are not there.
+        """
+        pinned, missing = PinFile(upstream, version), []
+        for patch in patches:
+            source = self.find(patch.module)
+            nodes = source.locate(patch.qualname) if source else []
+            if source is None or not nodes:
+                missing.append(patch.target)
+                continue
+            pinned.modules[patch.module] = source.digest
+            pinned.targets[patch.target] = Pin.of(nodes)
+        return pinned, missing

@@ -1,0 +1,109 @@
+"""Where a module's source binds a symbol; read from the syntax tree, nothing is imported or executed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.ClassDef)
+
+
+def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
+    """Return every statement of ``tree`` that binds ``qualname``, in source order.
+
+    Conditional definitions (``if``, ``try``, ``with``, loops) all count. An import is narrowed to the name
+    in question; a star import stands for names that nothing else binds. A method that a class inherits
+    is found in a base class of the same file; where a base class comes from elsewhere, the header of
+    the class stands for it. An empty list means that the symbol is gone.
+    """
+    *path, name = qualname.split(".")
+    scopes: list[Any] = [tree]
+    for part in path:
+        scopes = [node for scope in scopes for node in bindings(scope.body, part)]
+        scopes = [node for node in scopes if isinstance(node, ast.ClassDef)]
+    found = [node for scope in scopes for node in bindings(scope.body, name)]
+    if found:
+        return found
+    if not path:
+        return [node for node in _statements(tree.body) if _is_star_import(node)]
+    return [node for scope in scopes for node in _inherited(tree, scope, name, frozenset())]
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run in the scope of ``body``, nested blocks included."""
+    for node in body:
+        yield node
+        if isinstance(node, SCOPES):
+            continue
+        yield from _statements(getattr(node, "body", ()))
+        for clause in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            yield from _statements(clause.body)
+        yield from _statements(getattr(node, "orelse", ()))
+        yield from _statements(getattr(node, "finalbody", ()))
+
+
+def bindings(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
+    bound = (_binding(node, name) for node in _statements(body))
+    return [node for node in bound if node is not None]
+
+
+def _binding(node: ast.stmt, name: str) -> ast.stmt | None:
+    """Return ``node`` (an import narrowed to one name) if it binds ``name``, else None."""
+    if isinstance(node, SCOPES):
+        return node if node.name == name else None
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return _imported(node, name)
+    if isinstance(node, ast.AnnAssign) and node.value is None:
+        return None
+    targets: list[Any] = list(getattr(node, "targets", ())) if not isinstance(node, ast.Delete) else []
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.For, ast.AsyncFor)):
+        targets.append(node.target)
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        targets += [item.optional_vars for item in node.items if item.optional_vars]
+    return node if any(name in plain_names(target) for target in targets) else None
+
+
+def plain_names(target: ast.expr) -> set[str]:
+    if isinstance(target, ast.Name):
+        return {target.id}
+    if isinstance(target, ast.Starred):
+        return plain_names(target.value)
+    parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    return {name for part in parts for name in plain_names(part)}
+
+
+def _imported(node: ast.Import | ast.ImportFrom, name: str) -> ast.stmt | None:
+    for alias in node.names:
+        first = alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name
+        if (alias.asname or first) == name:
+            narrowed = copy.copy(node)
+            narrowed.names = [alias]
+            return narrowed
+    return None
+
+
+def _is_star_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+
+
+def _inherited(tree: ast.Module, cls: ast.ClassDef, name: str, seen: frozenset[str]) -> list[ast.stmt]:
+    """Return what binds ``name`` in the base classes of ``cls``; its header if one is in another file."""
+    elsewhere = False
+    for base in cls.bases:
+        label = ast.unparse(base)
+        local = [node for node in bindings(tree.body, label) if isinstance(node, ast.ClassDef)]
+        if label in seen:
+            continue
+        for node in local:
+            found = bindings(node.body, name) or _inherited(tree, node, name, seen | {label})
+            if found:
+                return found
+        elsewhere = elsewhere or (not local and label != "object")
+    if not elsewhere:
+        return []
+    header = copy.copy(cls)
+    header.body = []
+    return [header]

@@ -1,0 +1,49 @@
+"""PEP 440 specifiers of upstream versions: whether one admits a version, whether two have one in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+def admits(versions: str, version: str) -> bool:
+    """Return whether the specifier ``versions`` admits ``version``; an empty one admits everything.
+
+    A version that is not PEP 440 (a commit) is admitted only by an empty specifier.
+    """
+    if not versions:
+        return True
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(versions).contains(version, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def versions_overlap(first: str, second: str) -> bool:
+    """Return whether some version satisfies both specifiers.
+
+    A specifier set is an interval (with holes from ``!=``), so a common version, if there is one, can be
+    found at zero, at a version that one of the two names, or just above such a version.
+    """
+    if not first or not second or first == second:
+        return True
+    from packaging.specifiers import SpecifierSet
+
+    both = SpecifierSet(first) & SpecifierSet(second)
+    named = [specifier.version.removesuffix(".*") for specifier in both]
+    candidates = ["0", *named, *(f"{version.partition('+')[0]}.0.0.0.1" for version in named)]
+    return any(_contains(both, candidate) for candidate in candidates)
+
+
+def _contains(specifiers: Any, version: str) -> bool:
+    from packaging.version import InvalidVersion
+
+    try:
+        return specifiers.contains(version, prereleases=True)
+    except InvalidVersion:  # "just above" a pre-release has no spelling
+        return False
