@@ -124,11 +124,12 @@ def announce() -> None:
     context, device = engine().context, devices.current()
     if context is None or int(os.environ.get("RANK", "0")):
         return
-    print(
+    line = (
         f"megatron_npu {__version__} · {context.upstream} {context.version} · "
-        f"{device.title}/{device.backend} · {engine().ledger.summary()}",
-        flush=True,
+        f"{device.title}/{device.backend} · {engine().ledger.summary()}"
     )
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), flush=True)  # ASCII has no middle dot
 
 
 def _guard_files(name: str) -> None:

@@ -175,7 +175,7 @@ ROOMS = (
     Room(
         "measuring/",
         "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
-        "base devices options plugin pretrain finetune doctor",
+        "base process devices options plugin pretrain finetune doctor",
         ("torch", "megatron"),
     ),
     Room(

@@ -28,7 +28,7 @@ def hold(folder: Path) -> int | None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o640)
+        descriptor = _opened(folder / NAME)
     except OSError:
         return None
     try:
@@ -45,6 +45,14 @@ def hold(folder: Path) -> int | None:
         return None
     _held.add(descriptor)
     return descriptor
+
+
+def _opened(path: Path) -> int:
+    """Open the file, which is made; another user of the group may only read it, which suffices to lock it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
 
 
 def held() -> bool:

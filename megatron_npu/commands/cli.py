@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import inert_packages
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
-from megatron_npu.process import collector, interruption, visible_devices
+from megatron_npu.process import collector, graph_cache, interruption, visible_devices
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -66,6 +66,8 @@ _REQUIRED = {
 _BUILD_A_MODEL = ("pretrain",)
 # these start a rank for each device that CUDA_VISIBLE_DEVICES lists; torch, once imported, has counted them
 _START_RANKS = ("train",)
+# these compute with torch, which may load graphs that it once compiled; checked before it is imported
+_MAY_COMPILE = ("run", "pretrain", "train", "generate", "serve", "convert", "lambada", "bench", "doctor")
 # behind these comes another's command line, whose --help is not ours
 _TAKES_A_COMMAND = ("run", "sim")
 
@@ -101,14 +103,13 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; return its exit code (2 for bad input)."""
     argv = sys.argv[1:] if argv is None else argv
+    _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
         argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if argv else 2
+        return _say(_usage(), 0 if argv else 2)
     if argv[0] == "--version":
-        print(f"megatron_npu {__version__}")
-        return 0
+        return _say(f"megatron_npu {__version__}", 0)
     argv = _for_absent_scripts(argv)
     if argv[0] not in COMMANDS:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
@@ -118,13 +119,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
             settings.check()
+        if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
+            graph_cache.claim()
         with interruption.heard(), _packages_for(argv):
             code = _run(argv)
             sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
             return code
-    except BrokenPipeError:  # the reader (head, say) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 1
+    except BrokenPipeError:
+        return _reader_is_gone()
     except KeyboardInterrupt as interrupt:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
@@ -143,6 +145,36 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 1
+
+
+def _say(text: str, code: int) -> int:
+    """Print a text; return the exit code, or what it is where that cannot be written."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except OSError as error:
+        _drop_output()
+        print(f"megatron-npu: error: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _reader_is_gone() -> int:
+    """Return the exit code where a reader (head, say) has seen enough."""
+    _drop_output()
+    return 1
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+
+
+def _write_any_character() -> None:
+    """Write what the locale's encoding does not have as its number, and not end a run for it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding != "utf-8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _write_whole_lines() -> None:
@@ -187,9 +219,17 @@ def rapidformer() -> int:
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
     """Prepare for a command that needs no torch: one that only says its help, or only reads sources."""
-    flags = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
-    if argv[1:2] in (["-h"], ["--help"]) or (argv[0] not in _TAKES_A_COMMAND and {"-h", "--help"} & {*flags}):
+    if _asks_for_help(argv):
         return inert_packages.for_help()
-    if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in flags):
+    if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in _flags(argv)):
         inert_packages.for_records()
     return contextlib.nullcontext()
+
+
+def _asks_for_help(argv: list[str]) -> bool:
+    first = argv[1:2] in (["-h"], ["--help"])
+    return first or (argv[0] not in _TAKES_A_COMMAND and bool({"-h", "--help"} & {*_flags(argv)}))
+
+
+def _flags(argv: list[str]) -> list[str]:
+    return argv[1 : argv.index("--")] if "--" in argv else argv[1:]

@@ -12,7 +12,7 @@ from megatron_npu import plugin
 from megatron_npu.base import settings
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import extension_locks, visible_devices
+from megatron_npu.process import extension_locks, python_child, visible_devices
 from megatron_npu.upstream import stock_tools
 
 _USAGE = """%(prog)s [--redirect] [--cpu-devices N] SCRIPT [ARGUMENTS...]
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
     if options.redirect:
         plugin.redirect(str(script.parent))
-    sys.path[0] = str(script.parent)  # as the interpreter does for a script
+    python_child.search_first(str(script.parent))
     for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
         if checkout:
             sys.path.insert(1, str(checkout))

@@ -124,7 +124,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
             "check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
         )
     for device in devices.get("each", []) if selected != "cpu" else []:
-        if device["free_mib"] < LEAST_FREE * device["total_mib"]:
+        if "free_mib" in device and device["free_mib"] < LEAST_FREE * device["total_mib"]:
             found.append(
                 f"{device['device']} has {device['free_mib']} of {device['total_mib']} MiB free: another "
                 "process uses it (`npu-smi info`, `nvidia-smi`)."

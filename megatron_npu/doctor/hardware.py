@@ -22,7 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 def device_list() -> dict[str, Any]:
     """Return for each kind of device how many there are, or why there is none; and the selected ones.
 
-    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``.
+    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``,
+    the last two where torch's module of that kind tells them.
     """
     kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
     reasons = {device.name: device.absence() for device in kinds}
@@ -47,8 +48,11 @@ def _each(device: Device) -> list[dict[str, Any]]:
     module = torch.get_device_module(device.name)
     rows = []
     for index in range(device.count()):
-        free, total = module.mem_get_info(index)
-        rows.append(_row(f"{device.name}:{index}", module.get_device_name(index), free, total))
+        name, model = f"{device.name}:{index}", module.get_device_name(index)
+        if hasattr(module, "mem_get_info"):
+            rows.append(_row(name, model, *module.mem_get_info(index)))
+        else:  # a backend of somebody else's
+            rows.append({"device": name, "model": model})
     return rows
 
 

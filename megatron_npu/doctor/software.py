@@ -14,7 +14,7 @@ from pathlib import Path
 import megatron_npu
 from megatron_npu.base import settings
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.process import extension_locks
+from megatron_npu.process import extension_locks, python_child
 
 # As pip calls them. PyPI's "apex" is not NVIDIA's; see ``advice``.
 PACKAGES = (
@@ -53,8 +53,8 @@ def torch_import_error() -> str | None:
 
 
 def _imports_without_backends() -> bool:
-    command = [sys.executable, "-c", "import torch"]
-    environment = {**os.environ, AUTOLOAD_OF_TORCH: "0"}
+    command = python_child.code("import torch")
+    environment = python_child.environment(**{AUTOLOAD_OF_TORCH: "0"})
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from megatron_npu import devices
 from megatron_npu.base import settings
 from megatron_npu.doctor import collectives
+from megatron_npu.process import python_child
 from megatron_npu.upstream import early_import
 
 TIMEOUT = 300  # seconds for one check; on an idle machine a few are enough
@@ -92,10 +91,10 @@ def _misses_a_package(row: dict[str, Any]) -> bool:
 
 
 def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    inherited = python_child.environment(**variables)
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", module, *arguments],
-        env=inherited | variables,
+        python_child.module(module, arguments, options=["-W", "ignore"]),
+        env={name: value for name, value in inherited.items() if name not in _RANK_VARIABLES},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

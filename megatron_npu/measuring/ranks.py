@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-import megatron_npu
 from megatron_npu.devices import cores
 from megatron_npu.measuring import rank
 from megatron_npu.measuring.job import Job
 from megatron_npu.pretrain.run import host_memory
+from megatron_npu.process import python_child
 
 MEASURED, OOM, NA, FAILED = "measured", "OOM", "NA", "failed"
 _POLL = 0.1  # seconds between two looks at the ranks
@@ -95,7 +95,6 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
-    package = Path(megatron_npu.__file__).parents[1]  # which need not be installed
     place = {
         "RANK": number,
         "LOCAL_RANK": number,
@@ -110,10 +109,11 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
     }
     environment = {"OMP_NUM_THREADS": str(cores.threads(job.ranks)), **os.environ}
     environment |= {name: str(value) for name, value in place.items()}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = python_child.search_path()
+    program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
     with open(folder / f"rank{number}.log", "wb") as log:
         return subprocess.Popen(
-            [os.environ.get("PYTHON_EXEC", sys.executable), "-m", rank.__name__, str(folder)],  # as torchrun
+            [program, *python_child.module_flags(rank.__name__), str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # its end tells the rank that this process is gone
             stdout=log,

@@ -26,7 +26,12 @@ def error(problem: BadRequestError) -> Json:
     """Return what a client is told of a problem."""
     kind = "invalid_request_error" if problem.status < 500 and problem.status != 429 else "server_error"
     told = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.status}
-    return {"error": told}
+    return {"error": {key: _writable(value) for key, value in told.items()}}
+
+
+def _writable(value: Any) -> Any:
+    """Return a text without halves of UTF-16's pairs, which JSON can name and UTF-8 cannot say."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
 @dataclass

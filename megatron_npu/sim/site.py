@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import spec_of
+from megatron_npu.process import python_child
 from megatron_npu.sim import cache
 
 # torch_npu imports these at start without torch being able to do without them.
@@ -89,7 +90,7 @@ def _require_fit(site: Path, torch_version: str) -> None:
 def _install(directory: Path, version: str) -> None:
     needs = [package for module, package in _PURE_PYTHON_NEEDS.items() if package_directory(module) is None]
     cache.say(f"downloading torch-npu {version} (about 100 MB, once)")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
+    command = python_child.module("pip", ["install", "--no-deps", "--disable-pip-version-check"])
     command += ["--only-binary", ":all:", "--target", str(directory), f"torch-npu=={version}", *needs]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(

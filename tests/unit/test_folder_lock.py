@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -52,3 +53,22 @@ def test_rank_0_of_a_stock_script_holds_what_it_saves_into(
     finally:
         for lock in folder_lock._held - held:
             folder_lock.release(lock)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_who_may_only_read_the_lock_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o755)
+        lock = folder_lock.hold(Path(name))
+        assert lock is not None
+        os.chmod(Path(name, folder_lock.NAME), 0o644)
+        child = os.fork()
+        if not child:
+            os.setuid(12345)
+            try:
+                folder_lock.hold(Path(name))
+            except UsageError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        folder_lock.release(lock)

@@ -20,6 +20,7 @@ from megatron_npu.data.preprocessing import corpus, indexed_dataset, tokenizer_f
 from megatron_npu.data.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.data.preprocessing.sentences import Sentences
 from megatron_npu.data.tokenization import flags, gigatoken_bpe
+from megatron_npu.data.tokenization import unknown as unknown_tokens
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,18 +144,23 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
     with ExitStack() as stack:
         prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in recipe.keys]
         writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
+        unknown = [0] * len(writers)
         results = encode_all(documents.batches(), recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
         with _Progress(documents.size, arguments.log_interval) as progress:
             for result in progress.watch(results):
-                for writer, encoded in zip(writers, result.keys, strict=True):
+                for index, (writer, encoded) in enumerate(zip(writers, result.keys, strict=True)):
                     writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
+                    unknown[index] += encoded.unknown
         for writer, key in zip(writers, recipe.keys, strict=True):
             writer.finish()
             _refuse_empty(writer, key)
         indexed_dataset.publish(writers)
-    for writer in writers:
+    vocabulary = tokenizer_files.shown(recipe.tokenizer)
+    for writer, count in zip(writers, unknown, strict=True):
         print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
+        if told := unknown_tokens.warning(count, writer.tokens, f"{writer.prefix}.bin", vocabulary):
+            print(f"megatron-npu preprocess: {told}", file=sys.stderr)
         if recipe.windows is not None:
             _say_short(writer, recipe.windows)
 

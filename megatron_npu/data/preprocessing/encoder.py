@@ -61,11 +61,13 @@ class Encoded:
         tokens: the tokens' bytes in the dataset's type.
         lengths: [sequences] int32, tokens of each sequence; a sequence without tokens does not count.
         sequences: [documents] int64, sequences of each document; 0 for an empty one.
+        unknown: tokens that stand for what the vocabulary does not have.
     """
 
     tokens: bytes
     lengths: np.ndarray
     sequences: np.ndarray
+    unknown: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Encoder:
         tokenizer = files.build()
         special = isinstance(files, HuggingFaceFiles) and files.special_tokens
         self._bytes_of = _text_encoder(tokenizer, special, self._dtype)
+        self._unknown = tokenizer.unknown
         self._eod = np.array([tokenizer.eod], dtype=self._dtype).tobytes() if recipe.append_eod else b""
         self._sentences = recipe.sentences.splitter() if recipe.sentences else None
 
@@ -143,7 +146,11 @@ class Encoder:
                 pieces += sequences
                 counts.append(len(sequences))
         lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) // self._dtype.itemsize
-        return Encoded(b"".join(pieces), lengths.astype(np.int32), np.array(counts, dtype=np.int64))
+        tokens = b"".join(pieces)
+        unknown = 0 if self._unknown is None else np.frombuffer(tokens, self._dtype) == self._unknown
+        return Encoded(
+            tokens, lengths.astype(np.int32), np.array(counts, dtype=np.int64), int(np.count_nonzero(unknown))
+        )
 
     def _sequences(self, texts: list[str]) -> list[bytes]:
         """Return the sequences of a document, those without tokens left out, with ``eod`` at the end."""

@@ -68,6 +68,13 @@ class HuggingFaceFiles:
         return HuggingFaceTokenizer(self.folder)
 
 
+def shown(files: TokenizerFiles) -> str:
+    """Return the flag that names the file of the vocabulary, and the file."""
+    if isinstance(files, HuggingFaceFiles):
+        return f"--tokenizer-model {files.folder}"
+    return f"--vocab-file {files.vocab_file}"
+
+
 TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles
 
 

@@ -88,6 +88,7 @@ class BertWordPieceTokenizer:
             vocabulary.setdefault(token, len(vocabulary))
         self.vocab_size: int = len(vocabulary)
         self.eod: int = vocabulary["[EOS]"]
+        self.unknown: int | None = vocabulary[UNKNOWN]
         self._lower_case = lower_case
         self._cleaned, self._cut = _Cleaned(), _Cut(strip_accents=lower_case)
         self._tokenizer = Tokenizer(

@@ -51,6 +51,7 @@ class GPT2Tokenizer:
         self.vocabulary: dict[str, int] = vocabulary
         self.vocab_size: int = len(vocabulary)
         self.eod: int = vocabulary[END_OF_TEXT]
+        self.unknown: int | None = None  # every byte has a token
         try:
             model = models.BPE(vocab=vocabulary, merges=merges)
         except Exception as error:  # the library raises bare Exception

@@ -48,6 +48,7 @@ class HuggingFaceTokenizer:
                 "Name the token that ends a text there.",
             )
         self.eod: int = eod
+        self.unknown: int | None = self._unknown(Path(folder))
         self._before = self._put_before_every_text()
 
     def _put_before_every_text(self) -> list[int]:
@@ -55,6 +56,11 @@ class HuggingFaceTokenizer:
         encoded = self._model.encode("a")
         marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
+
+    def _unknown(self, folder: Path) -> int | None:
+        token = getattr(self._model.model, "unk_token", None) or special_token(folder, "unk_token")
+        found = self._model.token_to_id(token) if token else None
+        return None if found == self.eod else found
 
     @property
     def added_tokens(self) -> list[str]:

@@ -12,10 +12,12 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids.
         eod: the id that ends a text.
+        unknown: the id of what the vocabulary does not have; None: it has no such id, or it is ``eod``.
     """
 
     vocab_size: int
     eod: int
+    unknown: int | None
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_npu import devices
-from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.model.blocks import repeated_blocks
 from megatron_npu.options.switch_rules import need_compiler
+from megatron_npu.process import graph_cache
 
 # Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
 # is 8, behind which it runs uncompiled without a word that a user sees.
@@ -41,10 +38,13 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
             from the second one on all others share one, as is torch's default.
 
     Raises:
-        UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache is not writable.
+        UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache cannot be
+            written to, or can be by others, too.
     """
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
-    _make_the_cache_usable()
+    graph_cache.claim()
+    if hasattr(torch._inductor.config, "cpp_cache_precompile_headers"):  # as claimed, if that came too late
+        torch._inductor.config.cpp_cache_precompile_headers = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_BLOCK)
     # Backward is called outside of autocast: what forward took out of it (fp32) would be in it again.
     if hasattr(torch._functorch.config, "backward_pass_autocast"):  # of newer torch
@@ -72,26 +72,6 @@ def attention_outside(model: nn.Module) -> str:
     if not drops or not devices.current().is_host:
         return ""
     return "graphs: attention is outside of them, where its dropout is drawn tile by tile"
-
-
-def _make_the_cache_usable() -> None:
-    """Let inductor keep its graphs in the user's cache, not in /tmp, where anyone may have made the folder.
-
-    Raises:
-        UsageError: the folder cannot be written to.
-    """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_npu" / "inductor"
-    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"TORCHINDUCTOR_CACHE_DIR={folder}",
-            "a folder that can be written to, for compiled graphs",
-            f"Name another one ({error.strerror}).",
-        ) from error
 
 
 def count_graphs() -> int:

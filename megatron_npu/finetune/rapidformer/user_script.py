@@ -17,6 +17,7 @@ from torch import Tensor
 import megatron_npu
 from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.process import python_child
 from megatron_npu.standins import mpu
 
 DOCUMENTED = "rapidformer"  # the package that the document's scripts import
@@ -35,8 +36,9 @@ def run(script: str) -> None:
     _require_python(path)
     stand_in()
     made, used = engine.made(), engine.used()
-    arguments, place = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [script], str(path.parent)  # as the interpreter does for a script
+    arguments, places = sys.argv, sys.path[:]
+    sys.argv = [script]
+    python_child.search_first(str(path.parent))
     try:
         runpy.run_path(str(path), run_name="__main__")
     except (UsageError, KeyboardInterrupt):
@@ -47,7 +49,7 @@ def run(script: str) -> None:
     except BaseException as error:
         raise _told(path, error) from error
     finally:
-        sys.argv, sys.path[0] = arguments, place
+        sys.argv, sys.path[:] = arguments, places
     if engine.used() == used:
         none = "makes no RapidformerEngine" if engine.made() == made else "trains nothing"
         raise UsageError(

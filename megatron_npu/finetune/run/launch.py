@@ -19,6 +19,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import cores
 from megatron_npu.finetune.run.ranks import from_environment
 from megatron_npu.pretrain.run import host_memory
+from megatron_npu.process import python_child
 
 _SECONDS = 900  # for the other machines to come
 _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
@@ -82,6 +83,7 @@ def start(argv: Sequence[str], processes: int) -> int:
     _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(cores.threads(processes)))
     program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+    os.environ["PYTHONPATH"] = python_child.search_path()
     config = LaunchConfig(
         min_nodes=machines(),
         max_nodes=machines(),
@@ -92,7 +94,7 @@ def start(argv: Sequence[str], processes: int) -> int:
         **_meeting(),
     )
     try:
-        elastic_launch(config, program)("-m", "megatron_npu", "train", *argv)
+        elastic_launch(config, program)(*python_child.module_flags("megatron_npu"), "train", *argv)
     except ChildFailedError as failed:
         return _exit_code(failed)
     except SignalException as stopped:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_npu.base.arg_parser import Number
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.devices.rows import Rows
 from megatron_npu.finetune import tasks
 from megatron_npu.finetune.data import columns, texts, turns
@@ -157,11 +158,25 @@ class Task(Declaration):
         found, number = {}, 0
         with self._one_rank_first():
             encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
+        self._warn_of_unknown_tokens(encoded["train"])
         for part, examples in encoded.items():
             numbers = list(range(number, number + len(examples)))
             found[part] = examples if part == "train" else examples.add_column(EXAMPLE, numbers)
             number += len(examples)
         return found
+
+    def _warn_of_unknown_tokens(self, examples: Any) -> None:
+        """Say where most tokens of the first examples are the one of what the vocabulary does not have."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if self.args.rank != 0 or unknown in (None, self.tokenizer.eos_token_id):
+            return
+        around = {*self.tokenizer.all_special_ids} - {unknown}
+        rows = examples[: unknown_tokens.SAMPLES].get("input_ids", [])
+        tokens = [token for row in rows for token in row if token not in around]
+        name = f"the tokenizer of {self.args.pretrained_model_name_or_path}"
+        name += f" ({type(self.tokenizer).__name__})"
+        if told := unknown_tokens.warning(tokens.count(unknown), len(tokens), "the training data", name):
+            print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
         """Let one rank tokenize into the cache of ``datasets``, and the others read what it has made."""

@@ -6,6 +6,7 @@ between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.sequence_parts import part_of_this_rank
+from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
 from megatron_npu.pretrain.data.sources import PARTS, blend
@@ -61,7 +63,22 @@ def datasets(args: Namespace) -> Datasets:
     batch = args.global_batch_size
     train = args.epoch_samples or args.train_samples or args.train_iters * batch
     sizes = [train, evaluation_count(args) * batch, args.eval_iters * batch * read["test"]]
-    return build(MockGPTDataset if args.mock_data else GPTDataset, sizes, config)
+    found = build(MockGPTDataset if args.mock_data else GPTDataset, sizes, config)
+    if args.rank == 0 and found.train is not None and not args.mock_data:
+        _warn_of_unknown_tokens(args, found.train)
+    return found
+
+
+def _warn_of_unknown_tokens(args: Namespace, dataset: Any) -> None:
+    """Say where most tokens of the first samples are the one of what the vocabulary does not have."""
+    unknown = tokenizers.build(args).unknown
+    if unknown is None:
+        return
+    tokens = torch.stack([dataset[i]["tokens"] for i in range(min(len(dataset), unknown_tokens.SAMPLES))])
+    count = int((tokens == unknown).sum())
+    named = f"--tokenizer-model {args.tokenizer_model}"
+    if told := unknown_tokens.warning(count, tokens.numel(), "the training data", named):
+        print(f"megatron-npu pretrain: {told}", file=sys.stderr, flush=True)
 
 
 def build(kind: Any, sizes: Sequence[int], config: Any) -> Datasets:

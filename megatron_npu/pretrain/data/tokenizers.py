@@ -21,6 +21,7 @@ class NullTokenizer:
     def __init__(self, size: int) -> None:
         self.vocab_size = size + 1
         self.eod = size
+        self.unknown: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers of a text.

@@ -188,11 +188,13 @@ def run(request: dict[str, Any]) -> None:
     _reseed()
     arguments = list(request["argv"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    while arguments and arguments[0] in ("-u", "-B", "-W"):
+    elsewhere = False  # than in the working directory modules are looked for
+    while arguments and arguments[0] in ("-u", "-B", "-P", "-W"):
         option = arguments.pop(0)
         if option == "-W":
             warnings.simplefilter(arguments.pop(0))
         sys.dont_write_bytecode |= option == "-B"
+        elsewhere |= option == "-P"
         if option == "-u":
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)
@@ -204,7 +206,8 @@ def run(request: dict[str, Any]) -> None:
         kind = "-c"
     if kind in ("-m", "-c"):
         name, *rest = arguments[1:]
-        sys.path[:] = [os.getcwd() if kind == "-m" else "", *search, *_BASE]
+        here = [] if elsewhere else [os.getcwd() if kind == "-m" else ""]
+        sys.path[:] = [*here, *search, *_BASE]
         sys.argv = ["-m" if kind == "-m" else "-c", *rest]
         if kind == "-m":
             runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -212,7 +215,7 @@ def run(request: dict[str, Any]) -> None:
             main_module = sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(name, "<string>", "exec"), vars(main_module))
     elif kind.startswith("-"):
-        sys.exit(f"a warm interpreter knows -m, -c, -, -u, -B and -W, not {kind}")
+        sys.exit(f"a warm interpreter knows -m, -c, -, -u, -B, -P and -W, not {kind}")
     else:
         sys.argv = arguments
         sys.path[:] = [str(Path(kind).resolve().parent), *search, *_BASE]

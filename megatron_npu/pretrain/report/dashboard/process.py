@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import megatron_npu
 from megatron_npu.pretrain.report.dashboard.command import name_of
+from megatron_npu.process import python_child
 from megatron_npu.web.address import Address, listening, url
 
 _SECONDS = 5.0  # for the server to end after the run
@@ -40,12 +39,10 @@ def shown(metrics: Path, at: Address) -> Iterator[str]:
 
 
 def _start(metrics: Path, descriptor: int, host: str) -> subprocess.Popen[bytes]:
-    package = Path(megatron_npu.__file__).parents[1]  # which need not be installed
-    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     module = "megatron_npu.pretrain.report.dashboard.server"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(metrics), name_of(metrics), str(descriptor), host],
-        env={**os.environ, "PYTHONPATH": path},
+        python_child.module(module, [str(metrics), name_of(metrics), str(descriptor), host]),
+        env=python_child.environment(),
         stdin=subprocess.PIPE,  # its end tells the server that this process is gone
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,0 +1,23 @@
+"""A vocabulary that does not fit its data: most words become the one token for what is not known."""
+
+from __future__ import annotations
+
+LIMIT = 0.3  # of all tokens; text in the language of its vocabulary has less than a hundredth
+SAMPLES = 64  # that are looked at where a run begins
+
+
+def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
+    """Return a line about tokens that are unknown; empty where they are few.
+
+    Args:
+        unknown: how many.
+        tokens: of how many.
+        data: what was encoded.
+        tokenizer: its file or folder, with the flag that names it.
+    """
+    if unknown <= LIMIT * tokens:
+        return ""
+    return (
+        f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, "
+        "and a model learns nothing of them; is it this text's vocabulary, in the form that its kind reads?"
+    )

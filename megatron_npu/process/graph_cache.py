@@ -1,0 +1,89 @@
+"""Where torch.compile keeps graphs: C++ and pickles that it loads again without asking whose they are.
+
+torch's own place, ``/tmp/torchinductor_USER``, may be made by anyone who is faster. Whoever imports
+``torch._dynamo`` (an optimizer does) makes it and leaves its name in the variable: ours is named before that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import user_cache
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_REMEDY = f"Export {VARIABLE} with a folder of your own (chmod 700)."
+_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+_ROOT = 0
+
+
+def claim() -> Path:
+    """Let torch keep its graphs in a folder that only this user fills, 0700; return the folder.
+
+    A folder that the user has named is taken if it is his. Torch's own name in /tmp, which its import leaves
+    in the variable, counts as none. Without a home that can be written to the folder lies in the one of
+    temporary files, where it is this user's, too.
+
+    Raises:
+        UsageError: the folder is another user's, or others may write to it or change its place; or the one
+            that was named cannot be made.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named and not _is_torchs(named):
+        folder = _open(Path(named), f"Name another one, or unset {VARIABLE}.")
+    else:
+        folder = _default()
+    os.environ[VARIABLE] = str(folder)
+    os.environ.setdefault(_HEADERS, "0")  # torch 2.13 keeps them in its own place in /tmp, whatever is named
+    return folder
+
+
+def _is_torchs(named: str) -> bool:
+    folder = Path(named).absolute()
+    places = {Path(place).absolute() for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")}
+    return folder.parent in places and folder.name.startswith("torchinductor_")
+
+
+def _default() -> Path:
+    try:
+        return _open(user_cache.root() / "inductor", _REMEDY)
+    except UsageError as error:
+        if not _cannot_be_made(error):
+            raise
+    return _open(Path(tempfile.gettempdir(), f"megatron_npu_inductor_{os.geteuid()}"), _REMEDY)
+
+
+def _cannot_be_made(error: UsageError) -> bool:
+    """Return whether there is no home, or none to write to; the other errors say whose the folder is."""
+    return error.given.startswith("no home folder") or isinstance(error.__cause__, OSError)
+
+
+def _open(folder: Path, remedy: str) -> Path:
+    """Make the folder if it is not there, and look whose it is; return it without links in its path."""
+    folder = Path(os.path.realpath(folder))
+    with user_cache.opened(folder, remedy) as descriptor:
+        if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
+            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise user_cache.unusable(folder, error, remedy) from error
+    for parent in folder.parents:  # torch is given a path, not this descriptor
+        status = parent.stat()
+        anyone = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if anyone or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
+            raise UsageError(
+                f"{folder}: others may put another folder in its place, by writing to {parent}",
+                "what this user alone can change: compiled graphs are loaded from it",
+                remedy,
+            )
+    return folder
+
+
+def _unmapped() -> int:
+    """Return the user by whom a container means all that it does not know, such as its machine's root."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return _ROOT
