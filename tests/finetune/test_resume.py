@@ -148,3 +148,28 @@ def test_without_a_checkpoint_it_begins_and_says_so(tmp_path, capsys) -> None:
     arguments = flags(tmp_path, "--load", tmp_path, "--train-iters", 1)
     assert cli.main(["train", *arguments]) == 0
     assert f"no checkpoint in {tmp_path} yet: starting from scratch" in capsys.readouterr().out
+
+
+def test_other_settings_of_the_optimizer_take_effect_and_are_said(
+    alone: Path, tmp_path: Path, capsys
+) -> None:
+    """The highest and least rate, decay, betas and epsilon: what the rest of the run has, and its numbers."""
+    plain = train_runs.losses(alone)[SAVED:]
+    for number, (words, rate) in enumerate(
+        [
+            (("--lr", "1e-3", "--min-lr", "5e-4"), pytest.approx(5e-4 + 3 / 12 * 5e-4)),
+            (("--weight-decay", "0.9"), None),
+            (("--adam-beta1", "0.1"), None),
+            (("--adam-beta2", "0.5"), None),
+            (("--adam-eps", "1e-2"), None),
+        ]
+    ):
+        folder = begun(alone, tmp_path / str(number))
+        capsys.readouterr()
+        train(1, *flags(folder, "--load", folder, *words))
+        said = capsys.readouterr().out
+        assert f"{words[0]} {float(words[1])} (the checkpoint: " in said
+        assert train_runs.losses(folder) != plain
+        assert train_runs.losses(folder)[0] == plain[0]
+        if rate is not None:
+            assert tiny.rows(folder / "metrics.jsonl")[0]["learning_rate"] == rate

@@ -26,6 +26,7 @@ from megatron_npu.finetune.model.gradients import clip, norm_of, scale
 from megatron_npu.finetune.model.graph import attention_outside, compile_blocks
 from megatron_npu.finetune.model.lora import adapt
 from megatron_npu.finetune.model.main_weights import MainWeights
+from megatron_npu.finetune.model.optimizer_settings import Settings
 from megatron_npu.finetune.model.optimizer_state import load_optimizer_state, optimizer_state, rebind
 from megatron_npu.finetune.model.precision import LossScale, autocast
 from megatron_npu.finetune.model.sharding import accumulating, data_parallel, mesh_of, shard_fully
@@ -67,6 +68,7 @@ class Prepared:
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
         loss_scale: of fp16.
         ledger: what each switch did, one line each.
+        own_optimizer: the optimizer is the default one, whose settings are arguments of ``prepare``.
     """
 
     model: nn.Module
@@ -80,6 +82,7 @@ class Prepared:
     clip_grad: float = 0.0
     loss_scale: LossScale | None = None
     ledger: list[str] = field(default_factory=list)
+    own_optimizer: bool = False
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return what belongs around the forward and backward pass of one micro batch.
@@ -141,13 +144,20 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned, which a checkpoint has filled since."""
+        """Take over what ``state_dict`` returned, which a checkpoint has filled since.
+
+        Of the default optimizer moments alone: settings and learning rate are those that it was made with. A
+        user's own goes on with what it had.
+        """
+        settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])
         load_optimizer_state(self.optimizer, self.weights, state["optimizer"])
         if self.main_weights is not None:
             self.main_weights.take()
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if settings is not None:
+            settings.restore(self.optimizer, self.lr_scheduler)
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
@@ -201,6 +211,7 @@ def prepare(
     if main_weights is not None:
         ledger.append(line)
         weights = main_weights.named
+    own_optimizer = optimizer_fn is None
     if optimizer_fn is None:
         optimizer_fn = functools.partial(_adam, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
     optimizer = optimizer_of(optimizer_fn, before, weights)
@@ -222,6 +233,7 @@ def prepare(
         clip_grad=clip_grad,
         loss_scale=LossScale() if switches.mixed_precision == "fp16" else None,
         ledger=ledger,
+        own_optimizer=own_optimizer,
     )
 
 

@@ -43,6 +43,18 @@ _SAME = {  # what decides which samples an iteration has
     "seed": "--seed",
     "train_samples": "the number of training samples",
 }
+_RATES = "counts from the next update on, at the run's place in the schedule"
+_OF_OWN_OPTIMIZER = (
+    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+)
+_AT_ONCE = (
+    ("clip_grad", "counts from the next update on"),
+    ("train_iters", "a new end; of the schedule, too, without --lr-decay-iters"),
+    ("micro_batch_size", "memory and speed; the numbers differ in their last digits"),
+    ("mixed_precision", "other products from the next iteration on"),
+    ("max_length", "samples are cut elsewhere"),
+)
 
 
 @watchdog.phase(watchdog.SAVING)
@@ -113,6 +125,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     said = [f"loaded {place}; going on from iteration {found['iteration']}"]
+    said += _changes(args, found["arguments"], place, own_optimizer=prepared.own_optimizer)
     content: dict[str, Any] = {"train": prepared.state_dict()}
     same_ranks = found["arguments"].get("world_size") == args.world_size
     if same_ranks:
@@ -159,6 +172,21 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
                 "the same: they decide which samples an iteration has",
                 "Give the flags that the run began with, or begin anew with the trained weights.",
             )
+
+
+def _changes(args: Namespace, saved: dict[str, Any], place: Path, *, own_optimizer: bool) -> list[str]:
+    """Return what differs from the run that saved, a line a flag, and what that does."""
+    own = _OF_OWN_OPTIMIZER if own_optimizer else ()
+    lines = [
+        f"  --{name.replace('_', '-')} {getattr(args, name)} (the checkpoint: {saved[name]}): {effect}"
+        for name, effect in (*((name, _RATES) for name in own), *_AT_ONCE)
+        if name in saved and hasattr(args, name) and saved[name] != _plain(getattr(args, name))
+    ]
+    return [f"changed since the checkpoint {place}:", *lines] if lines else []
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
@@ -144,6 +146,10 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
         )
 
 
+def _precision(flags: Mapping[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
+
+
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     """Check that the optimizer of a checkpoint can go on in a run's layout.
 
@@ -160,6 +166,13 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             f"--load {found.path} was saved with --optimizer {saved}, this run has {args.optimizer}",
             "the same",
             "Change --optimizer, or give --no-load-optim.",
+        )
+    before, now = _precision(found.arguments), _precision(vars(args))
+    if before != now:
+        raise UsageError(
+            f"--load {found.path} was saved in {before}, and this run is in {now}",
+            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
+            "Change --bf16 or --fp16, or give --no-load-optim.",
         )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))

@@ -29,12 +29,14 @@ from megatron_npu.pretrain.checkpoint import (
     checkpoint_folder,
     dist_ckpt_versions,
     fsdp_checkpoint,
+    resumed_settings,
     row_shards,
     sharded_weights,
     stock_checkpoints,
     torch_format,
     vocab_padding,
 )
+from megatron_npu.pretrain.flags import stock_arguments
 from megatron_npu.pretrain.model.gpt import mean_stage, unwrap
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ def _shards(
     content |= common
     if fsdp_checkpoint.sharded(state.model):
         return fsdp_checkpoint.write(part, state.model[0], content)
+    content.setdefault("args", stock_arguments.to_stock(args, position.train_samples, position.valid_samples))
     keywords = dist_ckpt_versions.save_keywords(metadata, in_background=in_background)
     return dist_checkpointing.save(content, str(part), **keywords)
 
@@ -167,10 +170,9 @@ def _load_own(args: Namespace, state: State, found: checkpoint_description.Check
         _load_weights(state.model, content)
         if args.load_optim:
             optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
-            state.optimizer.load_state_dict(optimizer)
-            _load_schedule(state.schedule, content["opt_param_scheduler"])
+            _load_optimizer(args, state, optimizer, content["opt_param_scheduler"])
         else:
-            _begin_optimizer(args, state, found)
+            _begin_optimizer(args, state, found, content.get("opt_param_scheduler"))
         if rng:
             set_rng_state(content["rng_state"][0])
     return _position(args, found)
@@ -182,10 +184,13 @@ def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.C
         return _load_stock(args, state, found)
     rng = args.load_rng and _same_ranks(args, found)
     content = _fsdp_state_dict(state, optimizer=args.load_optim, rng=rng)
+    if found.has_optimizer:
+        content["opt_param_scheduler"] = state.schedule.state_dict()
     fsdp_checkpoint.read(found.path, state.model[0], content)
     if args.load_optim:
-        state.optimizer.load_state_dict(content["optimizer"])
-        _load_schedule(state.schedule, content["opt_param_scheduler"])
+        _load_optimizer(args, state, content["optimizer"], content["opt_param_scheduler"])
+    else:
+        _begin_schedule(args, state, found, content.get("opt_param_scheduler"))
     if rng:
         (states,) = content["rng_state"].values()
         set_rng_state(states[0])
@@ -199,12 +204,38 @@ def _load_stock(args: Namespace, state: State, found: checkpoint_description.Che
     return _position(args, found)
 
 
-def _begin_optimizer(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> None:
-    """Let the optimizer begin with loaded weights."""
+def _load_optimizer(
+    args: Namespace, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
+) -> None:
+    """Load moments and main weights, and go on with the schedule; settings stay those of the flags."""
+    settings = resumed_settings.of_flags(state.optimizer)
+    state.optimizer.load_state_dict(optimizer)
+    resumed_settings.restore(args, state.optimizer, settings)
+    resumed_settings.load_schedule(state.schedule, schedule)
+
+
+def _begin_optimizer(
+    args: Namespace,
+    state: State,
+    found: checkpoint_description.CheckpointInfo,
+    schedule: dict[str, Any] | None = None,
+) -> None:
+    """Let the optimizer begin with loaded weights; ``schedule`` is what the checkpoint has of one."""
     saved = found.arguments["padded_vocab_size"]
     if saved < args.padded_vocab_size:
         vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
     state.optimizer.reload_model_params()
+    _begin_schedule(args, state, found, schedule)
+
+
+def _begin_schedule(
+    args: Namespace,
+    state: State,
+    found: checkpoint_description.CheckpointInfo,
+    schedule: dict[str, Any] | None,
+) -> None:
+    samples = found.consumed_train_samples or found.iteration * args.global_batch_size
+    resumed_settings.go_on_without_optimizer(args, state.schedule, schedule, samples)
 
 
 def _position(args: Namespace, found: checkpoint_description.CheckpointInfo) -> Position:
@@ -262,18 +293,6 @@ def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> 
     for key, chunk in _chunks(model).items():
         own = dict(chunk.named_parameters(remove_duplicate=False))
         chunk.load_state_dict(row_shards.shared_out(content[key], own))
-
-
-def _load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
-    try:
-        schedule.load_state_dict(content)
-    except AssertionError as error:
-        raise UsageError(
-            f"the schedule is not the checkpoint's: {error}",
-            "the flags of the run that goes on (--lr, --train-iters, --lr-decay-iters, ...)",
-            "Give --override-opt_param-scheduler for the new one, --use-checkpoint-opt_param-scheduler "
-            "for the old.",
-        ) from error
 
 
 def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
@@ -95,6 +97,29 @@ def build(args: Namespace) -> Tokenizer:
     from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 
     return GPT2Tokenizer(args.vocab_file, args.merge_file)
+
+
+# what decides the words of a Hugging Face tokenizer's ids, of whatever kind it is
+_OF_HUGGING_FACE = ("*.model", "*.json", "*.txt", "*.tiktoken")
+_OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "arguments.json")
+
+
+def hashes(args: Namespace) -> dict[str, str]:
+    """Return the SHA-256 of each file of the tokenizer by its name, to know another vocabulary by."""
+    if args.tokenizer_type == "NullTokenizer":
+        return {}
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        return {name: _hash(Path(getattr(args, name))) for name in ("vocab_file", "merge_file")}
+    folder = Path(args.tokenizer_model)
+    if folder.is_file():
+        return {folder.name: _hash(folder)}
+    paths = {path for pattern in _OF_HUGGING_FACE for path in folder.glob(pattern) if path.is_file()}
+    others = {path for pattern in _OF_MODELS for path in folder.glob(pattern)}
+    return {path.name: _hash(path) for path in sorted(paths - others)}
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class DatasetTokenizer:

@@ -186,6 +186,11 @@ def vocabulary(args: Namespace, size: int) -> None:
     args.tokenizer_vocab_size = size
 
 
+def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
+    """Fill in the hash of each of the tokenizer's files, which checkpoints keep."""
+    args.tokenizer_files = hashes
+
+
 def data(args: Namespace, there: bool) -> None:
     """Fill in whether there are any, and that nobody has counted them."""
     args.has_data, args.epoch_samples = there, None

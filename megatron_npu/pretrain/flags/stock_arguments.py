@@ -171,13 +171,15 @@ def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{field.name} {found}"
 
 
-def to_stock(args: Namespace) -> Namespace:
-    """Return what the stock scripts of core_v0.12 to 0.16 look for in a checkpoint: plain values alone.
+def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) -> Namespace:
+    """Return what the stock scripts look for in a checkpoint: plain values alone.
 
     Args:
         args: the driver's, after ``validation.check``.
+        train_samples, valid_samples: that the run has used.
     """
-    values = {name: getattr(args, name) for name in _MODEL}
+    latent = latent_flags.NAMES if args.multi_latent_attention else []
+    values = {name: getattr(args, name) for name in (*_MODEL, *latent)}
     values |= {old: values[name] for name, old in _OLDER.items()}
     return Namespace(
         **values,
@@ -189,6 +191,6 @@ def to_stock(args: Namespace) -> Namespace:
         data_parallel_size=args.data_parallel_size,
         no_save_optim=args.no_save_optim,
         no_save_rng=args.no_save_rng,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
+        consumed_train_samples=train_samples,
+        consumed_valid_samples=valid_samples,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import devices
-from megatron_npu.pretrain.report import history
+from megatron_npu.pretrain.report import history, superseded
 from megatron_npu.pretrain.report.json_lines import JsonLines
 
 
@@ -26,17 +26,21 @@ class Sinks:
         self.args = args
         self.on_rank_0 = args.rank == 0
         self.path = metrics_path(args) if self.on_rank_0 else None
+        if self.path is not None:
+            superseded.put_aside(self.path, iteration)
         self._reader = None if self.path is None else history.Reader(self.path)
         self._lines = JsonLines(self.path)
-        self._board, self._bar = self._open_board(), self._open_bar(iteration)
+        self._board, self._bar = self._open_board(iteration), self._open_bar(iteration)
         self.write("start", iteration, {"device": devices.current().title, **start})
 
-    def _open_board(self) -> Any:
+    def _open_board(self, iteration: int) -> Any:
         if not self.on_rank_0 or not self.args.tensorboard_dir:
             return None
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(devices.board_folder(self.args.tensorboard_dir))
+        # what a killed run has written after its checkpoint is not shown beside what comes now
+        folder = devices.board_folder(self.args.tensorboard_dir)
+        return SummaryWriter(folder, purge_step=iteration + 1)
 
     def _open_bar(self, iteration: int) -> Any:
         if not self.on_rank_0 or not (sys.stdout.isatty() and sys.stderr.isatty()):

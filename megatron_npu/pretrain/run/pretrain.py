@@ -16,7 +16,7 @@ from megatron_npu import devices, plugin
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
-from megatron_npu.pretrain.checkpoint import row_shards, save_folder
+from megatron_npu.pretrain.checkpoint import resume_changes, row_shards, save_folder, stock_checkpoints
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags import arguments, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
@@ -205,8 +205,17 @@ def _log_start(
     )
     if plan.load_from:
         journal.say(f" loaded {plan.load_from}; going on from iteration {position.iteration}")
+        _say_changes(args, journal)
     elif args.load:
         journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
+
+
+def _say_changes(args: Namespace, journal: log.Log) -> None:
+    """Say what differs from the run that saved the checkpoint."""
+    found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    if found.is_own:
+        for line in resume_changes.since(found, args):
+            journal.say(line)
 
 
 def _report(args: Namespace, size: gpt.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:

@@ -187,6 +187,38 @@ def decoupled_rates() -> list[float] | None:
     return sorted(group["max_lr"] for group in adam.optimizer.param_groups)
 
 
+def overridden_rates() -> list[float]:
+    """Return the highest and least rate that a schedule follows which overrides those of 0.6 and 0.0."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    def schedule(rate: float, least: float, optimizer: Any) -> Any:
+        names = "lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps wd_incr_style"
+        rest = dict(zip(names.split(), (0, 4, "linear", 0.0, 0.0, 4, "constant"), strict=True))
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=rate,
+            min_lr=least,
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+            **rest,
+        )
+
+    def fresh(rate: float, least: float) -> Any:
+        return SimpleNamespace(param_groups=[{"max_lr": rate, "min_lr": least, "params": []}])
+
+    before, after = fresh(0.6, 0.0), fresh(0.2, 0.1)
+    saved = schedule(0.6, 0.0, before).state_dict()
+    resumed = schedule(0.2, 0.1, after)
+    after.param_groups[:] = before.param_groups  # as a checkpoint is loaded: optimizer first
+    rates = []
+    for steps in (0, 4):
+        resumed.num_steps = 0
+        resumed.load_state_dict({**saved, "num_steps": steps})
+        rates.append(after.param_groups[0]["lr"])
+    return rates
+
+
 def updates() -> list[float] | None:
     """Return weight and count of steps of an Adam that Megatron's FSDP has taken over; 1 and 0 are right."""
     name = "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard"
@@ -222,6 +254,7 @@ def everything() -> dict[str, Any]:
         "expert bias counts": expert_bias_counts(),
         "learning rates": learning_rates(),
         "decoupled rates": decoupled_rates(),
+        "overridden rates": overridden_rates(),
         "updates": updates(),
     }
 

@@ -35,6 +35,7 @@ RIGHT = {
     "expert bias counts": ("#5916", True),
     "learning rates": ("#4705", [0.1, 0.2]),
     "decoupled rates": ("#4705", [0.1, 0.2]),
+    "overridden rates": ("filed upstream", [0.2, 0.1]),
     "updates": ("#5976", [1.0, 0.0]),
 }
 

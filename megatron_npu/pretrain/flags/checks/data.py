@@ -45,6 +45,7 @@ def tokenizer(args: Namespace) -> Tokenizer:
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
         derive.tokenizer_files(args, args.load)
     result = tokenizers.build(args)
+    derive.tokenizer_hashes(args, tokenizers.hashes(args))
     derive.vocabulary(args, tokenizers.model_vocabulary(args, result))
     derive.padded_vocab_size(args)
     drawn_texts.check(args, result)

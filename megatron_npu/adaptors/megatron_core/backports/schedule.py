@@ -1,0 +1,44 @@
+"""``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer's rates win over.
+
+Groups of parameters hold their highest and least learning rate, which a checkpoint brings along; the schedule
+asks them first, and its own values count for groups without alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, backport
+
+_SCHEDULE = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+_GIVEN = "_megatron_npu_given"  # the rates of the flags, by the number of the group
+_overridden = partial(
+    backport,
+    until=NOT_FIXED,
+    why="--override-opt_param-scheduler with another --lr or --min-lr still follows the rates of the run "
+    "that saved the checkpoint: the loaded optimizer's groups win",
+)
+
+
+@_overridden(f"{_SCHEDULE}.__init__")
+def remember_rates(
+    original: Callable[..., None], self: Any, optimizer: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Keep the groups' rates, which nothing has been loaded over yet."""
+    original(self, optimizer, *args, **kwargs)
+    groups = getattr(optimizer, "param_groups", None) or []
+    given = [{name: group[name] for name in _RATES if name in group} for group in groups]
+    setattr(self, _GIVEN, given)
+
+
+@_overridden(f"{_SCHEDULE}.load_state_dict")
+def override_rates(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
+    """Give the groups the rates of the flags back, if these are to count."""
+    given, groups = getattr(self, _GIVEN, []), self.optimizer.param_groups
+    if self.override_opt_param_scheduler and len(given) == len(groups):
+        for group, rates in zip(groups, given, strict=True):
+            group.update(rates)
+    original(self, state_dict)

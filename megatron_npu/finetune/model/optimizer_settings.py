@@ -1,0 +1,47 @@
+"""Settings of an optimizer at a resume: those that it was made with, not what a checkpoint's run had.
+
+torch keeps them in the groups of parameters, which are loaded with the moments, and ``LambdaLR`` keeps the
+highest learning rate of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+_SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a fresh optimizer and its schedule were made with.
+
+    Attributes:
+        groups: settings of each group.
+        rates: the highest learning rate of each; None where no ``LambdaLR`` follows it.
+    """
+
+    groups: list[dict[str, Any]]
+    rates: list[Any] | None
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Settings:
+        """Return the settings, before anything is loaded."""
+        groups = [
+            {name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups
+        ]
+        return Settings(groups, list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None)
+
+    def restore(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
+        """Give the settings back; the learning rate follows from the place in the schedule."""
+        for group, own in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(own)
+        if self.rates is None or not isinstance(schedule, LambdaLR):
+            return
+        schedule.base_lrs = list(self.rates)
+        for group, rate, part in zip(optimizer.param_groups, self.rates, schedule.lr_lambdas, strict=True):
+            group["lr"] = rate * part(schedule.last_epoch)
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

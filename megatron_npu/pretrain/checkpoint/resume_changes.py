@@ -1,0 +1,125 @@
+"""What differs between a run and the checkpoint that it goes on from, and what each difference does.
+
+One table: the log's block, docs/resume.md and the tests read it. What is refused is told by the checks
+(``checkpoint_compatibility``), and stands in the page alone.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+
+_SCHEDULE = "with --override-opt_param-scheduler: the new schedule, at the run's place in it"
+_DATA = "the order of the samples is drawn anew, and the run goes on at its number of samples in that order"
+_AT_ONCE = "counts from the first update on"
+_SAMPLES = "samples of another length are cut from the data, and the run goes on at its number of samples"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that may change at a resume.
+
+    Attributes:
+        name: its attribute.
+        flag: as a user writes it.
+        effect: what another value does.
+    """
+
+    name: str
+    flag: str
+    effect: str
+
+
+def _flags(effect: str, *names: str) -> list[Flag]:
+    return [Flag(name, f"--{name.replace('_', '-')}", effect) for name in names]
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("tokenizer_files", "files of the tokenizer", "other words for the ids that the weights have learnt"),
+    Flag("tokenizer_type", "--tokenizer-type", "other words for the ids that the weights have learnt"),
+    *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
+    *_flags(_SAMPLES, "seq_length"),
+    *_flags("another number of samples in each update; the schedule counts samples", "global_batch_size"),
+    *_flags("memory and speed; the numbers differ in their last digits", "micro_batch_size"),
+    *_flags(_AT_ONCE, "attention_dropout", "hidden_dropout", "clip_grad"),
+    *_flags(_AT_ONCE, "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum"),
+    *_flags(_SCHEDULE, "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_samples"),
+    *_flags(_SCHEDULE, "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples"),
+    *_flags(_SCHEDULE, "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *_flags(
+        "a new end of the run; of the schedule, too, without --lr-decay-iters or --lr-decay-samples, "
+        "and of a weight decay's, so that it needs --override-opt_param-scheduler",
+        "train_iters",
+        "train_samples",
+    ),
+    *_flags("counts at the next overflow; a checkpoint with fp16 has its loss scale", "initial_loss_scale"),
+    *_flags(
+        "with --no-load-optim or --finetune alone: the optimizer keeps main weights of 16-bit ones",
+        "bf16",
+        "fp16",
+    ),
+    *_flags("another loss from the first iteration on", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *_flags("another loss from the first iteration on", "mtp_loss_scaling_factor"),
+    *_flags("attention and losses across documents change", "reset_position_ids", "reset_attention_mask"),
+    *_flags("attention and losses across documents change", "eod_mask_loss"),
+)
+_OF_WEIGHTS = ("tokenizer_files", "tokenizer_type")  # what matters where the weights alone are taken over
+_FOLLOWING = ("start_weight_decay", "end_weight_decay")  # of --weight-decay, where it does not change
+_LONGEST = 100  # characters of a value that are shown
+
+
+def since(found: CheckpointInfo, args: Namespace) -> list[str]:
+    """Return the block of the log, a line a difference; none where there is nothing to tell.
+
+    Args:
+        found: the checkpoint, which the driver has saved.
+        args: what ``validation.check`` returned.
+    """
+    lines = [*_differences(found.arguments, args)]
+    if args.no_load_optim and found.has_optimizer and not args.finetune:
+        begins = (
+            "" if _goes_on(args) else ", and the schedule begins anew (see --override-opt_param-scheduler)"
+        )
+        lines.append(f"--no-load-optim: the optimizer's moments begin at 0{begins}")
+    if not lines:
+        return []
+    return [f" changed since the checkpoint {found.path}:", *(f"   {line}" for line in lines)]
+
+
+def _goes_on(args: Namespace) -> bool:
+    return args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+
+
+def _differences(saved: Mapping[str, Any], args: Namespace) -> Iterator[str]:
+    """Yield what differs; what one of the two does not have, as older checkpoints, is no difference."""
+    for row in FLAGS:
+        if row.name not in saved or not hasattr(args, row.name):
+            continue
+        if args.finetune and row.name not in _OF_WEIGHTS:
+            continue
+        if row.name in _FOLLOWING and args.weight_decay_incr_style == "constant":
+            continue
+        before, now = saved[row.name], getattr(args, row.name)
+        if before == now:
+            continue
+        if row.name == "tokenizer_files":
+            before, now = _hashes(before), _hashes(now)
+        effect = row.effect
+        if effect is _SCHEDULE and args.use_checkpoint_opt_param_scheduler:
+            effect = "without effect: --use-checkpoint-opt_param-scheduler keeps the checkpoint's"
+        yield f"{row.flag} {_shown(now)} (the checkpoint: {_shown(before)}): {effect}"
+
+
+def _hashes(files: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} sha256 {digest[:12]}" for name, digest in sorted(files.items())) or "none"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

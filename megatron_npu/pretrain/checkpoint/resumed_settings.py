@@ -1,0 +1,92 @@
+"""Settings of optimizer and schedule at a resume: the run's flags count, not what the checkpoint's run had.
+
+An optimizer's groups of parameters are saved with their settings (betas, epsilon, highest and least learning
+rate), and torch loads them with its moments. Upstream's schedule then asks the groups first, so that even
+``--override-opt_param-scheduler`` would follow the old run's rates.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from megatron_npu.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+_STATE = frozenset({"params", "step"})  # which training changes: never a flag's
+_OF_THE_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd"})
+
+Settings = list[dict[str, Any]]
+
+
+def of_flags(optimizer: MegatronOptimizer) -> Settings:
+    """Return the settings of each group of an optimizer that nothing has been loaded into yet."""
+    return [
+        {name: value for name, value in group.items() if name not in _STATE}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -> None:
+    """Give the groups their settings of the flags back; those of the schedule only where it is the flags'.
+
+    Args:
+        args: the flags.
+        optimizer: with a checkpoint's state.
+        settings: what ``of_flags`` returned before.
+    """
+    kept = _OF_THE_SCHEDULE if args.use_checkpoint_opt_param_scheduler else frozenset()
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update({name: value for name, value in own.items() if name not in kept})
+
+
+def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
+    """Let a schedule go on where it stood; the learning rate and weight decay of the next update follow.
+
+    Raises:
+        UsageError: it is not the checkpoint's, and no flag says which one counts.
+    """
+    schedule.num_steps = 0  # 'load_state_dict' adds
+    try:
+        schedule.load_state_dict(content)
+    except AssertionError as error:
+        raise UsageError(
+            f"the schedule is not the checkpoint's: {error}",
+            "the flags of the run that goes on (--lr, --min-lr, --train-iters, --lr-decay-iters, "
+            "--weight-decay, ...)",
+            "Give --override-opt_param-scheduler for the new one, --use-checkpoint-opt_param-scheduler "
+            "for the old.",
+        ) from error
+    schedule.step(0)  # upstream sets the decay before it has read it
+
+
+def go_on_without_optimizer(
+    args: Namespace, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
+) -> None:
+    """Put the schedule where the run stands, if a flag says which one counts; else it begins anew.
+
+    Args:
+        args: the flags, with ``--no-load-optim``.
+        schedule: of the flags.
+        content: the checkpoint's schedule; None: it has none.
+        samples: that the run has been trained with.
+
+    Raises:
+        UsageError: the checkpoint's schedule is asked for, and there is none.
+    """
+    if args.finetune or not (args.use_checkpoint_opt_param_scheduler or args.override_opt_param_scheduler):
+        return
+    if content is not None:
+        load_schedule(schedule, content)
+        return
+    if args.use_checkpoint_opt_param_scheduler:
+        raise UsageError(
+            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, of which no schedule is read",
+            "a checkpoint that this driver has saved with its optimizer",
+            "Give --override-opt_param-scheduler, and the schedule's flags.",
+        )
+    schedule.num_steps = 0
+    schedule.step(samples)

@@ -1,0 +1,229 @@
+"""A run that goes on with other flags: row by row, what docs/resume.md says of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import resume_changes, stock_checkpoints
+from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import pretrain
+from tests.conftest import ROOT
+from tests.support import tiny
+
+pytest.importorskip("megatron.core")
+
+COMMON = ("--eval-iters", "0", "--no-plot", "--weight-decay", "0.1")
+AT, END = 3, 6
+OVERRIDE, KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+SCHEDULE = f"--lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine {OVERRIDE}"
+
+
+@pytest.fixture(scope="module")
+def begun(dataset, tmp_path_factory) -> Path:
+    """A folder with the checkpoint of a run that has ended in its middle."""
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+        words = [*tiny.flags_for(dataset), *COMMON, "--save", str(folder), "--exit-interval", str(AT)]
+        pretrain.train(arguments.parse(words))
+    return folder
+
+
+@pytest.fixture
+def resume(begun, train, tmp_path, capsys) -> Callable[..., tuple[list[dict], str]]:
+    """Return a function: changes of the flags -> what the rest of the run logged, and said."""
+
+    def run(words: str) -> tuple[list[dict], str]:
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        capsys.readouterr()
+        train(*COMMON, "--load", begun, "--json-log", log, *words.split())
+        return tiny.rows(log), capsys.readouterr().out
+
+    return run
+
+
+def rates(rows: list[dict]) -> list[float]:
+    return [row["learning_rate"] for row in rows]
+
+
+def losses(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def test_nothing_is_said_where_nothing_differs(resume):
+    rows, said = resume("")
+    assert "changed since" not in said
+    assert [row["iteration"] for row in rows] == [4, 5, 6]
+
+
+# the flags; what the block says of them; whether the first loss, and whether the later ones, are others
+# (None: not looked at; the first samples may hold no end of a document)
+ROWS = [
+    ("--adam-beta1 0.5", "--adam-beta1 0.5 (the checkpoint: 0.9)", False, True),
+    ("--adam-beta2 0.5", "--adam-beta2 0.5 (the checkpoint: 0.999)", False, True),
+    ("--adam-eps 1e-3", "--adam-eps 0.001 (the checkpoint: 1e-08)", False, True),
+    ("--clip-grad 0.01 --adam-eps 1e-3", "--clip-grad 0.01 (the checkpoint: 1.0)", False, True),
+    (f"--weight-decay 0.9 {OVERRIDE}", "--weight-decay 0.9 (the checkpoint: 0.1)", False, True),
+    ("--attention-dropout 0.4", "--attention-dropout 0.4 (the checkpoint: 0.1)", True, True),
+    ("--hidden-dropout 0.4", "--hidden-dropout 0.4 (the checkpoint: 0.1)", True, True),
+    ("--seed 5", "--seed 5 (the checkpoint: 1234)", True, True),
+    ("--split 50,50,0", "--split 50,50,0 (the checkpoint: 90,10,0)", True, True),
+    ("--seq-length 16", "--seq-length 16 (the checkpoint: 32)", True, True),
+    ("--eod-mask-loss", "--eod-mask-loss on (the checkpoint: off)", None, True),
+    ("--reset-attention-mask", "--reset-attention-mask on (the checkpoint: off)", None, True),
+    ("--micro-batch-size 2", "--micro-batch-size 2 (the checkpoint: 1)", None, None),
+    (f"--global-batch-size 2 {OVERRIDE}", "--global-batch-size 2 (the checkpoint: 4)", True, True),
+]
+
+
+@pytest.mark.parametrize(("words", "line", "first", "later"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_flag_takes_effect_and_is_said(resume, words, line, first, later):
+    before, _ = resume("--adam-eps 1e-3" if "clip" in words else "")
+    after, said = resume(words)
+    assert re.search(r"changed since the checkpoint \S+:\n(   .+\n)*   " + re.escape(line), said), said
+    if first is not None:
+        assert (losses(after)[0] != losses(before)[0]) == first
+    if later is not None:
+        assert (losses(after)[1:] != losses(before)[1:]) == later
+
+
+def test_other_data_are_said(resume, tmp_path_factory):
+    other = tiny.write_dataset(tmp_path_factory.mktemp("other") / "numbers", seed=7)
+    _, said = resume(f"--data-path {other}")
+    assert f"--data-path {other}"[:50] in said
+    assert "the order of the samples is drawn anew" in said
+
+
+@pytest.mark.parametrize("kind", ["", "--bf16 --use-distributed-optimizer --no-load-optim"])
+def test_an_override_follows_the_new_rates(resume, kind):
+    """Of a cosine from 1e-4 to 1e-5 over six iterations the last three."""
+    rows, said = resume(f"{SCHEDULE} {kind}")
+    assert rates(rows) == pytest.approx([3.25e-5, 1.602886e-5, 1e-5], rel=1e-5)
+    assert "--lr 0.0001 (the checkpoint: 0.01): with --override-opt_param-scheduler: the new schedule" in said
+
+
+def test_without_a_word_another_schedule_is_refused(resume):
+    with pytest.raises(UsageError, match=r"learning rate do not match.*--override-opt_param-scheduler"):
+        resume("--lr 1e-4 --min-lr 1e-5")
+    with pytest.raises(UsageError, match=r"weight decay do not match"):
+        resume("--weight-decay 0.5")
+
+
+def test_the_checkpoints_schedule_wins_where_it_is_asked_for(resume):
+    plain, _ = resume("")
+    rows, said = resume(f"--lr 1e-4 --min-lr 1e-5 --weight-decay 0.5 {KEEP}")
+    assert rates(rows) == rates(plain)
+    assert losses(rows) == losses(plain)  # its weight decay, too
+    assert "--lr 0.0001 (the checkpoint: 0.01): without effect: --use-checkpoint" in said
+
+
+def test_a_schedule_goes_on_without_the_optimizer(resume):
+    plain, _ = resume("")
+    rows, said = resume(f"--no-load-optim --lr-warmup-iters 2 {KEEP}")
+    assert rates(rows) == rates(plain)
+    assert "the optimizer's moments begin at 0\n" in said
+    rows, said = resume(f"--no-load-optim {OVERRIDE}")
+    assert rates(rows) == rates(plain)
+    rows, said = resume("--no-load-optim")
+    assert rates(rows) != rates(plain)
+    assert "and the schedule begins anew" in said
+
+
+def test_a_longer_run(resume):
+    rows, said = resume(f"--train-iters 8 {OVERRIDE}")
+    assert [row["iteration"] for row in rows] == [4, 5, 6, 7, 8]
+    assert "--train-iters 8 (the checkpoint: 6): a new end" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-layers 3", "--num-layers 3 .the checkpoint: 2."),
+        ("--vocab-size 300", "the vocabulary's size 301 .the checkpoint: 256."),
+        ("--bf16", "was saved in fp32, and this run is in bf16"),
+        ("--use-distributed-optimizer", "was saved with the plain optimizer"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_by_name(resume, words, said):
+    with pytest.raises(UsageError, match=said):
+        resume(words)
+
+
+def test_another_vocabulary_of_the_same_size_is_said(begun, resume, tmp_path):
+    """Its hash stands in the checkpoint; NullTokenizer has no files, so one is written into a copy."""
+    path = begun / f"iter_{AT:07d}" / "arguments.json"
+    assert json.loads(path.read_text())["arguments"]["tokenizer_files"] == {}
+    found = stock_checkpoints.existing(str(begun))
+    args = arguments.parse([*tiny.flags_for(tmp_path), "--load", str(begun)])
+    args.tokenizer_files = {"vocab_file": "b" * 64}
+    found.arguments["tokenizer_files"] = {"vocab_file": "a" * 64}
+    (line,) = [line for line in resume_changes.since(found, args) if "tokenizer" in line]
+    assert (
+        "files of the tokenizer vocab_file sha256 bbbbbbbbbbbb (the checkpoint: vocab_file sha256 aaaa"
+        in line
+    )
+
+
+def test_the_page_has_a_row_for_each_flag():
+    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    for row in resume_changes.FLAGS:
+        cells = [line for line in page.splitlines() if line.startswith("|") and row.flag in line]
+        assert any(f"| {row.effect} |" in line for line in cells), row.flag
+
+
+def test_steps_stand_once_after_a_kill(begun, train, tmp_path):
+    """Lines and curves of a run that was killed two iterations behind its checkpoint."""
+    folder, board = tmp_path / "run", tmp_path / "board"
+    words = (*COMMON, "--save", folder, "--load", folder, "--tensorboard-dir", board)
+    train(*words, "--save-interval", 2, "--log-interval", 3)  # logs 1, 3 and 6; as if killed before its end
+    for name in ("iter_0000004", "iter_0000006"):
+        shutil.rmtree(folder / name)
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    first = tiny.rows(folder / "metrics.jsonl")
+    train(*words, "--log-interval", 3)
+    rows = tiny.rows(folder / "metrics.jsonl")
+    told = [row["iteration"] - len(row["losses"]) + 1 + n for row in rows for n in range(len(row["losses"]))]
+    assert told == [1, 2, 3, 4, 5, 6]
+    aside = [json.loads(line) for line in (folder / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert aside == [row for row in first if row["iteration"] > 2]
+    assert sum(len(row["losses"]) for row in aside) > 4
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(next(Path(at) for at, _, files in os.walk(board) if files)))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_stock_scripts_arguments_are_in_a_checkpoint(begun):
+    common = begun / f"iter_{AT:07d}" / "common.pt"
+    if not common.is_file():
+        pytest.skip("since 0.19 it lies among the shards")
+    saved = stock_checkpoints.read_common(common)["args"]
+    assert (saved.num_layers, saved.hidden_size, saved.seq_length) == (2, 32, 32)
+    assert saved.consumed_train_samples == 4 * AT
+    assert saved.position_embedding_type == "learned_absolute"
+
+
+def test_files_of_a_tokenizer_are_told_by_their_hashes(tmp_path):
+    for name in ("vocab.json", "merges.txt", "tokenizer.json", "config.json"):
+        (tmp_path / name).write_text(f"{name}\n")
+    gpt2 = Namespace(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(tmp_path / "vocab.json"),
+        merge_file=str(tmp_path / "merges.txt"),
+    )
+    before = tokenizers.hashes(gpt2)
+    (tmp_path / "vocab.json").write_text("other\n")
+    after = tokenizers.hashes(gpt2)
+    assert {name for name in before if before[name] != after[name]} == {"vocab_file"}
+    folder = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert sorted(tokenizers.hashes(folder)) == ["merges.txt", "tokenizer.json", "vocab.json"]
