@@ -79,10 +79,20 @@ def permute(
 
 @_fused(f"{_MOE}.moe_utils:permute", versions=">=0.17")
 def permute_with_counts(
-    original: Callable[..., Any], *args: Any, tokens_per_expert: Tensor | None = None, **kwargs: Any
+    original: Callable[..., Any],
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    tokens_per_expert: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
-    result = permute(partial(original, tokens_per_expert=tokens_per_expert), *args, **kwargs)
+    rest = (num_out_tokens, fused, drop_and_pad, tokens_per_expert, *args)
+    result = permute(original, tokens, routing_map, probs, *rest, **kwargs)
     return (*result, None, tokens_per_expert) if len(result) == 3 else result  # upstream's own are five
 
 
