@@ -83,17 +83,13 @@ def permute_with_counts(
     tokens: Tensor,
     routing_map: Tensor,
     probs: Tensor | None = None,
-    num_out_tokens: int | None = None,
-    fused: bool = False,
-    drop_and_pad: bool = False,
-    tokens_per_expert: Tensor | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
-    rest = (num_out_tokens, fused, drop_and_pad, tokens_per_expert, *args)
-    result = permute(original, tokens, routing_map, probs, *rest, **kwargs)
-    return (*result, None, tokens_per_expert) if len(result) == 3 else result  # upstream's own are five
+    counts: Tensor | None = args[3] if len(args) > 3 else kwargs.get("tokens_per_expert")
+    result = permute(original, tokens, routing_map, probs, *args, **kwargs)
+    return (*result, None, counts) if len(result) == 3 else result  # upstream's own are five
 
 
 @_fused(f"{_MOE}.moe_utils:unpermute")
