@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import enum
 import functools
+import inspect
 import json
 import os
 import sys
@@ -94,7 +95,8 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         from megatron import get_args
 
         given = get_args()
-        root = getattr(given, _load_arg(*args, **kwargs))
+        load_arg = inspect.signature(original).bind(*args, **kwargs).arguments.get("load_arg", "load")
+        root = getattr(given, load_arg)
         kinds = [kind for module in enumerations() for kind in vars(module).values()]
         named = [kind for kind in kinds if isinstance(kind, enum.EnumMeta)]
         place = _newest(given, root) if getattr(given, "verify_checkpoint", True) else None
@@ -105,13 +107,6 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         "megatron.checkpointing:save_checkpoint",
         why="files are to be 640, folders 750, to have checksums, and to be named as the newest after that",
     )(save_privately)
-
-
-def _load_arg(
-    model: Any, optimizer: Any, scheduler: Any, load_arg: str = "load", *rest: Any, **kwargs: Any
-) -> str:
-    """Return which argument names the checkpoint, of those that ``load_checkpoint`` is called with."""
-    return load_arg
 
 
 def _newest(given: argparse.Namespace, root: str) -> Path | None:

@@ -52,11 +52,11 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 
 @around("megatron.arguments:validate_args", why=_WHY_BUFFERS)
 def choose_buffers(
-    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
     """Refuse it without HCCL, or take note of the arguments."""
     hccl_buffers.choose(args)
-    return original(args, *rest)
+    return original(args, *rest, **named)
 
 
 @around(
@@ -64,7 +64,7 @@ def choose_buffers(
     why="Megatron has no argument for --swap-optimizer, which needs an NPU and Adam",
 )
 def tell_adam(
-    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
     """Let Adam know, or refuse the flag."""
     memory_flags.check_swap_optimizer(args)
@@ -73,7 +73,7 @@ def tell_adam(
 
         memory_flags.refuse_foreign_adam(FoundAdam, FusedAdam)
     FusedAdam.swap_moments = args.swap_optimizer
-    return original(args, *rest)
+    return original(args, *rest, **named)
 
 
 _WHY_OFFLOADING = f"{memory_flags.OFFLOADING} and --offload-modules, which are younger"
@@ -85,10 +85,10 @@ around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
 
 @around("megatron.arguments:validate_args", why=_WHY_OFFLOADING)
 def check_activation_offloading(
-    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any
+    original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
     """Refuse what cannot be, once upstream has worked out what is recomputed."""
-    validated = original(args, *rest)
+    validated = original(args, *rest, **named)
     memory_flags.check_activation_offloading(validated)
     return validated
 

@@ -76,11 +76,13 @@ def require_what_is_evaluated(
     return original(model, optimizer, *rest, **kwargs)
 
 
-def _directory(scheduler: Any = None, load_arg: str = "load", strict: bool = True) -> tuple[str, str]:
+def _directory(
+    opt_param_scheduler: Any = None, load_arg: str = "load", strict: bool = True
+) -> tuple[str, str]:
     """Return which argument names the checkpoint, and its value.
 
     Args:
-        scheduler, load_arg, strict: what ``load_checkpoint`` is called with behind model and optimizer.
+        opt_param_scheduler, load_arg, strict: what ``load_checkpoint`` is called with, behind the first two.
     """
     from megatron import get_args
 

@@ -83,7 +83,9 @@ def _private_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _private_module(module: torch.nn.Module) -> torch.nn.Module:
-    shared = any(map(_is_shared, itertools.chain(module.parameters(), module.buffers())))
+    # Megatron's DDP has a list of its own under the name ``buffers``
+    buffers = torch.nn.Module.buffers(module)
+    shared = any(map(_is_shared, itertools.chain(module.parameters(), buffers)))
     return module._apply(_private_tensor) if shared else module
 
 

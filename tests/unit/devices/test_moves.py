@@ -43,3 +43,28 @@ def test_how_a_tensor_is_moved_is_kept(moves, move, options):
     ((places, given),) = calls
     assert torch.device(places[0] if places else given["device"]).type == device.name
     assert given.items() >= options.items()
+
+
+class _WithListOfBuffers(torch.nn.Linear):
+    """As Megatron's DistributedDataParallel: an attribute has the name of a method of torch's modules."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.buffers = []
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(device=torch.device("cuda"))]
+)
+def test_a_module_whose_attributes_hide_torchs_methods_is_moved(move):
+    redirection = Redirection(this_device())
+    redirection.on()
+    try:
+        module = _WithListOfBuffers()
+        module.mean = module.mean.cpu().share_memory_()
+        assert move(module) is module
+        assert {each.device.type for each in (module.weight, module.mean)} == {redirection.device.name}
+        assert not (module.mean.device.type == "cpu" and module.mean.is_shared())
+    finally:
+        redirection.off()

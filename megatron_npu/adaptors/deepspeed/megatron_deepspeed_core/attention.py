@@ -17,13 +17,26 @@ from megatron_npu.adaptors.shared.decorators import MEMORY_COUNTED
 connect_attention_flags(records)
 core_attention.connect(records)
 
-around(
+
+@around(
     "megatron.model.transformer:ParallelAttention._checkpointed_attention_forward",
     devices=("npu",),
     why="--recompute-activations saves the values as a part of the product that queries, keys and values "
     "came from, and so the whole of it; copied where the memory is larger than what is used of it"
     + MEMORY_COUNTED,
-)(core_attention.recomputed)
+)
+def recompute(
+    original: Callable[..., Tensor],
+    self: Any,
+    query_layer: Tensor,
+    key_layer: Tensor,
+    value_layer: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """As the others' function of that name, whose parameters are called otherwise."""
+    return core_attention.recomputed(original, self, query_layer, key_layer, value_layer, *args, **kwargs)
+
 
 _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 

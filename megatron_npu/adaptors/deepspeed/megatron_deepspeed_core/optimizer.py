@@ -68,10 +68,11 @@ def group_by_whole_shapes(
     original: Callable[..., list[dict[str, Any]]],
     modules: Any,
     no_weight_decay_cond: Callable[[str, Tensor], bool] | None,
-    *scales: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> list[dict[str, Any]]:
     """Let biases and what has one dimension as a whole do without decay, unless the caller says what."""
-    return original(modules, no_weight_decay_cond or does_without_decay, *scales)
+    return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:

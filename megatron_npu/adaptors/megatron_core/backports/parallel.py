@@ -63,11 +63,13 @@ def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **
 
 
 @_norm("megatron.core.tensor_parallel.layers:copy_tensor_model_parallel_attributes")
-def copy_whether_of_experts(original: Callable[..., None], destination: Tensor, source: Tensor) -> None:
+def copy_whether_of_experts(
+    original: Callable[..., None], destination_tensor: Tensor, source_tensor: Tensor
+) -> None:
     """Let the optimizer's copy of a parameter know whether it is an expert's."""
-    original(destination, source)
-    if hasattr(source, "allreduce"):
-        destination.allreduce = source.allreduce  # type: ignore[attr-defined]
+    original(destination_tensor, source_tensor)
+    if hasattr(source_tensor, "allreduce"):
+        destination_tensor.allreduce = source_tensor.allreduce  # type: ignore[attr-defined]
 
 
 # --- several instances of the distributed optimizer ----------------------------------------------------

@@ -81,7 +81,7 @@ def apply_sequence_loss(
     original: Callable[..., Tensor],
     self: Any,
     probs: Tensor,
-    scores: Tensor,
+    scores_for_aux_loss: Tensor,
     routing_map: Tensor,
     seq_length: int,
     bsz: int,
@@ -93,7 +93,7 @@ def apply_sequence_loss(
     Args:
         original: upstream's.
         self: the router.
-        probs, scores, routing_map: [tokens, experts].
+        probs, scores_for_aux_loss, routing_map: [tokens, experts].
         seq_length: tokens of a sequence on this rank.
         bsz: sequences of the micro-batch.
         args, kwargs: passed on.
@@ -102,7 +102,7 @@ def apply_sequence_loss(
         ``probs``, whose gradient holds that of the loss.
     """
     with _coefficient_times(self, _AUX, bsz):
-        return original(self, probs, scores, routing_map, seq_length, bsz, *args, **kwargs)
+        return original(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, *args, **kwargs)
 
 
 _logged = partial(

@@ -108,29 +108,44 @@ def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
     return results_queue()
 
 
-@replace(
+_processes = functools.partial(
+    replace,
     f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data_multiproc",
-    versions="<0.17",  # which writes in threads
     upstream_bug=True,
     until=NOT_FIXED,
     why="it waits for ever for a writer that was killed, as the out-of-memory killer does",
 )
-def write_in_processes(*args: Any) -> None:
+
+
+@_processes(versions=">=0.13,<0.17")  # which writes in threads
+def write_in_processes(
+    transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
+) -> None:
     """Write each bucket in a forked process of its own; put the results by number, or the first error.
 
     Args:
-        args: torch's transforms, from 0.13 on whether a multi-storage client writes, this process's rank, the
-            buckets (file, storage key, data), and the queue that the results are for.
+        transform_list: torch's transforms.
+        use_msc: whether a multi-storage client writes.
+        rank: of this process.
+        write_buckets: file, storage key and data of each.
+        global_results_queue: what the results are for.
     """
-    transforms, *more, _, buckets, results = args
-    keywords = {"use_msc": True} if any(more) else {}
+    keywords = {"use_msc": True} if use_msc else {}
     collecting = gc.isenabled()
     gc.disable()  # as upstream does: it fails in a process that was forked from one that uses a CUDA device
     try:
-        results.put(_written(transforms, buckets, keywords))
+        global_results_queue.put(_written(transform_list, write_buckets, keywords))
     finally:
         if collecting:
             gc.enable()
+
+
+@_processes(versions="<0.13")
+def write_in_processes_without_client(
+    transform_list: Any, rank: int, write_buckets: Any, global_results_queue: Any
+) -> None:
+    """As ``write_in_processes``, before there was a multi-storage client."""
+    write_in_processes(transform_list, False, rank, write_buckets, global_results_queue)
 
 
 @around(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -42,10 +43,11 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
+    asked = inspect.signature(original).bind(iteration, *args, **kwargs).arguments
     with _of_script() as verifies:
-        if kwargs.get("non_persistent_ckpt"):  # which has another place
+        if asked.get("non_persistent_ckpt"):  # which has another place
             return original(iteration, *args, **kwargs)
-        place = of_scripts.folder(given.save, iteration, release=kwargs.get("release", False))
+        place = of_scripts.folder(given.save, iteration, release=asked.get("release", False))
         declared = given.ckpt_format in _OF_DIST_CHECKPOINTING
         wanted, retain = verifies and not declared, getattr(given, "save_retain_interval", None)
         if getattr(given, "async_save", False):
@@ -131,13 +133,15 @@ around(
     "megatron.training.wandb_utils:on_save_checkpoint_success",
     why="it takes up the tracker, which has its name a moment later",
 )
-def log_when_named(original: Callable[..., None], checkpoint_path: str, tracker: str, *rest: Any) -> None:
+def log_when_named(
+    original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any
+) -> None:
     """Wait until the tracker has its name."""
-    save, named = of_scripts.under_way(), of_scripts.named(tracker)
-    if save is None or named == tracker:
-        original(checkpoint_path, tracker, *rest)
+    save, named = of_scripts.under_way(), of_scripts.named(tracker_filename)
+    if save is None or named == tracker_filename:
+        original(checkpoint_path, tracker_filename, *args, **kwargs)
     else:
-        save.afterwards.append(functools.partial(original, checkpoint_path, named, *rest))
+        save.afterwards.append(functools.partial(original, checkpoint_path, named, *args, **kwargs))
 
 
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
@@ -147,7 +151,8 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
-    root, step = getattr(given, kwargs.get("load_arg", "load")), getattr(given, "ckpt_step", None)
+    load_arg = inspect.signature(original).bind(*args, **kwargs).arguments.get("load_arg", "load")
+    root, step = getattr(given, load_arg), getattr(given, "ckpt_step", None)
     with _of_script() as verifies:
         try:
             if root and getattr(given, "load_last_good", False):
@@ -186,10 +191,10 @@ def _of_script() -> Iterator[bool]:
 
 @around("megatron.core.dist_checkpointing.serialization:save", why=of_scripts.WHY)
 def write_checksums(
-    original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Write them when all other files are there: at once, or where an asynchronous save is finalised."""
-    request = original(content, checkpoint_dir, *args, **kwargs)
+    request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if _VERIFIES.get():
         folder = Path(checkpoint_dir)
         if request is None:
@@ -201,8 +206,8 @@ def write_checksums(
 
 @around("megatron.core.dist_checkpointing.serialization:load", why=of_scripts.WHY)
 def compare_checksums(
-    original: Callable[..., Any], content: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+    original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Compare them meanwhile; a checkpoint without any is loaded as it is."""
     with of_scripts.verifying(Path(checkpoint_dir) if _VERIFIES.get() else None):
-        return original(content, checkpoint_dir, *args, **kwargs)
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

@@ -23,7 +23,8 @@ _fused = partial(
     why="--moe-router-fusion asks for TransformerEngine's kernels; without it choice, weights and their "
     "gradients are some 30 operations",
 )
-# What fused kernels have no place for: 0.16's replay, 0.17's dense results, 0.19's experts chosen before.
+# What fused kernels have no place for: 0.16's replay, 0.17's dense results, 0.19's experts chosen before; in
+# upstream's order, behind ``fused``.
 _NOT_FUSED = {
     "router_replay": "choices of experts are replayed",
     "dense_output": "inference asks for the experts' numbers",
@@ -43,11 +44,13 @@ def route(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
     fused: bool = False,
+    *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """``[t, e]`` to the weights and the map of the chosen experts, ``[t, e]`` both."""
     if fused:
-        reason = next((why for name, why in _NOT_FUSED.items() if _is_given(more.get(name))), None)
+        asked = dict(zip(_NOT_FUSED, rest, strict=False)) | more
+        reason = next((why for name, why in _NOT_FUSED.items() if _is_given(asked.get(name))), None)
         if reason is None:
             groups = (num_groups or 0, group_topk) if group_topk else (0, 0)
             routing = Routing(topk, score_function, use_pre_softmax, *groups, scaling_factor or 1.0)
@@ -63,6 +66,7 @@ def route(
         score_function,
         expert_bias,
         False,
+        *rest,
         **more,
     )
 
@@ -79,13 +83,14 @@ def scores_for_aux_loss(
     topk: int,
     score_function: str,
     fused: bool = False,
+    *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """``[t, e]`` to the map of the best experts and the scores of all, ``[t, e]`` both; padding has none."""
     if not fused:
-        return original(logits, topk, score_function, False, **more)
+        return original(logits, topk, score_function, False, *rest, **more)
     scores, chosen = routing_scores(logits, topk, score_function)
-    padding: Tensor | None = more.get("padding_mask")
+    padding: Tensor | None = rest[0] if len(rest) > 0 else more.get("padding_mask")
     if padding is None:
         return chosen, scores
     valid = (~padding).unsqueeze(-1)
@@ -102,14 +107,25 @@ def load_balancing_loss(
     num_experts: int,
     moe_aux_loss_coeff: float,
     fused: bool = False,
+    *rest: Any,
     **more: Any,
 ) -> Tensor:
     """Scores ``[t, e]`` and counts ``[e]`` to the loss, a scalar."""
     if not fused:
         return original(
-            probs, tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff, False, **more
+            probs,
+            tokens_per_expert,
+            total_num_tokens,
+            topk,
+            num_experts,
+            moe_aux_loss_coeff,
+            False,
+            *rest,
+            **more,
         )
-    valid: Tensor | None = more.get("padding_mask")  # the other way round than of the scores
+    valid: Tensor | None = (
+        rest[0] if len(rest) > 0 else more.get("padding_mask")
+    )  # the other way round than of the scores
     if valid is not None:
         probs = probs * valid.unsqueeze(-1)
     factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)

@@ -79,11 +79,17 @@ def permute(
 
 @_fused(f"{_MOE}.moe_utils:permute", versions=">=0.17")
 def permute_with_counts(
-    original: Callable[..., Any], *args: Any, tokens_per_expert: Tensor | None = None, **kwargs: Any
+    original: Callable[..., Any],
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
-    result = permute(partial(original, tokens_per_expert=tokens_per_expert), *args, **kwargs)
-    return (*result, None, tokens_per_expert) if len(result) == 3 else result  # upstream's own are five
+    counts: Tensor | None = args[3] if len(args) > 3 else kwargs.get("tokens_per_expert")
+    result = permute(original, tokens, routing_map, probs, *args, **kwargs)
+    return (*result, None, counts) if len(result) == 3 else result  # upstream's own are five
 
 
 @_fused(f"{_MOE}.moe_utils:unpermute")

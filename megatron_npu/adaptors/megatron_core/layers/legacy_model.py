@@ -22,19 +22,24 @@ def model_of_the_flags(original: type) -> type:
     class GPTModel(original):
         """Upstream's, or megatron-core's."""
 
-        def __new__(cls, config: Any, *args: Any, **options: Any) -> Any:
+        def __new__(
+            cls,
+            config: Any,
+            num_tokentypes: int = 0,
+            parallel_output: bool = True,
+            pre_process: bool = True,
+            post_process: bool = True,
+        ) -> Any:
             from megatron.training import get_args
 
             if get_args().use_legacy_models:
                 return super().__new__(cls)
-            return _core_model(**options)
+            return _core_model(parallel_output, pre_process, post_process)
 
     return GPTModel
 
 
-def _core_model(
-    parallel_output: bool = True, pre_process: bool = True, post_process: bool = True, **_: Any
-) -> Any:
+def _core_model(parallel_output: bool, pre_process: bool, post_process: bool) -> Any:
     """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, as the legacy model's.
 
     Args:

@@ -36,7 +36,8 @@ def without_gradients(
     **kwargs: Any,
 ) -> Tensor:
     """``[s, b, i]`` and a weight ``[o, i]`` to ``[s, b, o]``: upstream's own two operations, directly."""
-    if torch.is_grad_enabled() or sequence_parallel or kwargs.get("gtp_remat_size", 1) > 1:  # 0.19
+    shared = len(args) > 3 or kwargs.get("gtp_remat_size", 1) > 1  # since 0.19; before, a group had its place
+    if torch.is_grad_enabled() or sequence_parallel or shared:
         return original(
             input,
             weight,

@@ -52,7 +52,8 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
     if labels is None or others is not None or not self.post_process:
         return original(self, *args, **kwargs)
-    if not _is_wanted(self, kwargs.get("runtime_gather_output")):
+    gathered = args[8] if len(args) > 8 else kwargs.get("runtime_gather_output")
+    if not _is_wanted(self, gathered):
         return original(self, *args, **kwargs)
     with _product_put_off(self.output_layer):
         return original(self, *args, **kwargs)

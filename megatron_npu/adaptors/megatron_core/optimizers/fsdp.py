@@ -126,9 +126,9 @@ def accept_force_all_reduce(
     why="it asks Megatron's FSDP for gated MLPs by names of one wrapper more or less than there are: with "
     "--swiglu no checkpoint of the format fsdp_dtensor can be saved or loaded (AttributeError)",
 )
-def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *state_dicts: Any) -> Any:
+def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Hand over the model as what finds a weight in any number of wrappers."""
-    return original(_Parameters(model), *state_dicts)
+    return original(_Parameters(model), *args, **kwargs)
 
 
 class _Parameters:

@@ -72,14 +72,19 @@ def set_main_param_without_grad(
     "alone is updated, from no gradient, and the model never learns. There is nothing to offload",
 )
 def offload_nothing_on_a_cpu(
-    original: Callable[..., None], self: Any, params: Any, offload_fraction: float = 0.5, **kwargs: Any
+    original: Callable[..., None],
+    self: Any,
+    params: Any,
+    offload_fraction: float = 0.5,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Leave the fraction 0, where everything is on the host already, to the device's optimizer."""
     if offload_fraction:
         dispatch.report_fallback(
             "optimizer-cpu-offload", "everything is on the host already", "moves nothing"
         )
-    original(self, params, 0.0, **kwargs)
+    original(self, params, 0.0, *args, **kwargs)
 
 
 _saving = functools.partial(

@@ -36,11 +36,11 @@ def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, *
     why="a Ctrl-C while a batch is loaded is logged as a Python list of the lines of its traceback",
 )
 def leave_without_a_word(
-    original: Callable[..., bool], self: Any, kind: type[BaseException] | None, *rest: Any
+    original: Callable[..., bool], self: Any, ex_type: type[BaseException] | None, ex_val: Any, ex_tb: Any
 ) -> bool:
     """Leave it: who ends the run tells why."""
-    if kind is None or (issubclass(kind, Exception) and not issubclass(kind, LoaderWorkerError)):
-        return original(self, kind, *rest)
+    if ex_type is None or (issubclass(ex_type, Exception) and not issubclass(ex_type, LoaderWorkerError)):
+        return original(self, ex_type, ex_val, ex_tb)
     return original(self, None, None, None)
 
 

@@ -6,6 +6,7 @@ upstream's own, around the modules of ``standins.transformer_engine``.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -30,14 +31,11 @@ def attention_of_megatron_core(original: type) -> type:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class TEDotProductAttention(DotProductAttention):
-        def __init__(
-            self,
-            *args: Any,
-            num_splits: int | None = None,  # since 0.15, for flash-attn's kernel
-            cp_comm_type: str | None = "p2p",
-            **kwargs: Any,
-        ) -> None:
-            super().__init__(*args, cp_comm_type=cp_comm_type, **kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
+            ours = ("self", "num_splits")  # the latter for flash-attn's kernel
+            named = {name: value for name, value in given.items() if name not in ours}
+            super().__init__(**{"cp_comm_type": "p2p", **named})
             self.window_size = _window(self)
             self._register_load_state_dict_pre_hook(_without_extra_state)
 
@@ -47,12 +45,14 @@ def attention_of_megatron_core(original: type) -> type:
             key: Tensor,
             value: Tensor,
             attention_mask: Tensor | tuple[Tensor, Tensor] | None,
-            *args: Any,
+            attn_mask_type: Any = None,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: Any = None,
             num_splits: int | None = None,
-            **kwargs: Any,
         ) -> Tensor:
             mask = _of_pairs(attention_mask) if isinstance(attention_mask, tuple) else attention_mask
-            return super().forward(query, key, value, mask, *args, **kwargs)
+            options = (attn_mask_type, attention_bias, packed_seq_params)
+            return super().forward(query, key, value, mask, *options)
 
     TEDotProductAttention.__doc__ = original.__doc__
     return TEDotProductAttention

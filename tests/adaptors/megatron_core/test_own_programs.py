@@ -1,0 +1,65 @@
+"""Programs that are not Megatron's scripts: NVIDIA's example of a loop, and one that calls by keywords."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONGEST, checkout
+from tests.sim.conftest import run_simulated, unavailable
+from tests.support import on_version, tiny, warm
+from tests.support.stock_core import git_status
+
+EXAMPLE = "examples/run_simple_mcore_train_loop.py"
+TAGS = {
+    "0.12.1": "0.12.1",
+    "0.16.1": "0.16.1",
+    "0.19.0": "0.19.1",
+}  # of a tree, and what its core calls itself
+
+
+@pytest.mark.parametrize(
+    ("tag", "device"), [*((tag, "cpu") for tag in TAGS), ("0.16.1", "npu")], ids=lambda value: value
+)
+def test_nvidias_example_runs_unedited(tag: str, device: str, tmp_path: Path) -> None:
+    """It trains in tensor-parallel ranks, saves and loads by keywords, and moves Megatron's DDP."""
+    tree = checkout("megatron_core", TAGS[tag])
+    before = git_status(tree)
+    command = tiny.command("run", str(tree / EXAMPLE), processes=2)
+    done = run(command, device, tmp_path, {"MEGATRON_LM_PATH": str(tree)})
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr or ''}"[-6000:]
+    assert done.stdout.count("Successfully loaded the model") == 2
+    assert done.stdout.count("lm loss") == 10
+    assert (tmp_path / "ckpt" / "metadata.json").is_file()
+    assert git_status(tree) == before
+
+
+def run(
+    command: list[str], device: str, folder: Path, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    if device == "npu":
+        if unavailable():
+            pytest.skip(unavailable())
+        return run_simulated(*command, cwd=folder, timeout=LONGEST, modules=warm.NPU, **variables)
+    return warm.run(
+        command,
+        env=tiny.environment() | variables,
+        modules=warm.TORCH,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_a_program_with_every_call_by_keywords_runs_unedited(version: str, tmp_path: Path) -> None:
+    """Distributed optimizer, schedule, checkpoint; what goes on from it has the same losses, bit for bit."""
+    program = Path(__file__).with_name("own_program.py")
+    command = tiny.command("run", str(program), str(tmp_path / "checkpoint"), processes=2)
+    done = run(command, "cpu", tmp_path, on_version.environment(version))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("goes on bit for bit") == 1
