@@ -28,7 +28,7 @@ KEPT = {
     "ops/verify.py:random_calls": "the report of the process",
     "patching/banner.py:_say": "adaptors know the moment and the wiring the words, and neither the other",
     "data/preprocessing/encoder.py:_encoder": "a pool's worker knows functions of modules alone",
-    "safe_files/torch_readers.py:_refusals": "torch makes a text of the error on its way out, perhaps elsewhere",
+    "safe_files/torch_readers.py:_refusals": "torch makes a text of the error on its way out",
     "watchdog/phases.py:_entered": "the phases of the main thread, which the watchdog's thread reads",
     "watchdog/process_watch.py:_process": "a process is watched once, whoever begins",
 }
