@@ -31,13 +31,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(HERE)) if path not in sys.path]
 
-from upstream_tests import baseline, exclusions, page, prepare, world, worlds  # noqa: E402
+from upstream_tests import baseline, exclusions, page, prepare, trees, world, worlds  # noqa: E402
 from upstream_tests.results import FAILED, PASSED, SKIPPED, FileResult, Result  # noqa: E402
 
 import megatron_npu  # noqa: E402, F401  spawned children (checkpoint writers) import this file: patched, too
 from megatron_npu.base import settings  # noqa: E402
 from megatron_npu.base.errors import UsageError  # noqa: E402
-from tests.support import trees  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

@@ -104,7 +104,7 @@ def test_the_doctor_lists_the_bugs_of_a_megatron(capsys, monkeypatch) -> None:
     text = capsys.readouterr().out
     assert "fully_shard_optimizer" in text
     assert "#5338" not in text  # fixed in 0.19.0
-    assert "1 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
+    assert "2 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
     monkeypatch.setenv(settings.BACKPORT.name, "1")
     assert cli.main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

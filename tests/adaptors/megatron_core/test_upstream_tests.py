@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.upstream_tests import baseline, exclusions, page, worlds
+from tests.adaptors.megatron_core.upstream_tests import baseline, exclusions, page, trees, worlds
 from tests.adaptors.megatron_core.upstream_tests.results import (
     COLLECTION,
     FAILED,
@@ -22,7 +22,7 @@ from tests.adaptors.megatron_core.upstream_tests.results import (
     merge,
 )
 from tests.conftest import LONGEST, ROOT, checkout
-from tests.support import processes, trees
+from tests.support import processes
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "run_upstream_tests.py"

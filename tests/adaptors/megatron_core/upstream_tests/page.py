@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_npu.base import files
-from tests.support import trees
 
+from . import trees
 from .baseline import FOLDER, Baseline
 from .results import EXCLUDED, FAILED, PASSED, SKIPPED
 

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from megatron_npu.process import extension_locks
-from tests.support.ports import free_port
 
 from . import worlds
+from .ports import free_port
 from .results import COLLECTION, EXCLUDED, FAILED, FileResult, Result, merge
 
 COLLECTING = 120.0  # seconds until every rank knows its tests
