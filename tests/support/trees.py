@@ -1,4 +1,4 @@
-"""Names of Megatron-LM's trees; the code is where ``tests`` may be Megatron's package, as that of ``ports``."""
+"""Names of Megatron-LM's trees; the code is where ``tests`` may be Megatron's package, as for ``ports``."""
 
 from __future__ import annotations
 
