@@ -63,7 +63,8 @@ class Finder:
     def unhook(self) -> None:
         """Give the loaders of all modules that are there their own ``exec_module`` back."""
         for module in list(sys.modules.values()):
-            loader: Any = getattr(getattr(module, "__spec__", None), "loader", None)
+            # not getattr: a package may import half of itself when it is asked for a name (torch_npu.dynamo)
+            loader: Any = getattr(getattr(module, "__dict__", {}).get("__spec__"), "loader", None)
             hook = getattr(loader, "__dict__", {}).get("exec_module")
             if isinstance(hook, _Hook) and hook.finder is self:
                 del loader.exec_module
