@@ -102,7 +102,7 @@ class Ledger:
         if state == "failed":
             told = dict.fromkeys(row.target for row in rows)
         elif state in ("drifted", "skipped"):
-            told = dict.fromkeys(row.reason for row in rows if row.reason)
+            told = dict.fromkeys(sorted(row.reason for row in rows if row.reason))
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:

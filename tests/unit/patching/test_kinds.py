@@ -183,4 +183,4 @@ def test_skipped_for_another_device_and_by_condition(upstream: UpstreamTree) -> 
     engine = upstream.engine()
     model = upstream.load("model")
     assert (model.LIMIT, model.Core.scale) == (3, 2)
-    assert engine.ledger.summary() == "0 applied, 0 drifted, 2 skipped (for npu, not cpu; apex is here)"
+    assert engine.ledger.summary() == "0 applied, 0 drifted, 2 skipped (apex is here; for npu, not cpu)"
