@@ -55,20 +55,14 @@ def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[]
         yield path, functools.partial(setattr, config, "_attn_implementation_internal", before)
 
 
-@functools.cache
-def _sdpa() -> Callable[..., Any]:
-    """Return the function of Transformers that was there when ours were registered."""
-    function: Callable[..., Any] = importlib.import_module(
-        "transformers.modeling_utils"
-    ).ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return function
+_theirs: dict[str, Callable[..., Any]] = {}  # functions of Transformers, found once it is there
 
 
 def _register() -> None:
     """Put our functions into the registries of Transformers, which is imported where a model of it is met."""
     masks = importlib.import_module("transformers.masking_utils")
     modeling = importlib.import_module("transformers.modeling_utils")
-    _sdpa()
+    _theirs["sdpa"] = modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
         modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
         masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
@@ -222,7 +216,7 @@ def _of_transformers(
     written_out = others.get("softcap") is not None or others.get("s_aux") is not None
     if written_out or others.get("output_attentions"):
         return _written_out(module, query, key, value, mask, dropout, scaling, causal, others)
-    return _sdpa()(
+    return _theirs["sdpa"](
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
     )
 
