@@ -16,7 +16,7 @@ from megatron_npu.options.switches import Switches
 from tests.conftest import LONGEST
 from tests.support import processes, stacks, train_script
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 CPU = torch.device("cpu")
 TOLERANCE = {None: 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
@@ -31,8 +31,8 @@ def plain(kind: str, steps: int, lora_rank: int = 0) -> list[float]:
 def two_ranks(tmp_path_factory):
     """Name of a run of stacks.py -> what two ranks made of it."""
     folder = tmp_path_factory.mktemp("stacks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "stacks.py"), str(folder), "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parents[1])}
+    command = [sys.executable, str(SUPPORT / "stacks.py"), str(folder), "cpu"]
     done = processes.run(
         command, env=environment, timeout=LONGEST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -167,13 +167,6 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             "the same",
             "Change --optimizer, or give --no-load-optim.",
         )
-    before, now = _precision(found.arguments), _precision(vars(args))
-    if before != now:
-        raise UsageError(
-            f"--load {found.path} was saved in {before}, and this run is in {now}",
-            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
-            "Change --bf16 or --fp16, or give --no-load-optim.",
-        )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
     if distributed != args.use_distributed_optimizer:
@@ -182,6 +175,13 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             f"{kinds[args.use_distributed_optimizer]}",
             "the same kind",
             "Change --use-distributed-optimizer, or give --no-load-optim.",
+        )
+    before, now = _precision(found.arguments), _precision(vars(args))
+    if before != now and not distributed:  # the distributed one has fp32 weights of its own in each
+        raise UsageError(
+            f"--load {found.path} was saved in {before}, and this run is in {now}",
+            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
+            "Change --bf16 or --fp16, or give --no-load-optim.",
         )
     apart = int(found.arguments.get("expert_model_parallel_size", 1)) > 1
     if apart != (args.expert_model_parallel_size > 1):
