@@ -64,7 +64,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
     if bias is None:
         added = torch.zeros(width, dtype=torch.float32, device="cpu")
     else:
-        added = bias.detach().to(torch.float32).contiguous()
+        added = bias.detach().resolve_neg().to(torch.float32).contiguous()
     abi.gelu(input, added, output, slope)
     return output, slope
 
