@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 
 from megatron_npu.ops.compiled import building
+from tests.support import processes
 
 os.environ.pop("LD_PRELOAD", None)  # g++, which tests start, would be slow with it
 building._LONGEST = 1800  # seconds: a compilation takes longer with them
@@ -23,7 +23,7 @@ def pytest_report_header() -> str:
     """Say that the library is what it should be: where there is none, tests are skipped."""
     loaded = building.library()
     assert loaded is not None, "the kernels cannot be compiled with sanitizers here"
-    symbols = subprocess.run(["nm", "-D", loaded._name], capture_output=True, text=True, check=True).stdout
+    symbols = processes.run(["nm", "-D", loaded._name], capture_output=True, text=True, check=True).stdout
     assert "__asan_report_store" in symbols
     assert "__ubsan_handle" in symbols
     return f"kernels with sanitizers: {loaded._name}"

@@ -127,6 +127,12 @@ def main(argv: list[str] | None = None) -> int:
             return code
     except BrokenPipeError:
         return _reader_is_gone()
+    except SystemExit:  # of a parser that has said its help
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            return _reader_is_gone()
+        raise
     except KeyboardInterrupt as interrupt:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
@@ -192,7 +198,7 @@ def _absent(error: ModuleNotFoundError) -> UsageError | None:
     name = error.name or ""
     asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [module for module in asking if not module.startswith("importlib")]
-    if not asking[-1].startswith(f"{__package__}.") or name not in _REQUIRED:
+    if not asking[-1].startswith(f"{__name__.partition('.')[0]}.") or name not in _REQUIRED:
         return None
     expected, remedy = _REQUIRED[name]
     return UsageError(f"the package {name} is not installed", expected, remedy)

@@ -20,8 +20,9 @@ import pytest
 
 from megatron_npu import adaptors
 from megatron_npu.patching.own_parameters import use_of
-from megatron_npu.patching.pins import PinFile, Source
+from megatron_npu.patching.pins import PinFile
 from megatron_npu.patching.registry import Patch, registry
+from megatron_npu.patching.sources import Source
 from megatron_npu.upstream import megatrons
 
 ROOT = Path(__file__).parents[2]

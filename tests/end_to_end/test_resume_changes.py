@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.pretrain.checkpoint import resume_changes, stock_checkpoints
+from megatron_npu.pretrain.checkpoint import stock_checkpoints
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.flags import arguments
-from megatron_npu.pretrain.run import pretrain
+from megatron_npu.pretrain.run import pretrain, resume_changes
 from tests.conftest import ROOT
 from tests.support import tiny
 
@@ -206,7 +206,7 @@ def test_steps_stand_once_after_a_kill(begun, train, tmp_path):
 def test_the_stock_scripts_arguments_are_in_a_checkpoint(begun):
     common = begun / f"iter_{AT:07d}" / "common.pt"
     if not common.is_file():
-        pytest.skip("since 0.19 it lies among the shards")
+        pytest.skip("the case: since 0.19 it lies among the shards")
     saved = stock_checkpoints.read_common(common)["args"]
     assert (saved.num_layers, saved.hidden_size, saved.seq_length) == (2, 32, 32)
     assert saved.consumed_train_samples == 4 * AT

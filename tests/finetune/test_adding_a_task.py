@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_npu.finetune.run import model_card
 from megatron_npu.finetune.tasks.declaration import Flag
 from tests.conftest import ROOT
 from tests.finetune import tasks_data, tiny_models
+from tests.support import processes
 
 PAGE = (ROOT / "docs" / "adding-a-task.md").read_text(encoding="utf-8")
 TRAINABLE = [name for name, task in tasks.every().items() if task.head is not None]
@@ -111,7 +111,7 @@ def test_declarations_are_found_without_transformers() -> None:
         "arguments.parser()\n"
         "print([name for name in ('transformers', 'datasets', 'accelerate') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

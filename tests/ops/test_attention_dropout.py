@@ -130,7 +130,7 @@ def test_packed_sequences(device):
 def test_a_small_probability_drops_something(device):
     """Less than half of 2^-16, the unit on a CPU, is no dropout that is silently none."""
     if device != "cpu":
-        pytest.skip("other devices draw by themselves")
+        pytest.skip("the case: other devices draw by themselves")
     torch.manual_seed(6)
     value = torch.ones(4, 8, 512, 1)
     query = torch.zeros(4, 8, 512, 4)

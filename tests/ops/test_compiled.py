@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megatron_npu.ops.compiled import building
 from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 from megatron_npu.ops.products import weight_gradient
 from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
+from tests.support import processes
 from tests.support.tolerances import assert_near
 
 HERE = torch.empty(0)
@@ -291,7 +291,7 @@ def test_another_openmp_in_the_process_switches_nothing_off(tmp_path, when):
     assert b"libgomp.so.1" in content
     second = tmp_path / "libgomx.so.1"
     second.write_bytes(content.replace(b"libgomp.so.1", b"libgomx.so.1"))
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-c", _SECOND_OPENMP, str(second), when], capture_output=True, text=True, check=False
     )
     assert result.stdout.startswith("2 True"), result.stdout + result.stderr

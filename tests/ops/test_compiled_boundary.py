@@ -25,7 +25,7 @@ from tests.support.tolerances import assert_near
 pytestmark = pytest.mark.skipif(library() is None, reason="no g++, or threads not of libgomp")
 BF16, FP32 = torch.bfloat16, torch.float32
 under_asan = pytest.mark.skipif(
-    "tests.sanitized" in sys.modules, reason="AddressSanitizer ends a process that lacks memory"
+    "tests.sanitized" in sys.modules, reason="the case: AddressSanitizer ends a process that lacks memory"
 )
 
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests.support import processes
 
 
 @functools.cache
 def digests(default: str) -> dict[str, str]:
     command = [sys.executable, "-m", "tests.ops.in_default_dtype", default]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = processes.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{result.returncode}: {result.stderr[-2000:]}"
     return json.loads(result.stdout.splitlines()[-1])
 

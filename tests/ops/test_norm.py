@@ -164,7 +164,7 @@ def test_inference_keeps_nothing(device):
 def test_weights_in_fp64_beside_an_fp32_input(device):
     """No kernel reads doubles as if they were floats; a device without fp64 refuses the call by itself."""
     if device == "npu":
-        pytest.skip("an NPU has no fp64")
+        pytest.skip("the case: an NPU has no fp64")
     torch.manual_seed(9)
     x, weight = spread((130, 40), device), torch.randn(40, dtype=torch.float64, device=device)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]

@@ -86,7 +86,7 @@ def _make_library(directory: Path) -> None:
         file.write("x")
     source = directory / "answer.c"
     source.write_text("int answer(void) { return 42; }\n")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", directory / "libanswer.so", source], check=True)
+    processes.run(["gcc", "-shared", "-fPIC", "-o", directory / "libanswer.so", source], check=True)
 
 
 @pytest.fixture

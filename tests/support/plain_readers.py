@@ -50,7 +50,7 @@ def read_checksums(file: Path) -> object:
 
 
 def read_description(file: Path) -> object:
-    return checkpoint_files._read(named(file, checkpoint_files.DESCRIPTION).parent)
+    return checkpoint_description._read(named(file, checkpoint_files.DESCRIPTION).parent)
 
 
 def read_dataset_index(file: Path) -> object:

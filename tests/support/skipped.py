@@ -25,7 +25,7 @@ GROUPS = {
         r"pip install|oneDNN|nor backports|without gigatoken"
     ),
     "another system or machine": (
-        r"Linux|glibc|needs (/proc|a pseudo-terminal)|one core|the processor has no|no fake CUDA|"
+        r"Linux|glibc|root|needs (/proc|a pseudo-terminal)|one core|the processor has no|no fake CUDA|"
         r"is taken|plain copy"
     ),
 }

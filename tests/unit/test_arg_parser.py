@@ -115,9 +115,9 @@ def test_every_command_complains_in_one_line(name, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        "training.arguments",
-        "preprocessing.command",
-        "evaluation.generate",
+        "pretrain.flags.arguments",
+        "data.preprocessing.command",
+        "generation.generate",
         "evaluation.lambada",
         "conversion.command",
     ],

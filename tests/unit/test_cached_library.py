@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import cached_library, user_cache
 from tests.conftest import wait_until
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("-shared", "-fPIC", "-O0")
@@ -83,7 +83,7 @@ def test_one_that_was_cut_short_is_compiled_again(tmp_path, compilations, length
     os.truncate(the_library(given), length % the_library(given).stat().st_size)
     code = "import sys, pathlib; from tests.unit import test_cached_library as t; "
     code += "print(t._answer(pathlib.Path(sys.argv[1])))"
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr

@@ -53,7 +53,7 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     early_import.disarm()
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setenv("MEGATRON_NPU_TE", "local")
-    monkeypatch.setattr(early_import.upstream, "find", lambda: CORE)
+    monkeypatch.setattr(early_import.megatrons, "find", lambda: CORE)
     early_import.arm(lambda: done.append("activated"))
     early_import.arm(lambda: done.append("again"))
     return done
@@ -80,9 +80,9 @@ def test_elsewhere_it_is_absent(activated: list[str], monkeypatch: pytest.Monkey
         case "not asked for":
             monkeypatch.delenv("MEGATRON_NPU_TE")
         case "another Megatron":
-            monkeypatch.setattr(early_import.upstream, "find", lambda: old)
+            monkeypatch.setattr(early_import.megatrons, "find", lambda: old)
         case "no Megatron":
-            monkeypatch.setattr(early_import.upstream, "find", none_there)
+            monkeypatch.setattr(early_import.megatrons, "find", none_there)
         case "disarmed":
             early_import.disarm()
     assert importlib.util.find_spec("transformer_engine") is None

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import LONGEST, on_a_leash
+from tests.support import processes
 
 WAITS = """
 import signal, sys, threading
@@ -74,5 +75,5 @@ stacks.print_on_signal(); stacks.print_on_signal(); stacks.leave_signal()
 assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGUSR1, "")

@@ -129,7 +129,7 @@ def test_mpu_stands_in_where_a_megatron_has_none(tmp_path, monkeypatch, file, ne
     place = tmp_path / "megatron" / file
     place.parent.mkdir(parents=True)
     place.touch()
-    monkeypatch.setattr(mpu.upstream, "find", lambda: Upstream("megatron_core", "0.16.1", tmp_path))
+    monkeypatch.setattr(mpu.megatrons, "find", lambda: Upstream("megatron_core", "0.16.1", tmp_path))
     assert mpu.is_needed() == needed
 
 

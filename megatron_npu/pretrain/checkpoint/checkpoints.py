@@ -7,18 +7,16 @@ tracker follows. The keys are those of Megatron-LM's own checkpoints.
 from __future__ import annotations
 
 import contextlib
-import random
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, watchdog
+from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
 from megatron_npu.pretrain.checkpoint import (
@@ -29,6 +27,7 @@ from megatron_npu.pretrain.checkpoint import (
     checkpoint_folder,
     dist_ckpt_versions,
     fsdp_checkpoint,
+    generators,
     resumed_settings,
     row_shards,
     sharded_weights,
@@ -174,7 +173,7 @@ def _load_own(args: Namespace, state: State, found: checkpoint_description.Check
         else:
             _begin_optimizer(args, state, found, content.get("opt_param_scheduler"))
         if rng:
-            set_rng_state(content["rng_state"][0])
+            generators.set_state(content["rng_state"][0])
     return _position(args, found)
 
 
@@ -193,7 +192,7 @@ def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.C
         _begin_schedule(args, state, found, content.get("opt_param_scheduler"))
     if rng:
         (states,) = content["rng_state"].values()
-        set_rng_state(states[0])
+        generators.set_state(states[0])
     return _position(args, found)
 
 
@@ -324,7 +323,7 @@ def _state_dict(
         )
         content["opt_param_scheduler"] = state.schedule.state_dict()
     if rng:
-        content["rng_state"] = _sharded_rng_state()
+        content["rng_state"] = generators.sharded_state()
     content["checkpoint_version"] = 3.0  # Megatron-LM's number for this order of the attention weights
     return content
 
@@ -334,7 +333,7 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
     if optimizer:
         content["opt_param_scheduler"] = state.schedule.state_dict()
     if rng:
-        content["rng_state"] = {"(0, 0)": [rng_state()]}  # of the one pipeline and tensor rank
+        content["rng_state"] = {"(0, 0)": [generators.state()]}  # of the one pipeline and tensor rank
     content["checkpoint_version"] = 3.0
     return content
 
@@ -347,57 +346,6 @@ def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -
     if not same and dist.get_rank() == 0:
         print(" the layout has changed: random numbers start again from --seed", flush=True)
     return same
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the states of this rank's random generators, under Megatron-LM's names."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    device = devices.current()
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": device.host_rng_state(),
-        "cuda_rng_state": device.rng_state(),
-        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _sharded_rng_state() -> Any:
-    """Return the generators' states, one for each tensor and pipeline rank.
-
-    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough. Not so
-    with expert parallelism, whose ranks draw others for their experts.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    state = rng_state()
-    shape = (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        return ShardedObject("rng_state", [state], (*shape, copies), (*place, copy), replica_id=0)
-    return ShardedObject("rng_state", [state], shape, place, replica_id=copy)
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators into the states that ``rng_state`` returned."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    device = devices.current()
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    device.set_host_rng_state(state["torch_rng_state"])
-    device.set_rng_state(state["cuda_rng_state"])
-    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:

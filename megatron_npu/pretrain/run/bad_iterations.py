@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
-from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, whole_checkpoints
+from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, generators, whole_checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.run import loss
@@ -98,7 +98,7 @@ class Guard:
     def begin(self) -> None:
         """Begin an iteration: keep what it takes to compute it again."""
         if self.reruns:
-            self._random = checkpoints.rng_state()
+            self._random = generators.state()
             for each in self._data:
                 each.begin()
 
@@ -148,7 +148,7 @@ class Guard:
         self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
         """Compute an iteration again from the same state; the second result counts."""
-        checkpoints.set_rng_state(self._random)
+        generators.set_state(self._random)
         for each in self._data:
             each.again()
         second = compute()

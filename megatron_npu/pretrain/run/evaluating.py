@@ -14,8 +14,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.rows import Rows
 from megatron_npu.pretrain.checkpoint import checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
-from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
 from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.drawn_texts import Samples
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run import loss

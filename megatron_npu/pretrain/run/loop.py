@@ -16,10 +16,10 @@ from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
-from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
+from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Interval, Log
 from megatron_npu.pretrain.run import expert_losses, loss, prediction_losses
 from megatron_npu.pretrain.run.bad_iterations import Fault, Guard

@@ -16,7 +16,7 @@ from megatron_npu import devices, plugin
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
-from megatron_npu.pretrain.checkpoint import resume_changes, row_shards, save_folder, stock_checkpoints
+from megatron_npu.pretrain.checkpoint import row_shards, save_folder, stock_checkpoints
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags import arguments, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
@@ -24,7 +24,7 @@ from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import flops, history, log, sinks
 from megatron_npu.pretrain.report.dashboard.process import shown
-from megatron_npu.pretrain.run import initialize, last_words, loop
+from megatron_npu.pretrain.run import initialize, last_words, loop, resume_changes
 from megatron_npu.process import collector, extension_locks
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from types import TracebackType
 from megatron_npu.pretrain.checkpoint import checkpoint_failures, checkpoint_files, checkpoints
 from megatron_npu.pretrain.checkpoint.async_saves import AsyncSaves
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
-from megatron_npu.pretrain.checkpoint.gathered_parameters import gathered
+from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run.clock import Clock
 

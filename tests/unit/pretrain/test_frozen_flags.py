@@ -62,4 +62,4 @@ def _written(file: Path) -> Iterator[str]:
 def test_one_file_alone_fills_flags_in() -> None:
     found = {file: [*_written(file)] for file in ROOM.rglob("*.py")}
     writers = {file.relative_to(ROOM).as_posix() for file, places in found.items() if places}
-    assert writers == {"derive.py"}, found
+    assert writers == {"flags/derive.py"}, found
