@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
+from tests.adaptors.megatron_core.upstream_tests import ports
 from tests.conftest import LONGEST, on_a_leash
-from tests.support import ports
 
 
 @pytest.fixture(autouse=True)
