@@ -132,8 +132,8 @@ ROOMS = (
     ),
     Room(
         "evaluation/",
-        "`megatron-npu lambada`: accuracy of a checkpoint",
-        "base devices options pretrain generation",
+        "`megatron-npu lambada`, `megatron-npu evaluate`: what a checkpoint scores, with lm-eval too",
+        "base watchdog devices options plugin data generation.sampling pretrain generation",
         ("torch",),
     ),
     Room(

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "convert checkpoints from and to Hugging Face, proven",
     ),
     "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
+    "evaluate": ("megatron_npu.evaluation.harness:main", "run lm-eval on a checkpoint, unconverted"),
     "checkpoint": (
         "megatron_npu.pretrain.checkpoint.checkpoint_command:main",
         "list, inspect, verify and prune a folder of checkpoints",
@@ -67,9 +68,20 @@ _BUILD_A_MODEL = ("pretrain",)
 # these start a rank for each device that CUDA_VISIBLE_DEVICES lists; torch, once imported, has counted them
 _START_RANKS = ("train",)
 # these compute with torch, which may load graphs that it once compiled; checked before it is imported
-_MAY_COMPILE = ("run", "pretrain", "train", "generate", "serve", "convert", "lambada", "bench", "doctor")
+_MAY_COMPILE = (
+    "run",
+    "pretrain",
+    "train",
+    "generate",
+    "serve",
+    "convert",
+    "lambada",
+    "evaluate",
+    "bench",
+    "doctor",
+)
 # behind these comes another's command line, whose --help is not ours
-_TAKES_A_COMMAND = ("run", "sim")
+_TAKES_A_COMMAND = ("run", "sim", "evaluate")
 
 _END = """
 options:

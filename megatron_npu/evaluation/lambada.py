@@ -1,13 +1,13 @@
 """``megatron-npu lambada``: how often a checkpoint of the embedded driver knows a passage's last word.
 
-The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the line that is printed. Under
-torchrun the processes share the passages out.
+The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the first line that is printed.
+The second has the perplexity, as lm-eval reckons it. Under torchrun the processes share the passages out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,21 +16,28 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
-from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.generation import trained_model
+from megatron_npu.evaluation.passages import Cut, Example, read_examples
+from megatron_npu.generation import sample_files, trained_model
+from megatron_npu.generation.sampling.sampler import Sampler
 from megatron_npu.options.attention_flags import AttentionFlags, add_attention_flags
 from megatron_npu.pretrain.checkpoint.restore import restored
-from megatron_npu.pretrain.data.tokenizers import Tokenizer, continuation
 from megatron_npu.pretrain.run import initialize, layout
 
 
-class Example(NamedTuple):
-    """A passage: the tokens that the model reads, and those that it has to find, all of them."""
+class Found(NamedTuple):
+    """What the model makes of a passage.
 
-    context: list[int]
-    answer: list[int]
+    Attributes:
+        example: the passage.
+        correct: whether the likeliest token at every place is the one to be found.
+        logprob: natural logarithm of the probability of all of these tokens.
+    """
+
+    example: Example
+    correct: bool
+    logprob: float
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     trained_model.add_checkpoint(add)
     add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
     add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
+    add(
+        "--lm-eval-cut",
+        action="store_true",
+        help="ask for the whole last word, cut as the task lambada_openai of lm-eval cuts it",
+    )
+    add("--results", metavar="FILE", help="write what each passage came to there, as JSON lines")
     add("--micro-batch-size", type=positive, default=4, help="passages read at once")
     add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
     add_attention_flags(result)
@@ -54,21 +67,51 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
     args = parser().parse_args(argv)
+    if args.strict_lambada and args.lm_eval_cut:
+        raise UsageError("--strict-lambada and --lm-eval-cut", "one of them", "Drop one.")
+    if args.results:
+        sample_files.require_writable(args.results)
     initialize.silence_known_warnings()
-    right, total = accuracy(
-        args.load,
-        args.valid_data,
-        strict=args.strict_lambada,
-        batch=args.micro_batch_size,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        **_changes(args),
+    cut: Cut = "lm-eval" if args.lm_eval_cut else "word" if args.strict_lambada else "token"
+    files_moved = {"vocab_file": args.vocab_file, "merge_file": args.merge_file}
+    rows = found(
+        args.load, args.valid_data, cut=cut, batch=args.micro_batch_size, **files_moved, **_changes(args)
     )
     if int(os.environ.get("RANK", "0")):
         return 0  # the first process prints what all have found
+    right, total = _counts(rows)
     figures = f"number correct: {right:.4E} | total examples: {total:.4E} | avg accuracy: {right / total:.4E}"
     print(f" validation results on LAMBADA | {figures}")
+    print(f" validation results on LAMBADA | perplexity: {perplexity(rows):.4E}")
+    if args.results:
+        sample_files.write(args.results, map(_record, range(1, total + 1), rows))
     return 0
+
+
+def _record(line: int, row: Found) -> dict[str, Any]:
+    """Return what is written of a passage; its tokens are ids."""
+    return {
+        "line": line,
+        "correct": row.correct,
+        "log_likelihood": row.logprob,
+        "context_tokens": len(row.example.context),
+        "answer": row.example.answer,
+    }
+
+
+def _counts(rows: Sequence[Found]) -> tuple[int, int]:
+    return sum(row.correct for row in rows), len(rows)
+
+
+def perplexity(rows: Sequence[Found]) -> float:
+    """Return e to the mean negative logarithm of the answers' probabilities, a passage counting one.
+
+    Infinite where it is too large for a number.
+    """
+    try:
+        return math.exp(-sum(row.logprob for row in rows) / len(rows))
+    except OverflowError:
+        return math.inf
 
 
 def _changes(args: argparse.Namespace) -> dict[str, object]:
@@ -106,71 +149,39 @@ def accuracy(
     Raises:
         UsageError: no such checkpoint or file, or a passage that does not fit the model.
     """
-    with restored(load, vocab_file, merge_file, layout.copies, **changes) as (args, gpt, tokenizer):
-        examples = read_examples(file, tokenizer, strict=strict, longest=args.max_position_embeddings)
-        share = examples[args.rank :: args.world_size]
-        batches = [share[start : start + batch] for start in range(0, len(share), batch)]
-        right = torch.tensor(sum(_num_correct(gpt, some, tokenizer.eod) for some in batches))
-        right = right.to(devices.current().torch_device())
-        dist.all_reduce(right)
-        return int(right), len(examples)
+    cut: Cut = "word" if strict else "token"
+    rows = found(load, file, cut=cut, batch=batch, vocab_file=vocab_file, merge_file=merge_file, **changes)
+    return _counts(rows)
 
 
-def read_examples(file: str, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[Example]:
-    """Return the passages of a file, each with the last ``longest`` tokens before the last one to be found.
-
-    How many lost tokens at their beginning is printed, by the first process.
+def found(
+    load: str,
+    file: str,
+    *,
+    cut: Cut = "word",
+    batch: int = 4,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    **changes: Any,
+) -> list[Found]:
+    """Return what the model makes of each passage of ``file``; see ``accuracy`` and ``read_examples``.
 
     Raises:
-        UsageError: no file, no passages, a line that is not one, or a passage too short.
+        UsageError: no such checkpoint or file, a passage that does not fit the model, or logits that are not
+            numbers.
     """
-    try:
-        lines = files.lines(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
-    examples, longer = [], 0
-    for number, line in enumerate(lines, 1):
-        try:
-            example = _example(json.loads(line)["text"], tokenizer, strict)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            expected = 'a JSON object with a passage of two words or more as "text"'
-            raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
-        asked = len(example.answer)
-        room = longest + 1 - asked  # for the context
-        if not example.context or room < 1:
-            raise UsageError(
-                f"{file}, line {number}: {len(example.context)} tokens and a last word of {asked}",
-                f"at least one token before the word, and both within the model's {longest} positions",
-                "Leave it out, or take a model that reads longer texts.",
-            )
-        longer += len(example.context) > room
-        examples.append(Example(example.context[-room:], example.answer))
-    if not examples:
-        raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
-    if longer and not int(os.environ.get("RANK", "0")):
-        print(f" > {longer} passages are longer than {longest} tokens: the last ones of each are read")
-    return examples
-
-
-def _example(text: str, tokenizer: Tokenizer, strict: bool) -> Example:
-    if not strict:
-        ids = tokenizer.encode(text)
-        return Example(ids[:-1], ids[-1:])
-    word = text.split()[-1]
-    context = text[: text.rfind(word)].strip()
-    return Example(tokenizer.encode(context), continuation(tokenizer, context, " " + word))
-
-
-@torch.no_grad()
-def _num_correct(gpt: torch.nn.Module, examples: list[Example], padding: int) -> int:
-    """Return how many of the examples have the likeliest token at every place of their answers."""
-    length = max(len(context) + len(answer) for context, answer in examples)
-    rows = [[*context, *answer] for context, answer in examples]
-    tokens = torch.tensor([row + [padding] * (length - len(row)) for row in rows])
-    inputs = tokens[:, :-1].to(devices.current().torch_device())
-    positions = torch.arange(length - 1, device=inputs.device).expand_as(inputs)
-    found = gpt(inputs, positions, None, runtime_gather_output=True).argmax(-1).cpu()  # [b, s]
-    return sum(
-        found[row, len(context) - 1 :][: len(answer)].tolist() == answer
-        for row, (context, answer) in enumerate(examples)
-    )
+    with restored(load, vocab_file, merge_file, layout.copies, **changes) as (args, gpt, tokenizer):
+        examples = read_examples(file, tokenizer, cut=cut, longest=args.max_position_embeddings)
+        sampler = Sampler(gpt, tokenizer, args.tokenizer_vocab_size)
+        share = range(args.rank, len(examples), args.world_size)
+        some = [examples[place] for place in share]
+        scores = sampler.score([[*c, *a] for c, a in some], [len(c) for c, _ in some], batch=batch)
+        told = torch.zeros(len(examples), 2)
+        for place, score in zip(share, scores, strict=True):
+            told[place] = torch.tensor([all(score.greedy), math.fsum(score.logprobs)])
+        told = told.to(devices.current().torch_device())
+        dist.all_reduce(told)  # each passage is 0 but in one process
+        return [
+            Found(example, bool(correct), logprob)
+            for example, (correct, logprob) in zip(examples, told.tolist(), strict=True)
+        ]

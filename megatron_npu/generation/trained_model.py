@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.run import initialize, layout
 
 Add = Callable[..., Any]  # add_argument of a parser
+Share = Callable[[Mapping[str, Any]], dict[str, object]]
 
 # Sizes that Megatron's own script wants to be told, though the checkpoint knows them.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -107,15 +108,31 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
     Raises:
         UsageError: no such checkpoint, one of another shape, or one that cannot be shared so.
     """
-    initialize.silence_known_warnings()
     share = functools.partial(
         layout.of_all_processes,
         tensor=given.tensor_model_parallel_size,
         pipeline=given.pipeline_model_parallel_size,
     )
+    with held(given, share, **changes) as model:
+        _require_shape(given, model.args)
+        yield model
+
+
+@contextlib.contextmanager
+def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
+    """Hold the model that the flags of ``add_checkpoint`` name.
+
+    Args:
+        given: the command's flags.
+        share: of ``restored``: how the processes of the command share it.
+        changes: flags of the run to be changed, by their names in its arguments.
+
+    Raises:
+        UsageError: no such checkpoint, or one that cannot be shared so.
+    """
+    initialize.silence_known_warnings()
     changes |= precision(given)
     with restored(given.load, given.vocab_file, given.merge_file, share, **changes) as (args, gpt, tokenizer):
-        _require_shape(given, args)
         yield of(args, gpt, tokenizer)
 
 

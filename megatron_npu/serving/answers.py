@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation.sampling.growing_text import GrowingText
 from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.sampling.scores import Score
 from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest
-from megatron_npu.serving.engine import Job, Piece
+from megatron_npu.serving.engine import Job, Piece, Read
 
 Json = dict[str, Any]
 
 
-def models(name: str, created: int, positions: int) -> Json:
+def model(name: str, created: int, positions: int) -> Json:
+    """Return what is said of the one model."""
+    about = {"id": name, "object": "model", "created": created, "owned_by": "megatron_npu"}
+    return {**about, "max_model_len": positions}
+
+
+def models(only: Json) -> Json:
     """Return the list of the one model."""
-    model = {"id": name, "object": "model", "created": created, "owned_by": "megatron_npu"}
-    return {"object": "list", "data": [{**model, "max_model_len": positions}]}
+    return {"object": "list", "data": [only]}
 
 
 def error(problem: BadRequestError) -> Json:
@@ -50,44 +58,68 @@ class Completion:
     name: str
     tokenizer: Tokenizer
     echoes: list[str]
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.id = f"{self.kinds[0]}-{uuid.uuid4().hex}"
         self.texts = list(self.echoes)
         self.samples: list[Sample | None] = [None] * len(self.texts)
         self.finishes: list[str | None] = [None] * len(self.texts)
+        self.scores: list[Score] | None = None
+        self.offsets = [Offsets(self.tokenizer, prompt) for prompt in self.job.prompts]
 
-    def add(self, piece: Piece) -> None:
-        """Take a piece of a text."""
-        self.texts[piece.row] += piece.text
-        self.samples[piece.row] = piece.sample
-        self.finishes[piece.row] = piece.finish or self.finishes[piece.row]
+    @property
+    def kinds(self) -> tuple[str, str, str]:
+        """What the answer's id begins with, and what a whole answer and a piece of one are called."""
+        return "cmpl", "text_completion", "text_completion"
+
+    def add(self, event: Piece | Read) -> None:
+        """Take a piece of a text, or what the model thinks of the prompts."""
+        if isinstance(event, Read):
+            self.scores = event.scores
+            return
+        self.texts[event.row] += event.text
+        self.samples[event.row] = event.sample
+        self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
         """Return the answer when all pieces are there."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
-            tokens = range(len(sample.tokens)) if sample else range(0)
-            choices.append(self._choice(row, text, sample, tokens, self.finishes[row]))
-        return {**self._head(), "choices": choices, "usage": self.usage()}
+            tokens = range(len(sample.logprobs)) if sample else range(0)
+            choices.append(self._choice(row, text, sample, tokens, self.finishes[row], self._read(row)))
+        return {**self._head(self.kinds[1]), "choices": choices, "usage": self.usage()}
 
-    def piece(self, piece: Piece) -> Json:
-        """Return one piece of a stream."""
-        tokens = range(0) if piece.token is None else range(piece.token, piece.token + 1)
-        return {
-            **self._head(),
-            "choices": [self._choice(piece.row, piece.text, piece.sample, tokens, piece.finish)],
-        }
+    def opening(self) -> list[Json]:
+        """Return the pieces that a stream begins with, whatever is drawn: repeated prompts."""
+        return self.echo() if self.request.echo and not self.request.scored else []
 
-    def echo(self, row: int) -> Json:
-        """Return the piece of a stream that repeats a prompt."""
-        return {**self._head(), "choices": [self._choice(row, self.echoes[row], None, range(0), None)]}
+    def pieces(self, event: Piece | Read) -> list[Json]:
+        """Return what a stream says of an event: of scored prompts, or of a piece."""
+        if isinstance(event, Read):
+            return self.echo()
+        tokens = range(0)
+        if event.token is not None:
+            tokens = range(event.token, event.token + 1)
+        elif event.finish:  # the end token
+            tokens = range(len(event.sample.tokens), len(event.sample.logprobs))
+        told = event.finish or event.text or (tokens and self.request.logprobs is not None)
+        if not told:
+            return []
+        choice = self._choice(event.row, event.text, event.sample, tokens, event.finish)
+        return [self._piece(choice)]
+
+    def echo(self) -> list[Json]:
+        """Return the pieces of a stream that repeat the prompts."""
+        rows = enumerate(self.echoes)
+        return [
+            self._piece(self._choice(row, text, None, range(0), None, self._read(row))) for row, text in rows
+        ]
 
     def last(self) -> Json:
         """Return the piece of a stream that has the numbers of tokens."""
-        return {**self._head(), "choices": [], "usage": self.usage()}
+        return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
         """Return the numbers of tokens; a prompt counts once, however many texts follow it."""
@@ -95,26 +127,80 @@ class Completion:
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
 
-    def _head(self) -> Json:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.name}
+    def word(self, token: int) -> str:
+        """Return the text of a token alone."""
+        return self.tokenizer.decode([token])
 
-    def _choice(self, row: int, text: str, sample: Sample | None, tokens: range, finish: str | None) -> Json:
-        wanted = self.request.logprobs is not None and sample is not None
-        logprobs = self._logprobs(sample, tokens) if wanted and sample is not None else None
+    def _head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.name}
+
+    def _piece(self, choice: Json) -> Json:
+        return {**self._head(self.kinds[2]), "choices": [choice]}
+
+    def _read(self, row: int) -> Score | None:
+        """Return what the model thinks of a prompt that is shown."""
+        is_shown = self.request.prompts[row // self.request.n] is not None
+        return self.scores[row] if self.scores is not None and is_shown else None
+
+    def _choice(
+        self,
+        row: int,
+        text: str,
+        sample: Sample | None,
+        tokens: range,
+        finish: str | None,
+        read: Score | None = None,
+    ) -> Json:
+        wanted = self.request.logprobs is not None and (sample is not None or read is not None)
+        logprobs = self._logprobs(row, read, sample, tokens) if wanted else None
         return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, sample: Sample, tokens: range) -> Json:
-        def word(token: int) -> str:
-            return self.tokenizer.decode([token])
-
-        places = [(sample.tokens[place], place) for place in tokens]
+    def _logprobs(self, row: int, read: Score | None, sample: Sample | None, tokens: range) -> Json:
+        """Return the log probabilities of a prompt, whose first token has none, and of tokens added."""
+        rows: list[tuple[int, float | None, Json | None, int]] = []
+        if read is not None:
+            ids, offsets = self.job.prompts[row], Offsets(self.tokenizer, [])
+            values = [None, *read.logprobs], [None, *map(self._by_words, read.alternatives)]
+            rows += zip(ids, *values, map(functools.partial(offsets.of, ids), range(len(ids))), strict=True)
+        for place in tokens if sample else ():
+            assert sample is not None
+            offset = len(self.echoes[row]) + self.offsets[row].of(sample.tokens, place)
+            alternatives = self._by_words(sample.alternatives[place])
+            rows.append((self.added(sample, place), sample.logprobs[place], alternatives, offset))
         return {
-            "tokens": [word(token) for token, _ in places],
-            "token_logprobs": [sample.logprobs[place] for _, place in places],
-            "top_logprobs": [_by(word, sample.alternatives[place]) for _, place in places],
-            "text_offset": [len(self.tokenizer.decode(sample.tokens[:place])) for _, place in places],
+            "tokens": [self.word(token) for token, *_ in rows],
+            "token_logprobs": [logprob for _, logprob, *_ in rows],
+            "top_logprobs": [alternatives for *_, alternatives, _ in rows],
+            "text_offset": [offset for *_, offset in rows],
         }
 
+    def added(self, sample: Sample, place: int) -> int:
+        """Return a token that was added; behind the last one the end token, which has ended the text."""
+        return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
-def _by(word: Callable[[int], str], values: dict[int, float]) -> dict[str, float]:
-    return {word(token): value for token, value in values.items()}
+    def _by_words(self, values: dict[int, float]) -> Json:
+        """Return log probabilities by texts; of tokens with one text (parts of characters) the likeliest."""
+        found: Json = {}
+        for token, value in values.items():
+            found.setdefault(self.word(token), value)
+        return found
+
+
+class Offsets:
+    """Where the tokens behind a prompt begin, in characters of the text behind it.
+
+    Args:
+        tokenizer: the model's.
+        prompt: ids before the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._growing = GrowingText(tokenizer, prompt)
+        self._places = [0]
+
+    def of(self, tokens: Sequence[int], place: int) -> int:
+        """Return where the token at a place begins; ``tokens`` are those of the text so far."""
+        while len(self._places) <= place:
+            new = tokens[len(self._places) - 1 : len(self._places)]
+            self._places.append(self._places[-1] + len(self._growing.added(new)))
+        return self._places[place]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,11 +20,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.generation import chat_template
 from megatron_npu.generation.sampling.options import Options
-from megatron_npu.serving import answers, completion_request
+from megatron_npu.serving import answers, chat_request, completion_request
 from megatron_npu.serving.answers import Completion
+from megatron_npu.serving.chat_answers import ChatCompletion
+from megatron_npu.serving.chat_request import ChatRequest
 from megatron_npu.serving.completion_request import BadRequestError, CompletionRequest, in_words
-from megatron_npu.serving.engine import Engine, Job, Piece, new_job
+from megatron_npu.serving.engine import Engine, Job, Piece, Read, new_job
 from megatron_npu.web.headers import HEADERS
 
 if TYPE_CHECKING:
@@ -50,7 +56,9 @@ def build(engine: Engine, name: str, max_body: int, max_texts: int, hosts: Seque
     routes += [
         Route("/health", site.health, methods=["GET"]),
         Route("/v1/models", site.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", site.model, methods=["GET"]),
         Route("/v1/completions", site.completions, methods=["POST"]),
+        Route("/v1/chat/completions", site.chat_completions, methods=["POST"]),
     ]
     return Starlette(
         routes=routes,
@@ -87,18 +95,34 @@ class _Site:
         engine = self.engine
         return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
 
+    def _about_model(self) -> answers.Json:
+        return answers.model(self.name, self.created, self.engine.model.sampler.positions)
+
     async def models(self, request: Request) -> Response:
-        return JSONResponse(answers.models(self.name, self.created, self.engine.model.sampler.positions))
+        return JSONResponse(answers.models(self._about_model()))
+
+    async def model(self, request: Request) -> Response:
+        self._require_name(request.path_params["name"])
+        return JSONResponse(self._about_model())
 
     async def completions(self, request: Request) -> Response:
         asked = completion_request.parse(await self._body(request))
-        completion = self._completion(asked)
+        self._require_limits(asked, len(asked.prompts))
+        return await self._answer(request, self._completion(asked))
+
+    async def chat_completions(self, request: Request) -> Response:
+        asked = chat_request.parse(await self._body(request))
+        self._require_limits(asked.request, 1)
+        return await self._answer(request, self._chat_completion(asked))
+
+    async def _answer(self, request: Request, completion: Completion) -> Response:
+        """Have a completion drawn; answer with it, whole or piece by piece."""
         self.engine.submit(completion.job)
         events = _events(request, completion.job)
-        if asked.stream:
+        if completion.request.stream:
             return StreamingResponse(_stream(completion, events), media_type="text/event-stream")
-        async for piece in events:
-            completion.add(piece)
+        async for event in events:
+            completion.add(event)
         return JSONResponse(completion.whole())
 
     async def _body(self, request: Request) -> bytes:
@@ -129,26 +153,64 @@ class _Site:
             raise BadRequestError(f"the body has more than {self.max_body} bytes", status=413)
         return bytes(body)
 
+    def _require_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise BadRequestError(f"no model {name[:60]!r}; expected {self.name!r}", "model", 404)
+
+    def _require_limits(self, asked: CompletionRequest, prompts: int) -> None:
+        """Refuse what does not fit the server.
+
+        Raises:
+            BadRequestError: another model's name, or too many texts.
+        """
+        self._require_name(asked.model)
+        texts = prompts * asked.n
+        if texts > self.max_texts:
+            raise BadRequestError(f"{texts} texts; expected at most {self.max_texts} a request", "n")
+
     def _completion(self, asked: CompletionRequest) -> Completion:
         """Return the answer to be filled, with its job.
 
         Raises:
-            BadRequestError: it does not fit the model or the server's limits.
+            BadRequestError: it does not fit the model.
         """
         model = self.engine.model
-        if asked.model not in (None, self.name):
-            raise BadRequestError(f"no model {asked.model[:60]!r}; expected {self.name!r}", "model", 404)
-        texts = len(asked.prompts) * asked.n
-        if texts > self.max_texts:
-            raise BadRequestError(f"{texts} texts; expected at most {self.max_texts} a request", "n")
         prompts = [self._ids(prompt) for prompt in asked.prompts]
-        job = new_job(model, [ids for ids in prompts for _ in range(asked.n)], _options(asked), asked.stop)
+        rows = [ids for ids in prompts for _ in range(asked.n)]
+        scored = asked.logprobs if asked.scored else None
+        job = new_job(model, rows, _options(asked) if asked.max_tokens else None, asked.stop, scored)
         echoes = [
             model.tokenizer.decode(ids) if asked.echo and prompt is not None else ""
             for ids, prompt in zip(prompts, asked.prompts, strict=True)
             for _ in range(asked.n)
         ]
         return Completion(asked, job, self.name, model.tokenizer, echoes)
+
+    def _chat_completion(self, asked: ChatRequest) -> ChatCompletion:
+        """Return the answer to a chat, to be filled, with its job.
+
+        Raises:
+            BadRequestError: the checkpoint has no chat template, it refuses the messages, or they do not fit.
+        """
+        model = self.engine.model
+        try:
+            template, tokenizer = self._template, model.tokenizer
+            if template is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+                raise BadRequestError(
+                    "this checkpoint has no chat template; expected plain text at /v1/completions", "messages"
+                )
+            ids = tokenizer.encode(template.render(asked.messages), special_tokens=False)
+            model.sampler.check(ids)
+        except UsageError as error:
+            raise in_words(error, "messages") from error
+        room = model.sampler.positions - len(ids)
+        request = dataclasses.replace(asked.request, prompts=[ids], max_tokens=asked.max_tokens or room)
+        job = new_job(model, [ids] * request.n, _options(request), request.stop)
+        return ChatCompletion(request, job, self.name, tokenizer, [""] * request.n)
+
+    @functools.cached_property
+    def _template(self) -> chat_template.ChatTemplate | None:
+        return chat_template.of(self.engine.model.args)
 
     def _ids(self, prompt: completion_request.Prompt) -> list[int]:
         model = self.engine.model
@@ -173,8 +235,8 @@ def _options(asked: CompletionRequest) -> Options:
     )
 
 
-async def _events(request: Request, job: Job) -> AsyncIterator[Piece]:
-    """Yield a job's pieces; end it when its client has gone away.
+async def _events(request: Request, job: Job) -> AsyncIterator[Piece | Read]:
+    """Yield what is told of a job; end it when its client has gone away.
 
     Raises:
         BadRequestError: the job has failed, or nobody is there any more.
@@ -191,26 +253,25 @@ async def _events(request: Request, job: Job) -> AsyncIterator[Piece]:
                 return
             if isinstance(event, BadRequestError):
                 raise event
-            if isinstance(event, Piece):
+            if isinstance(event, Piece | Read):
                 yield event
     finally:
         job.cancelled = True  # of no effect where it has ended
 
 
-async def _stream(completion: Completion, events: AsyncIterator[Piece]) -> AsyncIterator[str]:
+async def _stream(completion: Completion, events: AsyncIterator[Piece | Read]) -> AsyncIterator[str]:
     """Yield the server-sent events of a completion."""
 
     def line(values: Any) -> str:
         return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
 
-    if completion.request.echo:
-        for row in range(len(completion.echoes)):
-            yield line(completion.echo(row))
+    for piece in completion.opening():
+        yield line(piece)
     try:
-        async for piece in events:
-            completion.add(piece)
-            if piece.text or piece.finish:
-                yield line(completion.piece(piece))
+        async for event in events:
+            completion.add(event)
+            for piece in completion.pieces(event):
+                yield line(piece)
     except BadRequestError as problem:
         yield line(answers.error(problem))
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
 
 MAX_STOPS, MAX_LOGPROBS = 4, 5  # as OpenAI
+MOST_TOKENS, MOST_TEXTS = 1 << 30, 128
 _MAX_STOP_LENGTH = 200  # characters
 # Fields of OpenAI's that say nothing here, with the values that ask for nothing.
 _WITHOUT_MEANING = {
@@ -51,6 +53,7 @@ class CompletionRequest:
         include_usage: whether a stream ends with the numbers of tokens.
         echo: whether the text begins with the prompt.
         logprobs: likeliest tokens whose log probabilities are wanted beside the token's own; None: none.
+            With ``echo`` those of the prompt, too, and ``max_tokens`` may be 0.
     """
 
     prompts: list[Prompt]
@@ -67,6 +70,11 @@ class CompletionRequest:
     echo: bool = False
     logprobs: int | None = None
 
+    @property
+    def scored(self) -> bool:
+        """Whether the log probabilities of the prompts are wanted."""
+        return self.echo and self.logprobs is not None
+
 
 def parse(body: bytes) -> CompletionRequest:
     """Return the request in a body.
@@ -74,32 +82,28 @@ def parse(body: bytes) -> CompletionRequest:
     Raises:
         BadRequestError: it is not JSON, or a field has the wrong type or value.
     """
-    try:
-        values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # of decoding, too
-        raise BadRequestError(f"the body is not JSON in UTF-8: {error}") from error
-    if not isinstance(values, dict):
-        raise BadRequestError("the body is not a JSON object")
-    fields = _Fields(values)
+    fields = Fields.of(body)
     options = fields.take("stream_options", dict) or {}
     request = CompletionRequest(
         prompts=_prompts(fields.take("prompt", (str, list))),
         model=fields.take("model", str),
-        n=fields.number("n", int, 1, 1, 128),
-        max_tokens=fields.number("max_tokens", int, 16, 1, 1 << 30),
+        n=fields.number("n", int, 1, 1, MOST_TEXTS),
+        max_tokens=fields.number("max_tokens", int, 16, 0, MOST_TOKENS),
         temperature=fields.number("temperature", float, 1.0, 0, 2),
         top_k=fields.number("top_k", int, 0, 0, 1 << 30),
         top_p=fields.number("top_p", float, 1.0, 0, 1),
         seed=fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
-        stop=_stops(fields.take("stop", (str, list))),
+        stop=stops(fields.take("stop", (str, list))),
         stream=fields.take("stream", bool) or False,
         include_usage=options.get("include_usage") is True,
         echo=fields.take("echo", bool) or False,
         logprobs=fields.number("logprobs", int, None, 0, MAX_LOGPROBS),
     )
-    fields.require_rest_without_meaning()
-    if request.echo and request.logprobs is not None:
-        raise BadRequestError("echo with logprobs: the prompt's are not known here", "logprobs")
+    fields.require_rest_without_meaning(_WITHOUT_MEANING)
+    if request.max_tokens == 0 and not request.scored:
+        raise BadRequestError(
+            f"max_tokens is 0; expected 1 to {MOST_TOKENS}, or 0 with echo and logprobs", "max_tokens"
+        )
     return request
 
 
@@ -107,8 +111,23 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-class _Fields:
+class Fields:
     """The fields of a request, each taken once."""
+
+    @classmethod
+    def of(cls, body: bytes) -> Fields:
+        """Return the fields of a body.
+
+        Raises:
+            BadRequestError: it is no JSON object.
+        """
+        try:
+            values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:  # of decoding, too
+            raise BadRequestError(f"the body is not JSON in UTF-8: {error}") from error
+        if not isinstance(values, dict):
+            raise BadRequestError("the body is not a JSON object")
+        return cls(values)
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._rest = dict(values)
@@ -120,7 +139,7 @@ class _Fields:
         if value is None or type(value) in kinds:
             return value
         words = " or ".join(_WORDS[one] for one in kinds)
-        raise BadRequestError(f"{name} is {_shown(value)}; expected {words}", name)
+        raise BadRequestError(f"{name} is {shown(value)}; expected {words}", name)
 
     def number(self, name: str, kind: type, default: Any, least: float, most: float) -> Any:
         """Return a number between two bounds, which it may have."""
@@ -128,16 +147,20 @@ class _Fields:
         if value is None:
             return default
         if not least <= value <= most:
-            raise BadRequestError(f"{name} is {_shown(value)}; expected {least} to {most}", name)
+            raise BadRequestError(f"{name} is {shown(value)}; expected {least} to {most}", name)
         return value
 
-    def require_rest_without_meaning(self) -> None:
-        """Refuse what was not taken, unless it asks for nothing."""
+    def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse what was not taken, unless it asks for nothing.
+
+        Args:
+            without_meaning: fields that say nothing here, with the values that ask for nothing.
+        """
         self._rest.pop("user", None)
         for name, value in self._rest.items():
-            if name not in _WITHOUT_MEANING:
-                raise BadRequestError(f"no field {_shown(name)}", name)
-            if value not in _WITHOUT_MEANING[name]:
+            if name not in without_meaning:
+                raise BadRequestError(f"no field {shown(name)}", name)
+            if value not in without_meaning[name]:
                 raise BadRequestError(f"{name} is not supported here; leave it out", name)
 
 
@@ -145,7 +168,8 @@ _WORDS = {str: "a string", list: "a list", dict: "an object", bool: "true or fal
 _WORDS |= {float: "a number"}
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as a message names it."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -176,13 +200,18 @@ def _text(value: str | None) -> str | None:
     return value
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if len(stops) > MAX_STOPS or not all(map(_is_stop, stops)):
+def stops(value: Any) -> tuple[str, ...]:
+    """Return the texts that end a text: none, one, or a list of them.
+
+    Raises:
+        BadRequestError: they are too many, or others than texts.
+    """
+    found = [] if value is None else [value] if isinstance(value, str) else value
+    if len(found) > MAX_STOPS or not all(map(_is_stop, found)):
         raise BadRequestError(
             f"stop: expected at most {MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
         )
-    return tuple(stops)
+    return tuple(found)
 
 
 def _is_stop(value: Any) -> bool:

@@ -17,6 +17,7 @@ from megatron_npu.generation.sampling.growing_text import GrowingText
 from megatron_npu.generation.sampling.leader import Leader
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.generation.sampling.sampler import Sample
+from megatron_npu.generation.sampling.scores import Score
 from megatron_npu.generation.trained_model import TrainedModel
 from megatron_npu.serving.completion_request import BadRequestError, in_words
 from megatron_npu.serving.stops import Stops
@@ -41,27 +42,44 @@ class Piece:
     finish: str | None = None
 
 
+@dataclass(frozen=True)
+class Read:
+    """What the model thinks of a job's prompts.
+
+    Attributes:
+        scores: one for each text.
+    """
+
+    scores: list[Score]
+
+
+Event = Piece | Read | BadRequestError | None
+
+
 @dataclass
 class Job:
     """Texts that one client waits for.
 
     Attributes:
         prompts: of ids, one for each text.
-        options: how to draw.
+        options: how to draw; None: nothing is drawn.
         stops: texts that end a text.
-        events: pieces, then None for the end; or an error in place of the end.
+        scored: so many likeliest tokens are told for each place of the prompts; None: these are not scored.
+        events: pieces, then None for the end; or an error in place of the end. What the model thinks of the
+            prompts comes before all pieces.
         loop: of the client's task.
         cancelled: set when the client is gone.
     """
 
     prompts: list[list[int]]
-    options: Options
+    options: Options | None
     stops: Sequence[str] = ()
-    events: asyncio.Queue[Piece | BadRequestError | None] = field(default_factory=asyncio.Queue)
+    scored: int | None = None
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     cancelled: bool = False
 
-    def tell(self, event: Piece | BadRequestError | None) -> None:
+    def tell(self, event: Event) -> None:
         """Hand an event to the client's task. Called in the engine's thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -154,8 +172,14 @@ class _Drawing:
         self.stops = [Stops(job.stops) for _ in job.prompts]
 
     def run(self, leader: Leader) -> None:
-        """Draw; tell each piece, and the last of each text."""
-        samples = leader.sample(self.job.prompts, self.job.options, self._watch)
+        """Score and draw what is asked for; tell each piece, and the last of each text."""
+        prompts, options = self.job.prompts, self.job.options
+        if self.job.scored is not None:
+            self.job.tell(Read(leader.score(prompts, alternatives=self.job.scored)))
+        if options is None:
+            samples = [Sample(prompt) for prompt in prompts]
+        else:
+            samples = leader.sample(prompts, options, self._watch)
         for row, sample in enumerate(samples):
             rest = self.stops[row].passed(self.texts[row].rest())
             rest += "" if self.stops[row].found else self.stops[row].rest()
@@ -174,8 +198,14 @@ def _stopping() -> BadRequestError:
     return BadRequestError("the server is stopping", status=503)
 
 
-def new_job(model: TrainedModel, prompts: list[list[int]], options: Options, stops: Sequence[str]) -> Job:
-    """Return a job whose prompts fit the model.
+def new_job(
+    model: TrainedModel,
+    prompts: list[list[int]],
+    options: Options | None,
+    stops: Sequence[str] = (),
+    scored: int | None = None,
+) -> Job:
+    """Return a job whose prompts fit the model; see ``Job``.
 
     Raises:
         BadRequestError: one does not.
@@ -183,13 +213,13 @@ def new_job(model: TrainedModel, prompts: list[list[int]], options: Options, sto
     positions = model.sampler.positions
     for prompt in prompts:
         try:
-            model.sampler.check(prompt)
+            (model.sampler.check_text if options is None else model.sampler.check)(prompt)
         except UsageError as error:
             raise in_words(error, "prompt") from error
-        if len(prompt) + options.num_tokens > positions:
+        if options is not None and len(prompt) + options.num_tokens > positions:
             raise BadRequestError(
                 f"{len(prompt)} tokens of prompt and max_tokens {options.num_tokens}; expected together at "
                 f"most the model's {positions} positions",
                 "max_tokens",
             )
-    return Job(prompts, options, stops)
+    return Job(prompts, options, stops, scored)

@@ -1,7 +1,7 @@
 """One rank that draws texts from a checkpoint in several layouts, one after another.
 
 Usage: sampler_worker.py CHECKPOINT OUTPUT LAYOUTS, where LAYOUTS is JSON: name -> changes to the flags. Each
-rank writes OUTPUT.RANK: name -> texts.
+rank writes OUTPUT.RANK: name -> texts, and the log probabilities of the prompts where a layout can tell them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def flags_of(folder: str, changes: dict[str, object]) -> Namespace:
     return args
 
 
-def texts(args: Namespace, path: Path) -> list[list]:
-    """Return what a model in one layout draws in each of the ways."""
+def texts(args: Namespace, path: Path) -> dict[str, list | None]:
+    """Return what a model in one layout draws in each of the ways, and what it thinks of the prompts."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()  # of the layout before
@@ -60,8 +60,14 @@ def texts(args: Namespace, path: Path) -> list[list]:
     ]
     drawn = [sampler.sample(PROMPTS, options, watch, batch=3) for options, watch in ways]
     assert all(chunk.training for chunk in chunks)
-    assert all(len(sample.logprobs) == len(sample.tokens) for sample in drawn[1])
-    return [[sample.ids(), sample.finished] for samples in drawn for sample in samples]
+    for place, sample in enumerate(drawn[1]):  # the end token has one, too; the third text has none
+        assert len(sample.logprobs) == len(sample.tokens) + (sample.finished and place != 2)
+    is_cut = args.sequence_parallel or args.context_parallel_size > 1
+    scores = None if is_cut else sampler.score(PROMPTS, alternatives=2, batch=2)
+    return {
+        "texts": [[sample.ids(), sample.finished] for samples in drawn for sample in samples],
+        "scores": scores and [[score.logprobs, score.greedy] for score in scores],
+    }
 
 
 def main() -> None:

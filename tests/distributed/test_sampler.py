@@ -33,8 +33,8 @@ def trained(dataset, tmp_path_factory) -> Path:
     return folder
 
 
-def drawn(trained: Path, output: Path, layouts: dict[str, dict], processes: int) -> list[dict[str, list]]:
-    """Return what each rank draws in each layout."""
+def drawn(trained: Path, output: Path, layouts: dict[str, dict], processes: int) -> list[dict[str, dict]]:
+    """Return what each rank draws, and what it thinks of the prompts, in each layout."""
     launcher = tiny.torchrun(processes) if processes > 1 else []
     argv = [sys.executable, *launcher, str(WORKER), str(trained), str(output), json.dumps(layouts)]
     done = tiny.run_python(argv)
@@ -43,8 +43,16 @@ def drawn(trained: Path, output: Path, layouts: dict[str, dict], processes: int)
 
 
 def test_every_rank_of_every_layout_draws_what_one_process_draws(trained, tmp_path):
-    ((alone,),) = (found.values() for found in drawn(trained, tmp_path / "one", {"alone": {}}, 1))
+    ((one,),) = (found.values() for found in drawn(trained, tmp_path / "one", {"alone": {}}, 1))
+    alone, scores = one["texts"], one["scores"]
     assert len({tuple(ids) for ids, _ in alone}) > 6
     assert alone[4 + 2][1], "the watcher ends the third text"
+    assert [len(logprobs) for logprobs, _ in scores] == [2, 0, 5, 2]
     for found in drawn(trained, tmp_path / "two", LAYOUTS, 2):
-        assert found == dict.fromkeys(LAYOUTS, alone)
+        assert {name: some["texts"] for name, some in found.items()} == dict.fromkeys(LAYOUTS, alone)
+        scored = [name for name, some in found.items() if some["scores"] is not None]
+        assert scored == ["tensor", "pipeline", "interleaved", "data"]
+        for name in scored:
+            for (logprobs, greedy), (expected, known) in zip(found[name]["scores"], scores, strict=True):
+                assert logprobs == pytest.approx(expected, abs=1e-5)
+                assert greedy == known

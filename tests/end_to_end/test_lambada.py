@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from megatron_npu.commands import cli
+from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.evaluation.lambada import accuracy
+from megatron_npu.evaluation.passages import CUTS
 from megatron_npu.generation.generate import generate
+from tests.conftest import ROOT
 from tests.support import tiny
 
 pytest.importorskip("megatron.core")
@@ -45,8 +49,44 @@ def test_figures_are_those_of_greedy_text(trained, passages, tmp_path, capsys):
         for strict in (True, False):  # a number is one token
             assert accuracy(str(trained), str(passages), strict=strict, batch=batch) == expected
     command = ["lambada", "--load", str(trained), "--valid-data", str(passages), "--strict-lambada"]
-    assert cli.main(command) == 0
-    assert f"number correct: {expected[0]:.4E} | total examples: {expected[1]:.4E}" in capsys.readouterr().out
+    results = tmp_path / "results"
+    assert cli.main([*command, "--results", str(results)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert f"number correct: {expected[0]:.4E} | total examples: {expected[1]:.4E}" in first
+    told = [json.loads(line) for line in results.read_text().splitlines()]
+    assert results.stat().st_mode & 0o777 == 0o640
+    assert [row["line"] for row in told] == [*range(1, len(lines) + 1)]
+    assert sum(row["correct"] for row in told) == expected[0]
+    assert [row["answer"] for row in told] == [[int(text.split()[-1])] for text in lines]
+    assert [row["context_tokens"] for row in told] == [len(text.split()) - 1 for text in lines]
+    mean = sum(row["log_likelihood"] for row in told) / len(told)
+    assert second == f" validation results on LAMBADA | perplexity: {math.exp(-mean):.4E}"
+    likeliest = [row["log_likelihood"] for row in told if row["correct"]]
+    assert min(likeliest) > -math.log(256), "more than one of 256 tokens that are alike"
+
+
+def test_what_lm_eval_cuts_otherwise(gpt2_vocab):
+    """It cuts at blanks alone, and takes the ids of the last word from those of the whole passage."""
+    tokenizer = GPT2Tokenizer(*gpt2_vocab)
+    texts = ["One two three", "one  two", "one\ntwo three\nfour", 'a "b c', "ends in a blank "]
+    for text, word in zip(texts, (" three", "  two", " three\nfour", " c", " "), strict=True):
+        example = CUTS["lm-eval"](text, tokenizer)
+        assert tokenizer.decode(example.answer) == word
+        assert tokenizer.decode([*example.context, *example.answer]) == text
+    file = ROOT.parent / "shared" / "data" / "lambada_test.jsonl"
+    if not file.is_file():
+        pytest.skip("no lambada_test.jsonl in ../shared/data")
+    lines = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+    suspicious = [line for line in lines if line.split() != line.split(" ")]
+    differing = [
+        line for line in suspicious if CUTS["lm-eval"](line, tokenizer) != CUTS["word"](line, tokenizer)
+    ]
+    assert (len(lines), len(differing)) == (5153, 7)
+
+
+def test_two_ways_to_cut_are_refused(tmp_path, refused):
+    told = refused("lambada", "--load", tmp_path, "--valid-data", "x", "--strict-lambada", "--lm-eval-cut")
+    assert "--strict-lambada and --lm-eval-cut" in told
 
 
 def write(file: Path, *texts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable
@@ -67,6 +68,16 @@ class HuggingFaceTokenizer:
         """The tokens beside the model's own, special ones among them, by their ids."""
         added = self._model.get_added_tokens_decoder()
         return [added[token].content for token in sorted(added)]
+
+    def token(self, token: int) -> str | None:
+        """Return how a token is written; None if there is no such id."""
+        return self._model.id_to_token(token)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that are marks and no text."""
+        added = self._model.get_added_tokens_decoder()
+        return frozenset(token for token, content in added.items() if content.special)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.

@@ -115,6 +115,21 @@ class _Whole(Forward):
         return last.cpu()
 
 
+def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
+    """Return the logits behind every token of a batch, [b, s, padded vocabulary], on the device.
+
+    All ranks of the model must call this. None on those without the output layer. Not for a model whose
+    sequence is cut among ranks.
+
+    Args:
+        chunks: this process's GPTModels, without wrappers, in their order.
+        tokens: [b, s], int64 on the host; what stands behind a token has no influence on it.
+    """
+    inputs = tokens.to(devices.current().torch_device())
+    positions = torch.arange(inputs.size(1), device=inputs.device).expand_as(inputs)
+    return _through_stages(chunks, inputs, positions, inputs.size(1), None)
+
+
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
     """Return the context-parallel rank that has a token of a text, and the token's place there.
 

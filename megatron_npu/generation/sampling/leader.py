@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.generation.sampling.sampler import Sample, Sampler, Watch
+from megatron_npu.generation.sampling.scores import Score
 
 # How long the other ranks wait for the next prompt: a person may think, a server may have a quiet year.
 PATIENCE = timedelta(days=365)
@@ -30,7 +31,11 @@ class Leader:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.get_world_size() > 1 else None
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], options: Options, watch: Watch | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        watch: Watch | None = None,
+        batch: int | None = None,
     ) -> list[Sample]:
         """Return what ``Sampler.sample`` returns. Called on rank 0 alone.
 
@@ -39,19 +44,36 @@ class Leader:
         """
         for prompt in prompts:
             self.sampler.check(prompt)
-        self._tell((prompts, options, watch is not None))
-        return self.sampler.sample(prompts, options, watch)
+        self._tell(("sample", (prompts, options, _no_opinion if watch else None, batch)))
+        return self.sampler.sample(prompts, options, watch, batch)
+
+    def score(
+        self,
+        texts: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+        alternatives: int = 0,
+        batch: int | None = None,
+    ) -> list[Score]:
+        """Return what ``Sampler.score`` returns. Called on rank 0 alone.
+
+        Raises:
+            UsageError: of ``Sampler.score``.
+        """
+        for text in texts:
+            self.sampler.check_text(text)
+        self._tell(("score", (texts, firsts, alternatives, batch)))
+        return self.sampler.score(texts, firsts, alternatives, batch)
 
     def end(self) -> None:
         """Have the other ranks end. Called on rank 0 alone."""
         self._tell(None)
 
     def follow(self) -> None:
-        """Draw what rank 0 draws, until it ends. Called on the other ranks."""
+        """Do what rank 0 does, until it ends. Called on the other ranks."""
         while (task := self._tell(None)) is not None:
-            prompts, options, watched = task
+            name, arguments = task
             with contextlib.suppress(UsageError):  # of the model's numbers: rank 0 tells it
-                self.sampler.sample(prompts, options, _no_opinion if watched else None)
+                getattr(self.sampler, name)(*arguments)
 
     def _tell(self, task: Any) -> Any:
         """Return rank 0's task."""

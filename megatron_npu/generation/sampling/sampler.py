@@ -16,6 +16,8 @@ from megatron_npu.data.tokenization.tokenizer import Tokenizer
 from megatron_npu.generation.sampling import choice
 from megatron_npu.generation.sampling.forward import Forward, forward_of
 from megatron_npu.generation.sampling.options import Options
+from megatron_npu.generation.sampling.scores import Score, Scoring
+from megatron_npu.generation.sampling.stages import from_last_stage, not_numbers
 from megatron_npu.generation.sampling.without_prediction import without_prediction
 
 
@@ -27,8 +29,9 @@ class Sample:
         prompt: its ids; the end token alone if the text begins with nothing.
         tokens: the ids that were added, without the end token.
         finished: whether the text came to an end: by the end token, or because ``watch`` ended it.
-        logprobs: of each added token, the natural logarithm of the model's own probability, if asked for.
-        alternatives: for each added token the likeliest ones and theirs, if asked for.
+        logprobs: of each added token, the natural logarithm of the model's own probability, if asked for;
+            then the end token's, if that has ended the text.
+        alternatives: for each of these the likeliest ones and theirs, if asked for.
     """
 
     prompt: list[int]
@@ -107,12 +110,49 @@ class Sampler:
                 _Batch(self, {row: samples[row] for row in some}, options, watch).run()
         return samples
 
-    def check(self, prompt: Sequence[int]) -> None:
-        """Refuse a prompt that cannot be gone on from.
+    def score(
+        self,
+        texts: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
+        alternatives: int = 0,
+        batch: int | None = None,
+    ) -> list[Score]:
+        """Return how likely the tokens of texts that are there are. A collective of all ranks of the model.
+
+        Texts that differ in their last token alone are read once. Not for a model whose sequence is cut among
+        ranks.
+
+        Args:
+            texts: of ids, each of one token or more and at most one more than the model has positions.
+            firsts: for each text the place, from 1 on, of the first token to be looked at; None: 1 for all.
+            alternatives: as many likeliest tokens are told for each place.
+            batch: texts that are read together at most; None: what fits into a gibibyte of logits.
 
         Raises:
-            UsageError: it is empty, has ids that the model does not know, or leaves no position free.
+            UsageError: a text that is empty, too long, or has ids that the model does not know; logits that
+                are not numbers.
         """
+        for text in texts:
+            self.check_text(text)
+        scoring = Scoring(self.chunks, self.vocabulary, self.end, min(alternatives, self.vocabulary))
+        with torch.no_grad(), _evaluating(self.chunks):
+            return scoring.run(texts, firsts or [1] * len(texts), batch)
+
+    def check_text(self, text: Sequence[int]) -> None:
+        """Refuse a text whose tokens cannot be scored.
+
+        Raises:
+            UsageError: it is empty, has ids that the model does not know, or more tokens than it can read.
+        """
+        self._require_known(text)
+        if len(text) > self.positions + 1:
+            raise UsageError(
+                f"a text of {len(text)} tokens",
+                f"at most {self.positions + 1}: the model has {self.positions} positions",
+                "Shorten the text.",
+            )
+
+    def _require_known(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UsageError(
                 "an empty prompt", "at least one token", "Begin with the end token for any text."
@@ -123,6 +163,14 @@ class Sampler:
                 f"from 0 to {self.vocabulary - 1}, which the model knows",
                 "Take the tokenizer that the model was trained with.",
             )
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be gone on from.
+
+        Raises:
+            UsageError: it is empty, has ids that the model does not know, or leaves no position free.
+        """
+        self._require_known(prompt)
         if len(prompt) >= self.positions:
             raise UsageError(
                 f"a prompt of {len(prompt)} tokens",
@@ -177,10 +225,10 @@ class _Batch:
             tokens = choice.choose(logits, self.options, self._draws(due))
             if self._details:
                 details = choice.log_probabilities(logits, tokens, self._details // 2)
-        tokens = _from_last_stage(tokens)
+        tokens = from_last_stage(tokens)
         if choice.NO_NUMBER in tokens:
-            raise _not_numbers()
-        details = _from_last_stage(details) if self._details else details
+            raise not_numbers()
+        details = from_last_stage(details) if self._details else details
         for row, token, detail in zip(due, tokens.tolist(), details.tolist(), strict=True):
             self._note(row, length, token, detail)
         self._ask(due)
@@ -199,17 +247,17 @@ class _Batch:
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
         """Write down a row's token at place ``length``, or that it has ended."""
         sample = self.samples[row]
+        if details:
+            logprob, *rest = details
+            ids, logprobs = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
+            sample.logprobs.append(logprob)
+            sample.alternatives.append(dict(zip(ids, logprobs, strict=True)))
         if token == self.sampler.end:
             sample.finished, self.open[row] = True, False
             return
         self.tokens[row, length] = token
         self.open[row] = length + 1 < self.limits[row]
         sample.tokens.append(token)
-        if details:
-            logprob, *rest = details
-            ids, logprobs = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
-            sample.logprobs.append(logprob)
-            sample.alternatives.append(dict(zip(ids, logprobs, strict=True)))
 
     def _ask(self, rows: Sequence[int]) -> None:
         """Have ``watch`` see the new tokens of the rows, and end those that it ends."""
@@ -243,18 +291,6 @@ def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
             chunk.train(before)
 
 
-def _from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Return what the last pipeline stage has; all its tensor-parallel ranks have the same."""
-    from megatron.core import parallel_state
-
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return values
-    shared = values.to(devices.current().torch_device())
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(shared, last, group=parallel_state.get_pipeline_model_parallel_group())
-    return shared.cpu()
-
-
 def _from_first_rank(answers: list[bool]) -> list[bool]:
     """Return the answers of rank 0."""
     if dist.get_world_size() == 1 or not answers:
@@ -262,11 +298,3 @@ def _from_first_rank(answers: list[bool]) -> list[bool]:
     shared = torch.tensor(answers, dtype=torch.int32, device=devices.current().torch_device())
     dist.broadcast(shared, 0)
     return shared.bool().tolist()
-
-
-def _not_numbers() -> UsageError:
-    return UsageError(
-        "the model's logits are not numbers (NaN or infinite)",
-        "a model whose training did not diverge, in a precision that can hold its numbers",
-        "Load an earlier checkpoint, or compute in another precision.",
-    )

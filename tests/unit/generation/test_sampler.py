@@ -84,6 +84,8 @@ def test_lengths_and_the_end_token(sampler, gpt):
     (sample,) = ended.sample([PROMPTS[0]], Options(num_tokens=99, seed=3))
     assert sample.finished
     assert sample.tokens == samples[0].tokens[: samples[0].tokens.index(likely)]
+    (sample,) = ended.sample([PROMPTS[0]], Options(num_tokens=99, seed=3, alternatives=1))
+    assert len(sample.logprobs) == len(sample.alternatives) == len(sample.tokens) + 1, "and the end token's"
 
 
 def test_the_one_who_watches_sees_each_token_and_may_end_a_text(sampler):

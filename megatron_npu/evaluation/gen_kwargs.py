@@ -1,0 +1,85 @@
+"""What a task of lm-eval wants of a text: its ``generation_kwargs``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation.sampling.options import Options
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
+# What says nothing here, with the values that ask for nothing; None: any.
+_WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1,),
+    "use_cache": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a text is to be drawn.
+
+    Attributes:
+        until: texts that end it, and are not part of it.
+        tokens: tokens to add at most.
+        temperature, top_k, top_p: as in ``Options``.
+    """
+
+    until: tuple[str, ...]
+    tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+
+    @classmethod
+    def of(cls, wanted: Mapping[str, Any], tokens: int) -> Wish:
+        """Return the wish of a request.
+
+        Args:
+            wanted: its keywords.
+            tokens: to be added where they name no number.
+
+        Raises:
+            UsageError: a keyword that is not known here.
+        """
+        rest = dict(wanted)
+        until = rest.pop("until", None) or []
+        lengths = [value for value in (rest.pop(name, None) for name in _LENGTHS) if value is not None]
+        sampled = rest.pop("do_sample", None)
+        temperature = float(rest.pop("temperature", None) or 0.0)
+        top_p = float(rest.pop("top_p", None) or 1.0)
+        top_k = int(rest.pop("top_k", None) or 0)
+        for name, value in rest.items():
+            allowed = _WITHOUT_MEANING.get(name, ())
+            if allowed is not None and value not in allowed:
+                raise UsageError(
+                    f"generation_kwargs {name}={value!r}",
+                    "until, max_gen_toks, do_sample, temperature, top_p, top_k",
+                    "Change the task, or evaluate the export with --model hf.",
+                )
+        if sampled is False:
+            temperature = 0.0
+        elif sampled and not temperature:
+            temperature = 1.0
+        return cls(
+            until=(until,) if isinstance(until, str) else tuple(until),
+            tokens=int((lengths or [tokens])[0]),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=0.0 if top_p == 1 else top_p,
+        )
+
+    def options(self, seed: int) -> Options:
+        """Return how to draw."""
+        return Options(
+            num_tokens=self.tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=seed,
+        )

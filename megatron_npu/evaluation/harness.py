@@ -1,0 +1,49 @@
+"""``megatron-npu evaluate``: lm-eval, EleutherAI's harness, with the model ``megatron_npu`` known to it.
+
+lm-eval's own command line follows. Releases that read the entry points ``lm_eval.models`` know the model
+without this command; 0.4.13 does not read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_npu import plugin
+from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+
+MODEL = "megatron_npu"  # as pyproject.toml names the entry point
+TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
+_USAGE = """%(prog)s ARGUMENTS...
+       torchrun --nproc-per-node N -m megatron_npu evaluate ARGUMENTS..."""
+_DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') with the models megatron_npu and, its own,
+megatron_lm on this machine's device. ARGUMENTS are those of `lm_eval`: --model megatron_npu --model_args
+load=DIR --tasks NAME... See docs/evaluation.md."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser that says the help; lm-eval has its own for everything else."""
+    return Parser("megatron-npu evaluate", description=_DESCRIPTION, usage=_USAGE)
+
+
+def main(argv: list[str]) -> int:
+    """Run lm-eval; return its exit code.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if argv[:1] in (["-h"], ["--help"]):
+        parser().parse_args(argv[:1])
+    if not is_installed("lm_eval"):
+        raise UsageError("lm-eval is not installed", "lm-eval 0.4.13 or later", "pip install lm-eval")
+    plugin.install()  # for --model megatron_lm, which imports Megatron itself
+    import lm_eval.models  # noqa: F401  # fills the registry
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
+
+    if MODEL not in model_registry:
+        model_registry.register(MODEL, target=TARGET)
+    sys.argv = ["lm_eval", *argv]
+    return cli_evaluate() or 0

@@ -1,0 +1,358 @@
+"""The model ``megatron_npu`` of lm-eval: checkpoints of the driver and of stock scripts, none converted.
+
+Loaded as ``megatron-npu generate`` loads them, with the numbers that ``--model hf`` gives on the export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from megatron_npu import devices, watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer, special_token
+from megatron_npu.evaluation.gen_kwargs import Wish
+from megatron_npu.generation import chat_template, trained_model
+from megatron_npu.generation.sampling import leader
+from megatron_npu.generation.sampling.growing_text import GrowingText
+from megatron_npu.generation.sampling.leader import Leader
+from megatron_npu.generation.sampling.sampler import Sample, Sampler
+from megatron_npu.generation.sampling.scores import Score
+from megatron_npu.generation.trained_model import TrainedModel
+from megatron_npu.pretrain.run import layout
+
+_BLOCK = 16  # batches between two looks at the progress
+_BATCH = 8  # of --batch_size auto, too
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of context and of continuation
+
+
+@register_model("megatron_npu")
+class MegatronNpu(TemplateLM):
+    """A checkpoint for lm-eval, in one process or several.
+
+    Several processes have a copy each and share the requests out; with one of the two sizes they share one
+    model, and the first asks for all (``Leader``): the others never leave the constructor.
+
+    Args:
+        load: directory that a run saved into.
+        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        fp16, bf16: compute in another precision than that of the training.
+        tensor_model_parallel_size, pipeline_model_parallel_size: processes that share each layer, or all.
+        max_length: tokens that the model reads at most; None: as many as it has positions.
+        max_gen_toks: tokens to add where a task names no number.
+        batch_size: texts read at once.
+        max_batch_size: of lm-eval's ``auto``, for which the default is taken here.
+        device: must be that of this process, or ``cuda``, which means it.
+        unknown: what is not known, to be refused by name.
+
+    Raises:
+        UsageError: no such checkpoint, or an argument that makes no sense.
+    """
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        load: str,
+        vocab_file: str | None = None,
+        merge_file: str | None = None,
+        fp16: bool = False,
+        bf16: bool = False,
+        tensor_model_parallel_size: int | None = None,
+        pipeline_model_parallel_size: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = _BATCH,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        _check(unknown, device)
+        self.batch = _BATCH if str(batch_size).startswith("auto") else int(batch_size)
+        self.max_gen_toks = max_gen_toks
+        self._drawn = 0  # texts, so that a request that is repeated is drawn anew
+        sizes = tensor_model_parallel_size, pipeline_model_parallel_size
+        given = argparse.Namespace(
+            load=str(load), vocab_file=vocab_file, merge_file=merge_file, fp16=fp16, bf16=bf16
+        )
+        self._held = contextlib.ExitStack()
+        atexit.register(self.close)
+        self._model = self._enter(given, sizes)
+        self.max_length = max_length or self._model.sampler.positions
+        if self.max_length > self._model.sampler.positions:
+            raise UsageError(
+                f"max_length={max_length}", f"at most {self._model.sampler.positions} positions", "Change it."
+            )
+
+    def close(self) -> None:
+        """Let the model and the other processes go; nothing can be asked after that."""
+        self._held.close()
+
+    def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
+        """Return the model, and know whom to ask; of a shared one only in the first process."""
+        copies = sizes == (None, None)
+        share = (
+            layout.copies
+            if copies
+            else functools.partial(layout.of_all_processes, tensor=sizes[0], pipeline=sizes[1])
+        )
+        patience = int(leader.PATIENCE.total_seconds()) // 60
+        model = self._held.enter_context(
+            trained_model.held(given, share, distributed_timeout_minutes=patience)
+        )
+        self._asked: Sampler | Leader = model.sampler
+        if copies:
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            if self._world_size > 1:
+                self._group = dist.new_group(backend="gloo", timeout=leader.PATIENCE)
+        else:
+            first = self._held.enter_context(leader.leading(model.sampler))
+            if first is None:  # the first process has ended
+                self.close()
+                raise SystemExit(0)
+            self._asked = first
+        # lm-eval prepares and reckons between the requests, and one process may have more to do than another
+        self._held.enter_context(watchdog.phase(watchdog.WAITING))
+        self._device = devices.current().torch_device()
+        return model
+
+    # what lm-eval asks of several processes
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all processes, one after another."""
+        if self._world_size == 1:
+            return tensor
+        found: list[Any] = [None] * self._world_size
+        dist.all_gather_object(found, tensor.cpu(), group=self._group)
+        return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in found])
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Return the objects of all processes in one of them, None in the others."""
+        if self._world_size == 1:
+            return [obj]
+        found: list[Any] = [None] * self._world_size
+        dist.all_gather_object(found, obj, group=self._group)
+        return found if self._rank == dst else None
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self._world_size > 1:
+            dist.barrier(group=self._group)
+
+    # tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self._model.tokenizer.eod
+
+    @functools.cached_property
+    def prefix_token_id(self) -> int:
+        """The id that stands before a text without context: the tokenizer's first, else its last one."""
+        tokenizer = self._model.tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return tokenizer.eod
+        token = special_token(Path(self._model.args.tokenizer_model), "bos_token")
+        return tokenizer.eod if token is None else tokenizer.vocabulary.get(token, tokenizer.eod)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the ids of a text, by default with what the tokenizer begins every text with.
+
+        A text that begins with that, as a chat template makes it, does not get it twice.
+        """
+        tokenizer = self._model.tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return tokenizer.encode(string)
+        if add_special_tokens is None:
+            prefix = tokenizer.token(self.prefix_token_id)
+            add_special_tokens = not (prefix and string.startswith(prefix))
+        return tokenizer.encode(string, special_tokens=add_special_tokens)
+
+    def tok_decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids, without the marks among them."""
+        tokenizer = self._model.tokenizer
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokens = [token for token in tokens if token not in tokenizer.special_ids]
+        return tokenizer.decode(tokens)
+
+    # chat
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells this tokenizer from others in lm-eval's caches."""
+        args = self._model.args
+        file = args.tokenizer_model or args.vocab_file or args.tokenizer_type
+        return str(file).replace("/", "__")
+
+    @functools.cached_property
+    def _template(self) -> chat_template.ChatTemplate:
+        found = chat_template.of(self._model.args)
+        if found is None:
+            raise UsageError(
+                "--apply_chat_template with a checkpoint that has no chat template",
+                "a tokenizer of Hugging Face with a template beside it",
+                "Leave it out.",
+            )
+        return found
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the template; None if none is to be applied."""
+        return self._template.source if chat_template else None
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of messages."""
+        return self._template.render(chat_history, begin_answer=add_generation_prompt)
+
+    # requests
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return for each request the log probability of its continuation and whether it is the likeliest.
+
+        Of what is too long the last tokens are read. Requests whose texts differ in their last token alone
+        (one-token answers to a question) are read once.
+        """
+        texts, firsts = [], []
+        for _, context, continuation in requests:
+            _require(context, continuation, self.max_length)
+            text = [*context, *continuation][-(self.max_length + 1) :]
+            texts.append(text)
+            firsts.append(len(text) - len(continuation))
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
+        # those that are read once stand side by side
+        order = sorted(range(len(texts)), key=lambda place: (-len(texts[place]), texts[place]))
+        for some in self._blocks(order, "log-likelihoods", disable_tqdm):
+            scores = self._score([texts[place] for place in some], [firsts[place] for place in some])
+            for place, score in zip(some, scores, strict=True):
+                answers[place] = math.fsum(score.logprobs), all(score.greedy)
+                if requests[place][0] is not None:  # a window of loglikelihood_rolling
+                    self.cache_hook.add_partial("loglikelihood", requests[place][0], answers[place])
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log probability of whole texts, each read in windows as long as the model's."""
+        windows: list[Request] = []
+        numbers = []
+        for (string,) in (request.args for request in requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(string),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            found = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += found
+            numbers.append(len(found))
+        answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        totals = [math.fsum(logprob for logprob, _ in itertools.islice(answers, n)) for n in numbers]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return what the model adds to texts, up to the texts that end it."""
+        answers = [""] * len(requests)
+        wishes: dict[Wish, list[int]] = {}
+        for place, request in enumerate(requests):
+            wishes.setdefault(Wish.of(request.args[1], self.max_gen_toks), []).append(place)
+        for wish, places in wishes.items():
+            prompts = {place: self._prompt(requests[place].args[0], wish) for place in places}
+            order = sorted(places, key=lambda place: -len(prompts[place]))
+            for some in self._blocks(order, "texts", disable_tqdm):
+                texts = self._draw([prompts[place] for place in some], wish)
+                for place, text in zip(some, texts, strict=True):
+                    answers[place] = text
+                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+        return answers
+
+    def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
+        """Yield places, some batches at once, and say how far it is."""
+        size = _BLOCK * self.batch
+        with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
+            for start in range(0, len(order), size):
+                some = order[start : start + size]
+                yield some
+                bar.update(len(some))
+
+    @watchdog.phase("evaluating")
+    def _score(self, texts: list[list[int]], firsts: list[int]) -> list[Score]:
+        return self._asked.score(texts, firsts, batch=self.batch)
+
+    def _prompt(self, context: str, wish: Wish) -> list[int]:
+        """Return the last ids of a context that leave room for the answer."""
+        room = self.max_length - wish.tokens
+        if room < 1:
+            raise UsageError(
+                f"{wish.tokens} tokens to be added (max_gen_toks)",
+                f"fewer than the {self.max_length} that the model reads",
+                f"Add --gen_kwargs max_gen_toks={self.max_length // 2}.",
+            )
+        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
+
+    @watchdog.phase("evaluating")
+    def _draw(self, prompts: list[list[int]], wish: Wish) -> list[str]:
+        tokenizer = self._model.tokenizer
+        until = handle_stop_sequences(list(wish.until), eos=tokenizer.decode([tokenizer.eod]))
+        growing = [GrowingText(tokenizer, prompt) for prompt in prompts]
+        texts = [""] * len(prompts)
+
+        def watch(row: int, sample: Sample) -> bool:
+            texts[row] += growing[row].added(sample.tokens)
+            return any(stop in texts[row] for stop in until if stop)
+
+        self._drawn += len(prompts)
+        samples = self._asked.sample(prompts, wish.options(self._drawn), watch, self.batch)
+        return [
+            postprocess_generated_text(self.tok_decode(sample.tokens), stop=until, think_end_token=None)
+            for sample in samples
+        ]
+
+
+def _check(unknown: dict[str, Any], device: str | None) -> None:
+    if unknown:
+        raise UsageError(
+            f"--model_args {next(iter(unknown))}=…",
+            "load, vocab_file, merge_file, fp16, bf16, tensor_model_parallel_size, "
+            "pipeline_model_parallel_size, max_length, max_gen_toks",
+            "Leave it out.",
+        )
+    here = devices.current().torch_device()
+    # lm-eval's default is cuda:0, which means this machine's device here
+    if device is not None and torch.device(device).type not in ("cuda", here.type):
+        raise UsageError(
+            f"--device {device}", f"{here.type}, as this process computes with", "Set MEGATRON_NPU_DEVICE."
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
+        raise UsageError(
+            "a process group that is there already", "none", "Start the processes with torchrun."
+        )
+
+
+def _require(context: list[int], continuation: list[int], longest: int) -> None:
+    if not context or not 0 < len(continuation) <= longest:
+        raise UsageError(
+            f"a context of {len(context)} tokens and a continuation of {len(continuation)}",
+            f"one token or more of each, and at most {longest} to be scored",
+            "Leave the example out.",
+        )

@@ -1,0 +1,91 @@
+"""Passages of LAMBADA: what the model reads, and the tokens that it has to find."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.data.tokenizers import Tokenizer, continuation
+
+Cut = Literal["token", "word", "lm-eval"]
+
+
+class Example(NamedTuple):
+    """A passage: the tokens that the model reads, and those that it has to find, all of them."""
+
+    context: list[int]
+    answer: list[int]
+
+
+def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) -> list[Example]:
+    """Return the passages of a file, each with the last ``longest`` tokens before the last one to be found.
+
+    How many lost tokens at their beginning is printed, by the first process.
+
+    Args:
+        file: JSON lines with the key ``text``.
+        tokenizer: the model's.
+        cut: what is to be found: the last ``token``; the last ``word``, cut into tokens on its own, as
+            Megatron's ``--strict-lambada`` does; or what the task lambada_openai of lm-eval takes for it.
+        longest: positions of the model.
+
+    Raises:
+        UsageError: no file, no passages, a line that is not one, or a passage too short.
+    """
+    try:
+        lines = files.lines(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
+    examples, longer = [], 0
+    for number, line in enumerate(lines, 1):
+        try:
+            example = CUTS[cut](json.loads(line)["text"], tokenizer)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            expected = 'a JSON object with a passage of two words or more as "text"'
+            raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
+        asked = len(example.answer)
+        room = longest + 1 - asked  # for the context
+        if not example.context or not asked or room < 1:
+            raise UsageError(
+                f"{file}, line {number}: {len(example.context)} tokens and a last word of {asked}",
+                f"at least one token before the word, and both within the model's {longest} positions",
+                "Leave it out, or take a model that reads longer texts.",
+            )
+        longer += len(example.context) > room
+        examples.append(Example(example.context[-room:], example.answer))
+    if not examples:
+        raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
+    if longer and not int(os.environ.get("RANK", "0")):
+        print(f" > {longer} passages are longer than {longest} tokens: the last ones of each are read")
+    return examples
+
+
+def _last_token(text: str, tokenizer: Tokenizer) -> Example:
+    ids = tokenizer.encode(text)
+    return Example(ids[:-1], ids[-1:])
+
+
+def _last_word(text: str, tokenizer: Tokenizer) -> Example:
+    word = text.split()[-1]
+    context = text[: text.rfind(word)].strip()
+    return Example(tokenizer.encode(context), continuation(tokenizer, context, " " + word))
+
+
+def _as_lm_eval(text: str, tokenizer: Tokenizer) -> Example:
+    """Cut where lm-eval 0.4 does: at the last blank and at no other space, and the ids of the whole text."""
+    before, blank, word = text.rpartition(" ")
+    context = before.rstrip()
+    ids = tokenizer.encode(context)
+    return Example(ids, tokenizer.encode(context + before[len(context) :] + blank + word)[len(ids) :])
+
+
+# how a text is cut, by what is to be found
+CUTS: dict[Cut, Callable[[str, Tokenizer], Example]] = {
+    "token": _last_token,
+    "word": _last_word,
+    "lm-eval": _as_lm_eval,
+}

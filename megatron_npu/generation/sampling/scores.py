@@ -1,0 +1,125 @@
+"""How likely the tokens of texts that are there are, whole texts at once: log-likelihoods, nothing drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.generation.sampling.forward import whole_logits
+from megatron_npu.generation.sampling.stages import from_last_stage, not_numbers
+
+_MOST_LOGITS = 1 << 28  # numbers that one batch may have: 1 GiB in fp32
+
+
+@dataclass
+class Score:
+    """What a model thinks of the tokens of a text, from one of them on.
+
+    Attributes:
+        first: that token's place in the text.
+        logprobs: of each token from there on, the natural logarithm of its probability behind those before.
+        greedy: of each, whether it is the likeliest.
+        alternatives: for each place the likeliest tokens and theirs, as many as were asked for.
+    """
+
+    first: int = 1
+    logprobs: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    alternatives: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the model reads once, and the texts that are this and one more token.
+
+    Attributes:
+        inputs: ids.
+        texts: places of the texts.
+        first: place of the first token that any of them asks for.
+    """
+
+    inputs: tuple[int, ...]
+    texts: list[int]
+    first: int
+
+
+class Scoring:
+    """Reads texts in batches, longest first, padded on the right: the attention is causal.
+
+    Args:
+        chunks: this process's GPTModels, without wrappers, in their order.
+        vocabulary: ids from there on only pad the model's vocabulary.
+        padding: an id.
+        alternatives: likeliest tokens to be told for each place.
+    """
+
+    def __init__(self, chunks: Sequence[Any], vocabulary: int, padding: int, alternatives: int) -> None:
+        self.chunks, self.vocabulary = chunks, vocabulary
+        self.padding, self.alternatives = padding, alternatives
+
+    def run(self, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch: int | None) -> list[Score]:
+        """Return the scores; see ``Sampler.score``."""
+        scores = [Score(first) for first in firsts]
+        for rows in self._batches(_rows(texts, firsts), batch):
+            details = from_last_stage(self._details(rows, texts, firsts))
+            if not bool(torch.isfinite(details[:, 0]).all()):
+                raise not_numbers()
+            told = iter(details.tolist())
+            for place in (place for row in rows for place in row.texts):
+                for _ in range(len(texts[place]) - firsts[place]):
+                    _note(scores[place], next(told))
+        return scores
+
+    def _batches(self, rows: list[_Row], batch: int | None) -> Iterator[list[_Row]]:
+        padded = self.chunks[0].vocab_size
+        while rows:
+            most = max(_MOST_LOGITS // (len(rows[0].inputs) * padded), 1)
+            size = min(most, batch or most)
+            yield rows[:size]
+            rows = rows[size:]
+
+    def _details(self, rows: list[_Row], texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> Tensor:
+        """Return for each token that is asked for its log probability, whether it is the likeliest one, the
+        ids of the likeliest and theirs, [n, 2 + 2 alternatives], fp32 on the host.
+        """
+        longest = len(rows[0].inputs)
+        tokens = torch.tensor([[*row.inputs, *[self.padding] * (longest - len(row.inputs))] for row in rows])
+        logits = whole_logits(self.chunks, tokens)  # [b, s, padded vocabulary]
+        if logits is None:
+            count = sum(len(texts[place]) - firsts[place] for row in rows for place in row.texts)
+            return torch.zeros(count, 2 + 2 * self.alternatives)
+        found = []
+        for number, row in enumerate(rows):
+            some = logits[number, row.first - 1 : len(row.inputs), : self.vocabulary]
+            values = some.float().log_softmax(-1)  # [s, vocabulary]
+            likeliest, ids = values.topk(self.alternatives)
+            best = values.argmax(-1)
+            for place in row.texts:
+                begin = firsts[place] - row.first
+                wanted = torch.tensor(texts[place][firsts[place] :], device=values.device)
+                own = values[begin:].gather(-1, wanted[:, None])
+                greedy = (best[begin:] == wanted)[:, None]
+                found.append(torch.cat([own, greedy.float(), ids[begin:].float(), likeliest[begin:]], -1))
+        return torch.cat(found).cpu()
+
+
+def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
+    """Return what is to be read, longest first: texts that differ in their last token alone are one row."""
+    same: dict[tuple[int, ...], list[int]] = {}
+    for place, text in enumerate(texts):
+        if firsts[place] < len(text):
+            same.setdefault(tuple(text[:-1]), []).append(place)
+    rows = [_Row(inputs, some, min(firsts[place] for place in some)) for inputs, some in same.items()]
+    return sorted(rows, key=lambda row: -len(row.inputs))
+
+
+def _note(score: Score, details: list[float]) -> None:
+    logprob, greedy, *rest = details
+    ids, logprobs = map(int, rest[: len(rest) // 2]), rest[len(rest) // 2 :]
+    score.logprobs.append(logprob)
+    score.greedy.append(bool(greedy))
+    score.alternatives.append(dict(zip(ids, logprobs, strict=True)))

@@ -1,0 +1,30 @@
+"""What all ranks of a model get to know of the last pipeline stage's logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Return what the last pipeline stage has; all its tensor-parallel ranks have the same."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return values
+    shared = values.to(devices.current().torch_device())
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(shared, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return shared.cpu()
+
+
+def not_numbers() -> UsageError:
+    """Return what is said of logits that are NaN or infinite."""
+    return UsageError(
+        "the model's logits are not numbers (NaN or infinite)",
+        "a model whose training did not diverge, in a precision that can hold its numbers",
+        "Load an earlier checkpoint, or compute in another precision.",
+    )

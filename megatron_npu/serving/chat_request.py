@@ -1,0 +1,117 @@
+"""What a client may ask of ``/v1/chat/completions``: OpenAI's fields, checked. Knows no HTTP and no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.serving.completion_request import (
+    MAX_LOGPROBS,
+    MOST_TEXTS,
+    MOST_TOKENS,
+    BadRequestError,
+    CompletionRequest,
+    Fields,
+    shown,
+    stops,
+)
+
+# Fields of OpenAI's that say nothing here, with the values that ask for nothing.
+_WITHOUT_MEANING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that makes sense; whether it fits the model and its template is not known yet.
+
+    Attributes:
+        messages: with ``role`` and ``content``, one or more.
+        request: how to draw; it has no prompt yet.
+        max_tokens: tokens to add at most; None: as many as fit.
+    """
+
+    messages: list[Message]
+    request: CompletionRequest
+    max_tokens: int | None
+
+
+def parse(body: bytes) -> ChatRequest:
+    """Return the request in a body.
+
+    Raises:
+        BadRequestError: it is not JSON, or a field has the wrong type or value.
+    """
+    fields = Fields.of(body)
+    options = fields.take("stream_options", dict) or {}
+    messages = _messages(fields.take("messages", list))
+    lengths = [
+        fields.number(name, int, None, 1, MOST_TOKENS) for name in ("max_completion_tokens", "max_tokens")
+    ]
+    request = CompletionRequest(
+        prompts=[],
+        model=fields.take("model", str),
+        n=fields.number("n", int, 1, 1, MOST_TEXTS),
+        temperature=fields.number("temperature", float, 1.0, 0, 2),
+        top_k=fields.number("top_k", int, 0, 0, 1 << 30),
+        top_p=fields.number("top_p", float, 1.0, 0, 1),
+        seed=fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
+        stop=stops(fields.take("stop", (str, list))),
+        stream=fields.take("stream", bool) or False,
+        include_usage=options.get("include_usage") is True,
+        logprobs=_logprobs(
+            fields.take("logprobs", bool), fields.number("top_logprobs", int, None, 0, MAX_LOGPROBS)
+        ),
+    )
+    fields.require_rest_without_meaning(_WITHOUT_MEANING)
+    return ChatRequest(messages, request, lengths[0] if lengths[0] is not None else lengths[1])
+
+
+def _logprobs(wanted: bool | None, top: int | None) -> int | None:
+    if top is not None and not wanted:
+        raise BadRequestError("top_logprobs without logprobs; expected logprobs true", "top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def _messages(values: list[Any] | None) -> list[Message]:
+    if not values:
+        raise BadRequestError("messages: expected one or more, each with role and content", "messages")
+    return [_message(number, value) for number, value in enumerate(values)]
+
+
+def _message(number: int, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise BadRequestError(f"messages[{number}] is {shown(value)}; expected an object", "messages")
+    rest = {name: field for name, field in value.items() if field is not None}
+    role, content = rest.pop("role", None), rest.pop("content", None)
+    if isinstance(content, list):
+        content = _text_of_parts(content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise BadRequestError(f"messages[{number}]: expected role and content, both texts", "messages")
+    name = rest.pop("name", None)
+    if rest or not isinstance(name, str | None):
+        field = shown(next(iter(rest), "name"))
+        raise BadRequestError(f"messages[{number}]: {field} is not supported here; leave it out", "messages")
+    return {"role": role, "content": content} | ({} if name is None else {"name": name})
+
+
+def _text_of_parts(parts: list[Any]) -> str | None:
+    """Return the text of a content that is a list; None if anything in it is no text."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    whole = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if whole else None
