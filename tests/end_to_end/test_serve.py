@@ -153,8 +153,89 @@ def test_several_texts_seeds_and_log_probabilities(server):
 
 
 def test_a_text_that_begins_with_nothing(server):
-    answer = server.complete(max_tokens=4, temperature=0, echo=True)
+    answer = server.complete(max_tokens=4, temperature=0, echo=True, logprobs=1)
     assert len(choices(answer)[0].split()) == 4
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 4, "the end token before it was not asked for"
+    assert None not in logprobs["token_logprobs"]
+
+
+def test_what_the_model_thinks_of_a_prompt(server):
+    """Each place against a prompt that ends there, of which the next token is drawn with a cache."""
+    fields = {"temperature": 0, "echo": True, "logprobs": 2}
+    answer = server.complete(prompt=["1 2 3 4", "9 8"], max_tokens=1, **fields)
+    first, second = (choice["logprobs"] for choice in answer["choices"])
+    assert first["tokens"][:4] == ["1", "2", "3", "4"]
+    assert first["text_offset"] == [0, 1, 3, 5, 7]
+    assert choices(answer)[0] == " ".join(first["tokens"])
+    assert [len(values) for values in second.values()] == [3] * 4
+    assert first["token_logprobs"][0] is first["top_logprobs"][0] is None
+    for place in range(1, 5):
+        prompt = " ".join(first["tokens"][:place])
+        expected = server.complete(prompt=prompt, max_tokens=1, temperature=0, logprobs=2)
+        (likeliest,) = expected["choices"][0]["logprobs"]["top_logprobs"]
+        assert first["top_logprobs"][place] == pytest.approx(likeliest, abs=1e-4)
+        assert first["token_logprobs"][place] <= max(likeliest.values()) + 1e-4
+    ids = server.complete(prompt=[1, 2, 3, 4], max_tokens=0, **fields)
+    (choice,) = ids["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("1 2 3 4", "length")
+    assert choice["logprobs"] == {name: values[:4] for name, values in first.items()}
+    assert ids["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(server, echo):
+    fields = {"prompt": "1 2 3", "max_tokens": 60, "seed": 3, "temperature": 1, "logprobs": 1, "echo": echo}
+    (whole,) = server.complete(**fields, stop=["no such text"])["choices"]
+    stream = server.begin(**fields, stream_options={"include_usage": True})
+    found = [event["choices"][0]["logprobs"] for event in pieces(stream) if event["choices"]]
+    lost = 3 if echo else 1  # the first event was read already
+    for name, values in whole["logprobs"].items():
+        assert [value for some in found for value in some[name]] == values[lost:]
+    assert len(whole["logprobs"]["tokens"]) == len(whole["text"].split()) + (whole["finish_reason"] == "stop")
+
+
+def test_the_end_token_has_a_log_probability_too(server):
+    """Whoever leaves the last token away, as lm-eval does, must not lose one of the prompt."""
+    ended = []
+    for seed in range(20):
+        answer = server.complete(prompt="1 2 3", n=8, max_tokens=40, seed=seed, logprobs=1, echo=True)
+        ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
+        if ended:
+            break
+    logprobs = ended[0]["logprobs"]
+    assert logprobs["tokens"] == [*ended[0]["text"].split(), "255"]
+    assert {len(values) for values in logprobs.values()} == {len(logprobs["tokens"])}
+
+
+def test_no_chat_without_a_template(server):
+    status, answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]})
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "no chat template; expected plain text at /v1/completions" in answer["error"]["message"]
+
+
+def test_the_client_of_openai(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny-model"]
+    assert client.models.retrieve("tiny-model").owned_by == "megatron_npu"
+    fields = {
+        "model": "tiny-model",
+        "prompt": "1 2 3",
+        "max_tokens": 5,
+        "seed": 1,
+        "logprobs": 1,
+        "echo": True,
+    }
+    answer = client.completions.create(**fields)
+    assert answer.choices[0].text.startswith("1 2 3 ")
+    assert answer.choices[0].logprobs.token_logprobs[0] is None
+    parts = client.completions.create(**fields, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == answer.choices[0].text
+    with pytest.raises(openai.NotFoundError, match="expected 'tiny-model'"):
+        client.models.retrieve("gpt-5")
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="tiny-model", messages=[{"role": "user", "content": "1"}])
 
 
 def test_a_stream_has_the_pieces_of_the_whole(server):
@@ -189,6 +270,7 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
         (400, {"prompt": "1 " * POSITIONS}, f"at most {POSITIONS - 1}"),
         (400, {"prompt": "1", "max_tokens": POSITIONS}, f"{POSITIONS} positions"),
         (400, {"prompt": "1", "max_tokens": "9"}, "max_tokens"),
+        (400, {"prompt": "1", "max_tokens": 0}, "or 0 with echo and logprobs"),
         (400, {"prompt": "1", "n": 9}, "at most 8 a request"),
         (404, {"prompt": "1", "model": "gpt-5"}, "expected 'tiny-model'"),
         (413, b'{"prompt": "' + b"1 " * 500_000 + b'"}', "more than 262144 bytes"),
@@ -203,6 +285,8 @@ def test_bad_requests_are_told_and_the_server_goes_on(server, status, body, told
 
 def test_other_requests(server):
     assert server.ask("/v1/models")[1]["data"][0]["id"] == "tiny-model"
+    assert server.ask("/v1/models/tiny-model")[1] == server.ask("/v1/models")[1]["data"][0]
+    assert server.ask("/v1/models/gpt-5")[0] == 404
     assert server.ask("/nothing")[0] == 404
     assert server.ask("/v1/completions")[0] == 405
     plain = {"Content-Type": "text/plain"}  # what a page of another site could send

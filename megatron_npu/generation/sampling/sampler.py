@@ -218,6 +218,8 @@ class _Batch:
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
         """Choose the tokens at place ``length``, the same on all ranks, and note them."""
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
+        if not due:  # the short ones have ended, and the long ones are still read
+            return
         tokens = torch.zeros(len(due), dtype=torch.int64)
         details = torch.zeros(len(due), self._details, dtype=torch.float32)
         if logits is not None:

@@ -54,6 +54,12 @@ def test_a_text_does_not_depend_on_its_batch(sampler, options):
     assert (together[0] == together[3]) == options.greedy  # each has draws of its own
 
 
+def test_a_short_text_may_end_before_a_longer_prompt_is_read(sampler):
+    options = Options(num_tokens=1, temperature=0)
+    alone = [sampler.sample([prompt], options)[0].ids() for prompt in PROMPTS]
+    assert texts(sampler.sample(PROMPTS, options)) == alone
+
+
 def test_without_the_cache_the_text_is_the_same(sampler):
     again = Options(**{**vars(DRAWN), "recompute": True})
     assert texts(sampler.sample(PROMPTS, again)) == texts(sampler.sample(PROMPTS, DRAWN))

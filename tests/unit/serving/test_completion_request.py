@@ -38,6 +38,12 @@ def test_everything():
     )
 
 
+def test_prompts_are_scored_where_they_are_repeated_with_log_probabilities():
+    assert not parsed(logprobs=1).scored
+    assert not parsed(echo=True).scored
+    assert parsed(echo=True, logprobs=0, max_tokens=0).scored
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), (["a", "b"], ["a", "b"]), (None, [None])],
@@ -70,7 +76,8 @@ def test_prompts(prompt, expected):
         ({"stream": 1}, "stream"),
         ({"stream_options": []}, "stream_options"),
         ({"logprobs": 6}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"messages": []}, "messages"),

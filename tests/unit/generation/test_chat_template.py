@@ -1,0 +1,96 @@
+"""Chat templates: the text that Transformers makes of them, and nothing that reaches out of the sandbox."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.generation import chat_template
+from tests.support.tokenizers_made import byte_level
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  To be? "},
+    {"role": "assistant", "content": "Not to be."},
+    {"role": "user", "content": "Why \u00e9?"},
+]
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + "
+        "message['content'] + '<|im_end|>\\n' }}\n{% endfor %}\n{% if add_generation_prompt %}\n"
+        "    {{- '<|im_start|>assistant\\n' }}\n{% endif %}"
+    ),
+    "with a first token": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+        "{{ '<<SYS>>' + messages[0].content }}{% else %}{% set rest = messages %}{% endif %}"
+        "{% for message in rest %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% if message.role == 'user' %}"
+        "[INST] {{ message.content | trim }} [/INST]{% else %}{{ message.content }}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
+    ),
+    "with json and a break": (
+        "{% for message in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ message | tojson }}"
+        "{% endfor %}{% if tools is none %}no tools{% endif %}"
+    ),
+}
+
+
+def folder_with(folder, template=None, **config) -> Namespace:
+    byte_level(special=("<|endoftext|>", "<s>")).save(str(folder / "tokenizer.json"))
+    values = {"eos_token": "<|endoftext|>", "bos_token": "<s>", **config}
+    if template is not None:
+        values["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_text_is_that_of_transformers(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    found = chat_template.of(folder_with(tmp_path, template, tokenizer_class="PreTrainedTokenizerFast"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in (MESSAGES, MESSAGES[1:2], MESSAGES[:3]):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert found.render(messages) == expected
+    if "content" in template:
+        expected = theirs.apply_chat_template(MESSAGES[:3], tokenize=False, continue_final_message=True)
+        assert found.render(MESSAGES[:3], begin_answer=False) == expected
+
+
+def test_where_a_template_may_be(tmp_path):
+    args = folder_with(tmp_path)
+    assert chat_template.of(args) is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "a"}))
+    assert chat_template.of(args).source == "a"
+    several = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]
+    assert chat_template.of(folder_with(tmp_path, several)).source == "c"
+    (tmp_path / "chat_template.jinja").write_text("d")
+    assert chat_template.of(args).source == "d"
+    assert chat_template.of(Namespace(tokenizer_type="GPT2BPETokenizer", tokenizer_model=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.nothing.there }}", "nothing"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.__class__.__mro__[-1].__subclasses__() }}", "unsafe"),
+        ("{{ raise_exception.__globals__['json'] }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% include '/etc/hostname' %}", "loader"),
+        ("{{ range(10 ** 9) | list }}", "range"),
+    ],
+)
+def test_what_a_template_cannot_do_is_told(tmp_path, template, told):
+    with pytest.raises(UsageError) as caught:
+        chat_template.of(folder_with(tmp_path, template)).render(MESSAGES)
+    assert told in str(caught.value).lower()
+
+
+def test_what_is_no_template_is_told(tmp_path):
+    with pytest.raises(UsageError, match="a template of Jinja"):
+        chat_template.of(folder_with(tmp_path, "{% for %}"))
