@@ -34,6 +34,7 @@ PURPOSES = {
     "https://github.com/NVIDIA/Megatron-LM": "code of Megatron-LM, to be cloned",
     "https://github.com/bigscience-workshop/Megatron-DeepSpeed": "code of Megatron-DeepSpeed, to be cloned",
     "https://github.com/deepspeedai/Megatron-DeepSpeed": "code of Megatron-DeepSpeed, to be cloned",
+    "https://github.com/EleutherAI/lm-evaluation-harness": "lm-eval; to be read",
     "https://pytorch.org": "how to install torch; to be read",
     "https://download.pytorch.org": "wheels of torch for a CPU, through pip",
     "https://github.com/pytorch/pytorch/issues": "reports about torch; to be read",

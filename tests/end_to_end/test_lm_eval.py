@@ -1,0 +1,231 @@
+"""lm-eval on checkpoints that nobody has converted: its numbers are those of Transformers on the export."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.commands import cli
+from megatron_npu.evaluation import lambada
+from tests.conftest import LONGEST, checkout
+from tests.end_to_end.test_serve import started
+from tests.support import processes, tiny
+from tests.support.tokenizers_made import byte_level, write_gpt2_files, write_json
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+lm_eval = pytest.importorskip("lm_eval")
+PASSAGES = [
+    "To be, or not to be, that is the question",
+    "the end of the  user's question",
+    "12 34 567 is the\nend",
+    "the question that is not to be the end of the question",
+    "to be the user",
+]
+ANSWERS = [" a", " b", " c", " d"]  # of one token each
+PAIRS = [
+    *[(" ".join(text.split(" ")[:-1]), " " + text.split(" ")[-1]) for text in PASSAGES],
+    *[("the question that is not", answer) for answer in ANSWERS],
+    *[("the question ", ending) for ending in ("is not to be", "of the user is 567", "that")],
+    ("", "To be, or not to be"),
+    ("the question of the end " * 20, "is not to be"),  # longer than the model's positions
+]
+
+
+@pytest.fixture(scope="module")
+def folders(dataset, tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint of the driver, its tokenizer and its export."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "tokenizer").mkdir()
+    write_gpt2_files(folder / "tokenizer", byte_level(special=()))
+    flags = [*tiny.flags_for(dataset), "--train-iters", "10", "--eval-iters", "0"]
+    flags += ["--seq-length", "64", "--max-position-embeddings", "64", "--hidden-size", "64"]
+    flags += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "tokenizer/vocab.json")]
+    flags += ["--merge-file", str(folder / "tokenizer/merges.txt"), "--init-method-std", "0.3"]
+    place = flags.index("--vocab-size")
+    del flags[place : place + 2]
+    done = tiny.run("pretrain", *flags, "--save", str(folder / "checkpoint"))
+    assert done.returncode == 0, done.stderr
+    line = ["convert", "--from", "megatron", "--to", "hf", "--proof", "tensors"]
+    assert tiny.run(*line, str(folder / "checkpoint"), str(folder / "export")).returncode == 0
+    return {name: folder / name for name in ("checkpoint", "tokenizer", "export")}
+
+
+@pytest.fixture(scope="module")
+def theirs(folders):
+    """Transformers' model, as lm-eval asks it."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folders["export"]), dtype="float32", device="cpu", batch_size=3)
+
+
+@pytest.fixture
+def ours(folders, monkeypatch) -> Iterator:
+    from megatron_npu.evaluation.lm_eval_model import MegatronNpu
+
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    model = MegatronNpu(load=folders["checkpoint"], batch_size=3, max_gen_toks=16, device="cuda:0")
+    yield model
+    model.close()
+
+
+def requests(kind: str, arguments: list[tuple]) -> list:
+    from lm_eval.api.instance import Instance
+
+    rows = enumerate(arguments)
+    return [Instance(request_type=kind, doc={}, arguments=some, idx=number) for number, some in rows]
+
+
+def test_all_three_kinds_of_requests_are_answered_as_by_transformers(ours, theirs):
+    pairs = requests("loglikelihood", PAIRS)
+    found, expected = ours.loglikelihood(pairs), theirs.loglikelihood(pairs)
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], rel=1e-6, abs=1e-4
+    )
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    again = dict(zip(PAIRS, ours.loglikelihood(pairs[::-1])[::-1], strict=True))
+    for pair in PAIRS[5:9]:  # read once for the four answers
+        assert again[pair][0] == ours.loglikelihood(requests("loglikelihood", [pair]))[0][0]
+    texts = requests("loglikelihood_rolling", [(text,) for text in ("a", " ".join(PASSAGES * 3), "")])
+    found, expected = (model.loglikelihood_rolling(texts[:2]) for model in (ours, theirs))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-4)
+    wishes = [{"until": ["e"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9, "do_sample": False}]
+    drawn = requests("generate_until", [(text, wish) for text in PASSAGES for wish in wishes])
+    assert ours.generate_until(drawn) == theirs.generate_until(drawn)
+
+
+def test_lambada_with_lm_evals_cut_has_its_numbers(folders, theirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    (tmp_path / "passages").write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
+    rows = lambada.found(str(folders["checkpoint"]), str(tmp_path / "passages"), cut="lm-eval")
+    expected = theirs.loglikelihood(requests("loglikelihood", PAIRS[: len(PASSAGES)]))
+    assert [row.logprob for row in rows] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert [row.correct for row in rows] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+def test_the_server_answers_local_completions(folders, theirs, tokenized, server):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    pytest.importorskip("tenacity")
+    client = LocalCompletionsAPI(
+        **{"model": "checkpoint", "base_url": f"http://127.0.0.1:{server.port}/v1/completions"},
+        **{"tokenizer": str(folders["export"]), "tokenizer_backend": "huggingface", "batch_size": 4},
+        **{"max_length": 64, "tokenized_requests": tokenized, "max_retries": 1},
+    )
+    pairs = requests("loglikelihood", [pair for pair in PAIRS if pair[0] and len(pair[0]) < 100])
+    found, expected = client.loglikelihood(pairs), theirs.loglikelihood(pairs)
+    assert [value for value, _ in found] == pytest.approx(
+        [value for value, _ in expected], rel=1e-6, abs=1e-4
+    )
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    drawn = requests("generate_until", [(text, {"until": ["e"], "max_gen_toks": 20}) for text in PASSAGES])
+    assert client.generate_until(drawn) == theirs.generate_until(drawn)
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    running = started(str(folders["checkpoint"]))
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    _, err = running.process.communicate(timeout=LONGEST)
+    assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A folder with a task shaped as lambada_openai, of passages on this machine."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES))
+    write_json(
+        folder / "local.yaml",  # JSON is YAML
+        {
+            "task": "local",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "passages.jsonl")}},
+            "output_type": "loglikelihood",
+            "test_split": "test",
+            "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+            "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+        },
+    )
+    return folder
+
+
+def evaluated(task: Path, output: Path, *before: str, processes_: int = 1, **env: str) -> dict[str, float]:
+    """Return the figures that lm-eval writes; ``before`` is the command with the model and its arguments."""
+    line = [*before, "--tasks", "local", "--include_path", str(task), "--batch_size", "2"]
+    line += ["--output_path", str(output)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(output)}
+    done = processes.run(
+        tiny.command(*line, processes=processes_),
+        env={**tiny.environment(), **offline, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (file,) = output.glob("*/results_*.json")
+    figures = json.loads(file.read_text())["results"]["local"]
+    return {name: figures[f"{name},none"] for name in ("acc", "perplexity")}
+
+
+@pytest.fixture(scope="module")
+def expected(theirs) -> dict[str, float]:
+    found = theirs.loglikelihood(requests("loglikelihood", PAIRS[: len(PASSAGES)]))
+    mean = sum(value for value, _ in found) / len(found)
+    return {"acc": sum(greedy for _, greedy in found) / len(found), "perplexity": math.exp(-mean)}
+
+
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [(1, ""), (2, ""), (2, ",tensor_model_parallel_size=2"), (2, ",pipeline_model_parallel_size=2")],
+)
+def test_the_command_in_one_process_and_two(folders, task, expected, tmp_path, count, more):
+    line = ["evaluate", "--model", "megatron_npu", "--model_args", f"load={folders['checkpoint']}{more}"]
+    assert evaluated(task, tmp_path, *line, processes_=count) == pytest.approx(expected, rel=1e-5)
+
+
+def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected, tmp_path):
+    """With a checkpoint of the driver, whose arguments it takes; it computes in bf16 alone."""
+    tree = checkout("megatron_core", "0.16.1")
+    script = Path(lm_eval.__file__).with_name("__main__.py")
+    tokenizer = folders["tokenizer"]
+    model_args = f"load={folders['checkpoint']},tokenizer_type=GPT2BPETokenizer,seq_length=64"
+    model_args += f",vocab_file={tokenizer}/vocab.json,merge_file={tokenizer}/merges.txt"
+    line = ["run", str(script), "--model", "megatron_lm", "--model_args", model_args]
+    found = evaluated(task, tmp_path, *line, MEGATRON_PATH=str(tree))
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=0.1)
+    assert found["acc"] == expected["acc"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ({"shape": 1}, "--model_args shape=…"),
+        ({"max_length": 65}, "at most 64 positions"),
+        ({"device": "mps"}, "--device mps"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(folders, monkeypatch, argument, told):
+    from megatron_npu.base.errors import UsageError
+    from megatron_npu.evaluation.lm_eval_model import MegatronNpu
+
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    with pytest.raises(UsageError) as caught:
+        MegatronNpu(load=folders["checkpoint"], **argument)
+    assert told in str(caught.value)
+
+
+def test_the_command_tells_a_wrong_checkpoint_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    monkeypatch.setattr("sys.argv", [])
+    line = ["evaluate", "--model", "megatron_npu", "--model_args", f"load={tmp_path}", "--tasks", "piqa"]
+    assert cli.main(line) == 2
+    assert "no checkpoint" in capsys.readouterr().err.splitlines()[-1]
