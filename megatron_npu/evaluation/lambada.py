@@ -73,9 +73,14 @@ def main(argv: Sequence[str]) -> int:
         sample_files.require_writable(args.results)
     initialize.silence_known_warnings()
     cut: Cut = "lm-eval" if args.lm_eval_cut else "word" if args.strict_lambada else "token"
-    files_moved = {"vocab_file": args.vocab_file, "merge_file": args.merge_file}
     rows = found(
-        args.load, args.valid_data, cut=cut, batch=args.micro_batch_size, **files_moved, **_changes(args)
+        args.load,
+        args.valid_data,
+        cut=cut,
+        batch=args.micro_batch_size,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        **_changes(args),
     )
     if int(os.environ.get("RANK", "0")):
         return 0  # the first process prints what all have found
@@ -114,10 +119,10 @@ def perplexity(rows: Sequence[Found]) -> float:
         return math.inf
 
 
-def _changes(args: argparse.Namespace) -> dict[str, object]:
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of the run that the command line changes."""
     given = {name: getattr(args, name) for name in AttentionFlags.names()}
-    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     changes |= trained_model.precision(args)
     if args.use_flash_attn:
         changes["attention_backend"] = "flash"

@@ -112,6 +112,10 @@ def _message(number: int, value: Any) -> Message:
 
 def _text_of_parts(parts: list[Any]) -> str | None:
     """Return the text of a content that is a list; None if anything in it is no text."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    whole = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(texts) if whole else None
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts)

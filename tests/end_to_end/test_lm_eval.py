@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.evaluation import lambada
 from tests.conftest import LONGEST, checkout
@@ -65,13 +69,18 @@ def theirs(folders):
 
 
 @pytest.fixture
-def ours(folders, monkeypatch) -> Iterator:
+def loaded(monkeypatch) -> Iterator:
+    """Return a function: the arguments of our model -> the model."""
     from megatron_npu.evaluation.lm_eval_model import MegatronNpu
 
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
-    model = MegatronNpu(load=folders["checkpoint"], batch_size=3, max_gen_toks=16, device="cuda:0")
-    yield model
-    model.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda **arguments: stack.enter_context(contextlib.closing(MegatronNpu(**arguments)))
+
+
+@pytest.fixture
+def ours(folders, loaded):
+    return loaded(load=folders["checkpoint"], batch_size=3, max_gen_toks=16, device="cuda:0")
 
 
 def requests(kind: str, arguments: list[tuple]) -> list:
@@ -81,7 +90,47 @@ def requests(kind: str, arguments: list[tuple]) -> list:
     return [Instance(request_type=kind, doc={}, arguments=some, idx=number) for number, some in rows]
 
 
-def test_all_three_kinds_of_requests_are_answered_as_by_transformers(ours, theirs):
+def write_llama(folder: Path) -> None:
+    """Write a random Llama, with a tokenizer that begins every text with <s>, and a chat template."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = byte_level(special=("<s>", "</s>"))
+    first, last = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        **{"vocab_size": last + 1, "max_position_embeddings": 64, "initializer_range": 0.3, **sizes},
+        **{"bos_token_id": first, "eos_token_id": last},
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
+    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+
+
+def test_a_converted_model_whose_texts_begin_with_a_token_of_their_own(tmp_path, loaded):
+    from lm_eval.models.huggingface import HFLM
+
+    write_llama(tmp_path / "llama")
+    line = ["convert", "--from", "hf", "--to", "megatron", "--proof", "tensors"]
+    assert cli.main([*line, str(tmp_path / "llama"), str(tmp_path / "converted")]) == 0
+    model = HFLM(pretrained=str(tmp_path / "llama"), dtype="float32", device="cpu", batch_size=3)
+    both = loaded(load=tmp_path / "converted", batch_size=3), model
+    messages = [{"role": "user", "content": "To be"}]
+    assert both[0].apply_chat_template(messages) == model.apply_chat_template(messages) == "<s>[user] To be"
+    assert both[0].chat_template(True) == model.chat_template(True)
+    texts = [*PASSAGES, both[0].apply_chat_template(messages), "", "<s> the end"]
+    for text in texts:
+        assert both[0].tok_encode(text) == model.tok_encode(text)
+    assert both[0].prefix_token_id == model.prefix_token_id != both[0].eot_token_id == model.eot_token_id
+    require_equal(*both)
+
+
+def require_equal(ours, theirs) -> None:
+    """Compare the answers to all three kinds of requests."""
     pairs = requests("loglikelihood", PAIRS)
     found, expected = ours.loglikelihood(pairs), theirs.loglikelihood(pairs)
     assert [value for value, _ in found] == pytest.approx(
@@ -89,6 +138,7 @@ def test_all_three_kinds_of_requests_are_answered_as_by_transformers(ours, their
     )
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     again = dict(zip(PAIRS, ours.loglikelihood(pairs[::-1])[::-1], strict=True))
+    assert [*again.values()] == ours.loglikelihood(pairs), "whatever their order"
     for pair in PAIRS[5:9]:  # read once for the four answers
         assert again[pair][0] == ours.loglikelihood(requests("loglikelihood", [pair]))[0][0]
     texts = requests("loglikelihood_rolling", [(text,) for text in ("a", " ".join(PASSAGES * 3), "")])
@@ -97,6 +147,10 @@ def test_all_three_kinds_of_requests_are_answered_as_by_transformers(ours, their
     wishes = [{"until": ["e"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9, "do_sample": False}]
     drawn = requests("generate_until", [(text, wish) for text in PASSAGES for wish in wishes])
     assert ours.generate_until(drawn) == theirs.generate_until(drawn)
+
+
+def test_all_three_kinds_of_requests_are_answered_as_by_transformers(ours, theirs):
+    require_equal(ours, theirs)
 
 
 def test_lambada_with_lm_evals_cut_has_its_numbers(folders, theirs, tmp_path, monkeypatch):
@@ -213,13 +267,9 @@ def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected
         ({"device": "mps"}, "--device mps"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(folders, monkeypatch, argument, told):
-    from megatron_npu.base.errors import UsageError
-    from megatron_npu.evaluation.lm_eval_model import MegatronNpu
-
-    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+def test_arguments_that_make_no_sense_are_refused(folders, loaded, argument, told):
     with pytest.raises(UsageError) as caught:
-        MegatronNpu(load=folders["checkpoint"], **argument)
+        loaded(load=folders["checkpoint"], **argument)
     assert told in str(caught.value)
 
 
