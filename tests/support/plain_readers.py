@@ -21,7 +21,7 @@ from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
-from megatron_npu.evaluation import lambada
+from megatron_npu.evaluation import passages
 from megatron_npu.finetune.run import checkpoint as of_train
 from megatron_npu.pretrain.checkpoint import checkpoint_command, checkpoint_description, checkpoint_files
 from megatron_npu.pretrain.report import history
@@ -126,7 +126,7 @@ def read_passages(file: Path) -> object:
     words.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb")
     tokenizer = BertWordPieceTokenizer(words, lower_case=True)
     words.unlink()
-    return lambada.read_examples(str(file), tokenizer, strict=True, longest=8)
+    return passages.read_examples(str(file), tokenizer, cut="word", longest=8)
 
 
 def whole() -> dict[str, tuple[Reader, bytes]]:
