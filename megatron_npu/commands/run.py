@@ -13,7 +13,7 @@ from megatron_npu.base import settings
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import extension_locks, python_child, visible_devices
-from megatron_npu.upstream import stock_tools
+from megatron_npu.upstream import megatrons, stock_tools
 
 _USAGE = """%(prog)s [--redirect] [--cpu-devices N] SCRIPT [ARGUMENTS...]
        torchrun --nproc-per-node N -m megatron_npu run [--redirect] SCRIPT [ARGUMENTS...]"""
@@ -55,12 +55,33 @@ def main(argv: list[str]) -> int:
     if options.redirect:
         plugin.redirect(str(script.parent))
     python_child.search_first(str(script.parent))
-    for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
+    tree, named = stock_tools.tree_of(script), settings.MEGATRON_PATH.get()
+    for checkout in (tree, named):
         if checkout:
             sys.path.insert(1, str(checkout))
+    if not named:
+        _require_own_tree(script, tree or script.parent)
     sys.argv = options.command
     runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python does from 3.9 on
     return 0
+
+
+def _require_own_tree(script: Path, tree: Path) -> None:
+    """Refuse a script whose own Megatron another one hides.
+
+    A Megatron of old is a regular package, which Python prefers to megatron-core's namespace package
+    (from 0.16 on) wherever on the path it stands.
+    """
+    own = megatrons.inside(tree)
+    imported = megatrons.find() if own else None
+    if own and imported and imported.root != own.root:
+        raise UsageError(
+            f"{script.name} lies in {own.name} {own.version} ({tree}), but `import megatron` gives "
+            f"{imported.name} {imported.version} ({imported.root}), which hides it",
+            "the script's own Megatron",
+            f"Take {imported.root} off PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the one that is "
+            "meant.",
+        )
 
 
 def _script(command: list[str]) -> Path:

@@ -118,7 +118,9 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
             "CANN's set_env.sh, check `npu-smi info`, and that torch-npu fits torch "
             f"{versions['torch']}."
         )
-    if versions.get("cuda of torch") and selected and selected != "cuda":
+    # PyPI's torch is built for CUDA: where no driver is there, it is a CPU's torch like another
+    driver = versions.get("nvidia driver")
+    if versions.get("cuda of torch") and driver and selected and selected != "cuda":
         found.append(
             f"torch is built for CUDA {versions['cuda of torch']} but no GPU is used ({devices['cuda']}): "
             "check `nvidia-smi` and CUDA_VISIBLE_DEVICES."

@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--megatron",
         metavar="PATH",
-        help="look at the Megatron in this folder (default: MEGATRON_LM_PATH, else the first on the path)",
+        help="look at the Megatron in this folder (default: MEGATRON_LM_PATH, else the checkout that this "
+        "project's clone lies in, else the first on the Python path, else the one in the working directory)",
     )
     parser.add_argument(
         "--known-bugs",
@@ -58,12 +59,15 @@ def inspect(megatron: str | None = None, *, quick: bool) -> Report:
     except UsageError as error:  # nothing runs with such an environment
         return {"environment": environment.environment(), "settings": {"error": str(error)}}
     package = copies.copies()
-    environment.put_on_path(megatron)
+    found_by = environment.put_on_path(megatron)
     torch_error = software.torch_import_error()
     report: Report = {
         "versions": software.versions(),
         "package": package,
-        "megatron": {**environment.megatron(pins=torch_error is None), "patched_by": software.patched_by()},
+        "megatron": {
+            **environment.megatron(found_by, pins=torch_error is None),
+            "patched_by": software.patched_by(),
+        },
         "others": others.others(),
         "environment": environment.environment(),
         "extensions": software.extensions(),
@@ -93,8 +97,14 @@ def text(report: Report) -> str:
     for part, content in report.items():
         if part != "advice" and content:
             lines += [part, *_rows(content), ""]
-    told = report["advice"] or ["nothing: a run can be expected to work"]
+    told = report["advice"] or [f"nothing: a run{_of(report)} can be expected to work"]
     return "\n".join([*lines, "advice", *(f"  - {line}" for line in told)])
+
+
+def _of(report: Report) -> str:
+    """Return of which Megatron's scripts the verdict speaks: a run of another's imports another."""
+    found = report.get("megatron", {})
+    return f" with {found['upstream']} {found['version']}" if "upstream" in found else ""
 
 
 def _rows(content: dict[str, Any]) -> list[str]:

@@ -19,18 +19,47 @@ PREFIXES = (
 )
 
 
-def put_on_path(path: str | None) -> None:
-    """Put the Megatron in ``path`` (default: ``MEGATRON_LM_PATH``) first on this process's path.
+def put_on_path(path: str | None) -> str:
+    """Put the Megatron that a run from here would take first on this process's path; return how it was found.
+
+    That is the one in ``path`` (default: ``MEGATRON_LM_PATH``), else the one that this project is cloned
+    into, as Ascend's guide has it, else the first on the path, else the one in the working directory.
 
     Raises:
         UsageError: there is no Megatron in ``path``.
     """
     path, given_by = megatrons.named(path)
     if path:
-        sys.path.insert(0, str(megatrons.find(path, given_by).root))
+        root, found_by = megatrons.find(path, given_by).root, given_by
+    elif around := _around_this_clone():
+        root, found_by = around.root, "the clone of megatron_npu lies in it: its scripts use it"
+    elif _first_on_path() is None and (here := megatrons.inside(Path.cwd())):
+        root, found_by = here.root, "the working directory: scripts that lie here import it, others do not"
+    else:
+        return "the Python path"
+    sys.path.insert(0, str(root))
+    return found_by
 
 
-def megatron(*, pins: bool = True) -> dict[str, Any]:
+def _around_this_clone() -> megatrons.Upstream | None:
+    """Return the Megatron whose checkout holds the clone of this project that the working directory is in."""
+    here = Path.cwd()
+    clones = (folder for folder in (here, *here.parents) if _is_clone(folder))
+    return next((found for clone in clones if (found := megatrons.inside(clone.parent))), None)
+
+
+def _is_clone(folder: Path) -> bool:
+    return (folder / "tests_gpt").is_dir() and (folder / "megatron_npu" / "plugin.py").is_file()
+
+
+def _first_on_path() -> megatrons.Upstream | None:
+    try:
+        return megatrons.find()
+    except UsageError:
+        return None
+
+
+def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
     """Return which Megatron would be imported, from where, what it hides, and how its patches stand.
 
     ``pins`` compares each patch with the sources, which takes torch, because adaptors import it.
@@ -43,6 +72,7 @@ def megatron(*, pins: bool = True) -> dict[str, Any]:
         "upstream": found.name,
         "version": found.version,
         "root": str(found.root),
+        "found_by": found_by,
         "shadowed": [f"{other} in {path}" for path, other in found.shadowed],
         **_here(found.root),
     }
@@ -58,11 +88,10 @@ def megatron(*, pins: bool = True) -> dict[str, Any]:
 
 def _here(used: Path | None) -> dict[str, str]:
     """Return the Megatron in the working directory if it is another one: a script started here has it."""
-    try:
-        found = megatrons.find(Path.cwd())
-    except UsageError:
+    found = megatrons.inside(Path.cwd())
+    if found is None or found.root == used:
         return {}
-    return {} if found.root == used else {"working_directory": f"{found.version} in {found.root}"}
+    return {"working_directory": f"{found.version} in {found.root}"}
 
 
 def environment() -> dict[str, str]:

@@ -147,8 +147,9 @@ class _Call:
                 if copy.requires_grad:
                     self.inputs[i].register_hook(functools.partial(self._input_grad, i))
 
-    def _output_grad(self, index: int, grad: Tensor) -> None:
-        self.output_grads[index] = grad.detach().clone()
+    def _output_grad(self, index: int, grad: Tensor | None) -> None:
+        if grad is not None:  # None: nothing was computed from this output
+            self.output_grads[index] = grad.detach().clone()
 
     def _input_grad(self, index: int, grad: Tensor | None) -> None:
         if grad is None:  # added to a buffer instead, by an operation that is compared itself

@@ -108,7 +108,7 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
         UsageError: there is none.
     """
     roots = [Path(path).resolve()] if path is not None else _roots_on_path()
-    found = [upstream for upstream in map(_inspect, roots) if upstream is not None]
+    found = [upstream for upstream in map(inside, roots) if upstream is not None]
     if not found:
         raise _none_found(path, given_by)
     first = found[0]
@@ -161,8 +161,8 @@ def _roots_on_path() -> list[Path]:
     return regular + portions
 
 
-def _inspect(root: Path) -> Upstream | None:
-    """Return the Megatron whose ``megatron`` folder lies in ``root``."""
+def inside(root: Path) -> Upstream | None:
+    """Return the Megatron whose ``megatron`` folder lies in ``root``, None where there is none."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
         return Upstream(_legacy_name(root), _legacy_version(package), root)

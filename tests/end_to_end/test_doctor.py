@@ -15,6 +15,7 @@ from megatron_npu.commands import cli
 from megatron_npu.doctor import collectives, command, operations, software
 from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
+from megatron_npu.upstream import megatrons
 from tests.conftest import LONGEST
 from tests.support import processes, tiny
 
@@ -26,7 +27,7 @@ def healthy() -> dict:
     """A report with nothing to advise."""
     return {
         "versions": {"torch": "2.13.0+cpu"},
-        "megatron": {"upstream": "megatron_core", "root": "/x", "failing": []},
+        "megatron": {"upstream": "megatron_core", "version": "0.16.1", "root": "/x", "failing": []},
         "devices": {"npu": "absent", "cuda": "absent", "cpu": "1 with gloo", "selected": "cpu", "each": []},
         "ledger": {"failed": [], "not_imported": []},
         "operations": {"failures": {}, "beyond_limit": []},
@@ -155,6 +156,25 @@ def test_another_megatron_in_the_working_directory_is_told(inspected, megatron, 
     assert any("--megatron ." in line for line in found["advice"])
 
 
+def test_in_the_guide_the_megatron_around_the_clone_is_looked_at(inspected, megatron, monkeypatch):
+    """Ascend's guide clones this project into Megatron-LM; its scripts take it, whatever is installed."""
+    clone = megatron / "megatron_npu"
+    (clone / "tests_gpt").mkdir(parents=True)
+    (clone / "megatron_npu").symlink_to(tiny.ROOT / "megatron_npu")
+    monkeypatch.chdir(clone / "tests_gpt")
+    found = inspected()["megatron"]
+    assert found["root"] == str(megatron)
+    assert "the clone of megatron_npu lies in it" in found["found_by"]
+
+
+def test_a_checkout_is_looked_at_from_inside_where_nothing_is_installed(inspected, megatron, monkeypatch):
+    monkeypatch.setattr(megatrons, "_roots_on_path", lambda: [megatron] if str(megatron) in sys.path else [])
+    monkeypatch.chdir(megatron)
+    found = inspected()["megatron"]
+    assert found["root"] == str(megatron)
+    assert "the working directory" in found["found_by"]
+
+
 def test_a_driver_is_read_from_its_own_file(tmp_path, monkeypatch):
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
     (tmp_path / "nvidia").write_text(line)
@@ -175,7 +195,7 @@ def test_the_toolkit_is_read_from_where_cann_says(tmp_path, monkeypatch):
 
 def test_nothing_is_wrong(healthy):
     assert advice(healthy) == []
-    assert "a run can be expected to work" in command.text(healthy | {"advice": []})
+    assert "a run with megatron_core 0.16.1 can be expected to work" in command.text(healthy | {"advice": []})
 
 
 _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
@@ -188,7 +208,7 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
         ("megatron", {"error": "no Megatron on the Python path"}, "no Megatron on the Python path"),
         ("megatron", {"root": "/x", "failing": ["a:b"]}, "megatron-npu check --megatron /x"),
         ("versions", {"torch": "2.13.0", "torch-npu": "2.13.0"}, "set_env.sh"),
-        ("versions", {"torch": "2.13.0", "cuda of torch": "12.8"}, "nvidia-smi"),
+        ("versions", {"torch": "2.13.0", "cuda of torch": "12.8", "nvidia driver": "535.104"}, "nvidia-smi"),
         ("versions", {"torch": "2.13.0", "apex": "0.9.10.dev0"}, "pip uninstall apex"),
         ("versions", {"torch": "2.13.0", "transformer-engine": "2.1.0"}, "it needs CUDA"),
         (
@@ -210,6 +230,12 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
 def test_advice(healthy, part, content, told):
     (line,) = advice(healthy | {part: content})
     assert told in line
+
+
+def test_a_torch_for_cuda_is_well_where_no_nvidia_driver_is(healthy):
+    """PyPI's torch is one, and the pages for the CPU say that it will do."""
+    versions = {"torch": "2.13.0+cu130", "cuda of torch": "13.0", "nvidia driver": None}
+    assert advice(healthy | {"versions": versions}) == []
 
 
 def test_a_torch_npu_of_another_torch_is_told(healthy):

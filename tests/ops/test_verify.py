@@ -251,6 +251,22 @@ def test_in_place_the_limit_is_that_of_the_least_precise_tensor(monkeypatch, fac
     assert found("total").beyond == beyond
 
 
+def test_an_output_that_nothing_uses_has_no_gradient(monkeypatch):
+    """An operation in C++ hands its hook None then: the other output's gradient is compared alone."""
+    monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")
+    tokens, probs = torch.randn(6, 8, requires_grad=True), torch.rand(6, 4, requires_grad=True)
+    call = verify._Call("two", lambda x, w: (x * 2, w * 3), (tokens, probs), {})
+    outputs = call.args[0] * 2, call.args[1] * 3
+    call.compare(outputs, rounds_within=False)
+    call._output_grad(1, None)
+    outputs[0].sum().backward()
+    assert {what: finding.beyond for (_, _, what), finding in verify.findings.items()} == {
+        "output 0": 0,
+        "output 1": 0,
+        "gradient of x": 0,
+    }
+
+
 def test_a_weight_whose_gradient_goes_into_a_buffer_has_none(monkeypatch):
     """As in every training by the driver: the output layer and its loss in one, with ``main_grad``."""
     monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")

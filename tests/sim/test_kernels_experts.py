@@ -144,6 +144,16 @@ def test_permute_by_a_routing_map_without_probabilities():
     compare(operation, lambda x, routing: x[rows], [torch.randn(6, 5), chosen], torch.float32)
 
 
+def test_probabilities_that_nothing_uses_get_no_gradient():
+    """Torch_npu hands the kernel an undefined gradient then, and autograd takes an undefined one back."""
+    rows, probs = torch.randn(6, 5).npu().requires_grad_(), torch.rand(6, 4).npu().requires_grad_()
+    routing = random_map(6, 4, 2).npu()
+    permute = npu("npu_moe_token_permute_with_routing_map")
+    permute(rows, routing, probs=probs, num_out_tokens=12)[0].sum().backward()
+    assert torch.equal(rows.grad.cpu(), torch.full((6, 5), 2.0))
+    assert probs.grad is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unpermute_by_a_routing_map(dtype):
     tokens, topk = 6, 2

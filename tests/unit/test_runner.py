@@ -58,7 +58,7 @@ def tree(tmp_path: Path) -> Path:
     """What tells a Megatron-LM tree of megatron-core."""
     core = tmp_path / "Megatron-LM" / "megatron" / "core"
     core.mkdir(parents=True)
-    (core / "package_info.py").write_text("MAJOR, MINOR, PATCH = 0, 16, 1\n")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
     (tmp_path / "Megatron-LM" / "pretrain_gpt.py").touch()
     return tmp_path / "Megatron-LM"
 
@@ -83,6 +83,23 @@ def test_only_scripts_below_a_tree_are_of_it(tree: Path, tmp_path: Path) -> None
     assert stock_tools.tree_of(script_in(tree, "tools/tool.py")) == tree
     assert stock_tools.tree_of(tree / "pretrain_gpt.py") is None  # its own folder is on the path already
     assert stock_tools.tree_of(script_in(tmp_path, "mine.py")) is None
+
+
+def test_a_script_whose_own_megatron_is_hidden_is_refused(tree: Path, tmp_path: Path) -> None:
+    """A regular package, as in the trees of 2023, wins over the namespace package beside the script."""
+    old = tmp_path / "old" / "megatron"
+    (old / "model").mkdir(parents=True)
+    (old / "__init__.py").touch()
+    (old / "model" / "transformer.py").touch()
+    script = script_in(tree, "pretrain_gpt.py", "import megatron.core\nprint(megatron.core.__file__)")
+    command = [sys.executable, "-m", "megatron_npu", "run", str(script)]
+    environment = {name: text for name, text in os.environ.items() if name != "MEGATRON_LM_PATH"}
+    environment["PYTHONPATH"] = f"{old.parent}:{ROOT}"
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"pretrain_gpt.py lies in megatron_core 0.16.1 ({tree})" in done.stderr
+    assert f"Take {old.parent} off PYTHONPATH" in done.stderr
 
 
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:

@@ -160,12 +160,16 @@ def npu_moe_token_permute_with_routing_map_grad(
     experts_num: int,
     tokens_num: int,
     drop_and_pad: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the tokens and of ``probs`` ``[t, experts]`` (empty without them)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the tokens and of ``probs`` ``[t, experts]``.
+
+    Without ``probs_grad`` the second is undefined, as in op-plugin, which autograd reads as zeros: so when
+    the sorted probabilities are not used for anything.
+    """
     copies = _copies(permuted_token_out_grad, sorted_indices, tokens_num)
     grad_tokens = copies.sum(1).to(permuted_token_out_grad.dtype)
     if probs_grad is None or not probs_grad.numel():
-        return grad_tokens, permuted_token_out_grad.new_empty(0)
+        return grad_tokens, None
     grad_probs = probs_grad.new_zeros(tokens_num, experts_num)
     grad_probs[routing_map.bool()] = probs_grad[sorted_indices.long()]
     return grad_tokens, grad_probs
