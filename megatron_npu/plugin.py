@@ -20,7 +20,14 @@ from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.module_patch import Context, DriftError
 from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
-from megatron_npu.process import deepspeed_device, one_line_end, spawned_processes, stacks
+from megatron_npu.process import (
+    deepspeed_device,
+    empty_spawn,
+    one_line_end,
+    spawned_processes,
+    stacks,
+    visible_devices,
+)
 from megatron_npu.upstream import early_import, megatrons, stock_tools
 
 if TYPE_CHECKING:
@@ -58,6 +65,8 @@ def install() -> None:
         engine().apply_loaded()
         _undoing.callback(spawned_processes.disarm)
         spawned_processes.arm()
+        _undoing.callback(empty_spawn.leave)
+        empty_spawn.watch()
 
 
 def installed() -> bool:
@@ -94,6 +103,23 @@ def redirect(scripts: str) -> None:
     spawned_processes.run_first(f"megatron_npu.plugin.redirect({scripts!r})")
 
 
+def redirect_program() -> None:
+    """Do for the program that this process runs what ``megatron-npu run --redirect`` does for a script.
+
+    Raises:
+        UsageError: as ``redirect``; or NPUs are chosen by CUDA's variable, and torch_npu has been imported.
+    """
+    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+    if visible_devices.name_for_ascend() and "torch_npu" in sys.modules:
+        raise UsageError(
+            f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with {settings.REDIRECT.name}=1, "
+            "after torch_npu has started",
+            f"the choice of NPUs in {visible_devices.ASCEND}",
+            "Set that one instead, or start the program with `megatron-npu run --redirect`, which does so.",
+        )
+    redirect(str(program.resolve().parent if program and program.is_file() else Path.cwd()))
+
+
 @cache
 def _redirection() -> Redirection:
     from megatron_npu import devices
@@ -107,6 +133,7 @@ def _redirect_torch() -> Device:
     from megatron_npu.devices import loader_workers
 
     redirection = _redirection()
+    empty_spawn.leave()  # torch.cuda counts devices from here on
     _undoing.callback(redirection.off)
     redirection.on()
     _undoing.callback(redirection.device.release)

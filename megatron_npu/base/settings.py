@@ -108,6 +108,13 @@ AUTOLOAD = Variable(
     "Arm the import hook at `import torch`, so that stock scripts need no edit.",
     ("0", "1"),
 )
+REDIRECT = Variable(
+    "MEGATRON_NPU_REDIRECT",
+    "0",
+    "For plain PyTorch programs: let torch.cuda, cuda and nccl mean this machine's device from `import "
+    "torch` on, as `megatron-npu run --redirect` does. A program of Megatron needs no setting.",
+    ("0", "1"),
+)
 DRIFT = Variable(
     "MEGATRON_NPU_DRIFT",
     "error",

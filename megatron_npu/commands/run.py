@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     visible_devices.name_for_ascend()
     extension_locks.remove_stale("megatron-npu run")  # stock scripts would wait for ever for them
     plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
-    if options.redirect:
+    if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
     python_child.search_first(str(script.parent))
     tree, named = stock_tools.tree_of(script), settings.MEGATRON_PATH.get()

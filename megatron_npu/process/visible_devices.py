@@ -29,11 +29,16 @@ def listed(variable: str, total: int | None = None) -> list[int] | None:
     return found
 
 
-def name_for_ascend() -> None:
+def name_for_ascend() -> bool:
     """Let ``CUDA_VISIBLE_DEVICES`` choose NPUs in this process and its children, if CANN's name does not.
 
     CANN reads its variable when it starts, so this comes before torch_npu is imported.
+
+    Returns:
+        Whether it has set CANN's.
     """
     chosen = os.environ.get(CUDA, "").strip()
-    if chosen and not os.environ.get(ASCEND, "").strip():
-        os.environ[ASCEND] = chosen
+    if not chosen or os.environ.get(ASCEND, "").strip():
+        return False
+    os.environ[ASCEND] = chosen
+    return True

@@ -84,6 +84,8 @@ def _put_command(folder: Path) -> None:
     command = 'exec "$python" -m megatron_npu "$@"'
     (folder / "megatron-npu").write_text(f"#!/bin/sh\n{choice}\n{command}\n")
     (folder / "megatron-npu").chmod(0o755)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {cold} "$@"\n')
+    (folder / "python").chmod(0o755)
 
 
 def test_two_processes_train_as_one(said: dict[str, str]) -> None:
@@ -96,9 +98,10 @@ def test_two_processes_train_as_one(said: dict[str, str]) -> None:
     assert said["Two processes"].count("Generated Sample Text: ") == 1
 
 
-def test_some_of_the_devices(said: dict[str, str]) -> None:
-    assert "devices: 2" in said["Some of the devices"]
-    assert losses(said["Some of the devices"], 2) == losses(said["Two processes"], 2)
+def test_as_the_document_types_it_with_some_of_the_devices(said: dict[str, str]) -> None:
+    output = said["As the document types it, and some of the devices"]
+    assert "devices: 2" in output
+    assert losses(output, 2) == losses(said["Two processes"], 2)
 
 
 def test_going_on_from_a_checkpoint(said: dict[str, str]) -> None:

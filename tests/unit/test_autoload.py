@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from megatron_npu import plugin
+from megatron_npu.base.errors import UsageError
 from tests.conftest import ROOT
 from tests.support import processes
 
@@ -50,3 +52,63 @@ def test_import_torch(installed, tmp_path, value, state):
     # importing the package arms the hook whatever the variable says
     assert done.stdout.split() == [state, "False", "True"]
     assert ("MEGATRON_NPU_AUTOLOAD=no" in done.stderr) == (value == "no")
+
+
+PLAIN = """
+import torch
+import torch.multiprocessing as mp
+
+if __name__ == "__main__":
+    print(torch.cuda.device_count(), torch.ones(1).to("cuda").is_cuda if torch.cuda.device_count() else None)
+    mp.spawn(print, nprocs=0)
+"""
+
+
+def plain(folder, installed, **variables):
+    (folder / "plain.py").write_text(PLAIN)
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("MEGATRON_NPU_")}
+    return processes.run(
+        [sys.executable, "plain.py"],
+        env={**kept, "PYTHONPATH": installed, "CUDA_VISIBLE_DEVICES": "", **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_plain_program_is_redirected_where_the_environment_says_so(installed, tmp_path):
+    done = plain(
+        tmp_path,
+        installed,
+        MEGATRON_NPU_REDIRECT="1",
+        MEGATRON_NPU_DEVICE="cpu",
+        MEGATRON_NPU_CPU_DEVICES="3",
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["3", "True"], "")
+
+
+def test_a_plain_program_that_starts_no_process_is_told_why(installed, tmp_path):
+    done = plain(tmp_path, installed)
+    if done.stdout.split()[0] != "0":
+        pytest.skip("the case: a machine without a GPU")
+    assert done.returncode == 0
+    assert "MEGATRON_NPU_REDIRECT=1" in done.stderr
+    assert "starts no process" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("REDIRECT", "yes"), ("DEVICE", "npu")])
+def test_a_redirection_that_cannot_be_had_ends_the_program_with_a_line(installed, tmp_path, name, value):
+    done = plain(tmp_path, installed, **{"MEGATRON_NPU_REDIRECT": "1", f"MEGATRON_NPU_{name}": value})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert f"MEGATRON_NPU_{name}={value}" in done.stderr
+
+
+def test_a_choice_of_npus_that_comes_too_late_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", sys)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES=1,3 .* ASCEND_RT_VISIBLE_DEVICES"):
+        plugin.redirect_program()

@@ -1,0 +1,46 @@
+"""A plain PyTorch program that starts a process for each GPU, of which there are none: said, not passed over.
+
+``torch.multiprocessing.spawn(main, nprocs=torch.cuda.device_count())`` starts nothing then and succeeds: the
+program ends with exit code 0 and has trained nothing. Where Megatron is imported, or the program is
+redirected, ``torch.cuda`` counts this machine's devices and none of this happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from typing import Any
+
+from megatron_npu.base import settings
+from megatron_npu.base.replaced import Replaced
+
+_logger = logging.getLogger(__name__)
+_replaced = Replaced()
+
+
+def watch() -> None:
+    """Let ``torch.multiprocessing.spawn`` say where it starts no process; a second call changes nothing."""
+    module = sys.modules.get("torch.multiprocessing")
+    if module is None or _replaced:
+        return
+    original, signature = module.spawn, inspect.signature(module.spawn)
+
+    @functools.wraps(original)
+    def spawn(*args: Any, **kwargs: Any) -> Any:
+        if signature.bind(*args, **kwargs).arguments.get("nprocs") == 0:
+            _logger.warning(
+                "torch.multiprocessing.spawn(nprocs=0) starts no process. If this is "
+                "torch.cuda.device_count(): there is no CUDA here. Set %s=1, or start the program with "
+                "`megatron-npu run --redirect`, to let torch.cuda mean this machine's device.",
+                settings.REDIRECT.name,
+            )
+        return original(*args, **kwargs)
+
+    _replaced.set(module, "spawn", spawn)
+
+
+def leave() -> None:
+    """Put torch's function back."""
+    _replaced.undo()
