@@ -185,6 +185,14 @@ def _kept_environment(*names: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _of_own_program(error: BaseException) -> bool:
+    return stock_tools.blames_program(error, _main_file())
+
+
+def _main_file() -> Path:
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
 def _activate() -> Context:
     """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
     from megatron_npu import standins
@@ -192,13 +200,13 @@ def _activate() -> Context:
     from megatron_npu.ops import dispatch
 
     kinds = UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError
-    _undoing.callback(one_line_end.arm(*kinds).disarm)
+    _undoing.callback(one_line_end.arm(*kinds, traced=_of_own_program).disarm)
     settings.check()
     _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
     found = megatrons.find()
     found.require_supported()
-    stock_tools.refuse(Path(getattr(sys.modules["__main__"], "__file__", None) or ""))
+    stock_tools.refuse(_main_file())
     device = _redirect_torch()
     if found.name.startswith("megatron_deepspeed"):
         _undoing.enter_context(_kept_environment(*deepspeed_device.VARIABLES))

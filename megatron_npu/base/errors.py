@@ -36,7 +36,13 @@ class UsageError(Exception):
         given: what was found, with the name of the option or file and its value.
         expected: what would have been accepted.
         remedy: what the user can do about it, as an instruction.
+
+    Attributes:
+        blames_caller: a library has refused what it was called with; in a user's own program the line at
+            fault is his, and only the traceback names it.
     """
+
+    blames_caller = False
 
     def __init__(self, given: str, expected: str = "", remedy: str = "") -> None:
         self.given, self.expected, self.remedy = given, expected, remedy

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from megatron_npu import __version__
 from megatron_npu.base import errors, files, settings
@@ -16,7 +17,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import inert_packages
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
-from megatron_npu.process import collector, graph_cache, interruption, visible_devices
+from megatron_npu.process import collector, graph_cache, interruption, launcher_report, visible_devices
+from megatron_npu.upstream import stock_tools
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -156,7 +158,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-npu {argv[0]}: error: {told}", file=sys.stderr)
         return 2
     except (UsageError, DriftError, PinError) as error:
-        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
+        if argv[0] == "run" and stock_tools.blames_program(error, Path(sys.argv[0])):
+            raise
+        line = f"megatron-npu {argv[0]}: error: {error}"
+        launcher_report.tell(line)
+        print(line, file=sys.stderr)
         return 2
     except OSError as error:
         if argv[0] == "run" or not errors.is_of_files(error):  # a script keeps its traceback

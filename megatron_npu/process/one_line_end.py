@@ -11,10 +11,16 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from megatron_npu.process import launcher_report
+
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
 
-def arm(mistake: type[BaseException], *kinds: type[BaseException]) -> OneLineEnd:
+def arm(
+    mistake: type[BaseException],
+    *kinds: type[BaseException],
+    traced: Callable[[BaseException], bool] = lambda error: False,
+) -> OneLineEnd:
     """Let errors of these kinds be one line where they end the process; others go to the former hook.
 
     A second call changes nothing.
@@ -22,13 +28,14 @@ def arm(mistake: type[BaseException], *kinds: type[BaseException]) -> OneLineEnd
     Args:
         mistake: the user's; the exit code is 2, as that of our commands.
         kinds: others; the exit code stays Python's, 1.
+        traced: of which errors the user needs the traceback, and gets it.
 
     Returns:
         The hook, which ``disarm`` undoes wherever it stands.
     """
     if isinstance(sys.excepthook, OneLineEnd):
         return sys.excepthook
-    hook = OneLineEnd(mistake, kinds, sys.excepthook)
+    hook = OneLineEnd(mistake, kinds, sys.excepthook, traced)
     sys.excepthook = hook
     return hook
 
@@ -43,14 +50,18 @@ class OneLineEnd:
     """The hook.
 
     Args:
-        mistake, others: see ``arm``.
+        mistake, others, traced: see ``arm``.
         former: the hook that was there.
     """
 
     def __init__(
-        self, mistake: type[BaseException], others: tuple[type[BaseException], ...], former: Hook
+        self,
+        mistake: type[BaseException],
+        others: tuple[type[BaseException], ...],
+        former: Hook,
+        traced: Callable[[BaseException], bool],
     ) -> None:
-        self.mistake, self.others, self.former = mistake, others, former
+        self.mistake, self.others, self.former, self.traced = mistake, others, former, traced
         self.armed = True
 
     def disarm(self) -> None:
@@ -65,13 +76,18 @@ class OneLineEnd:
         Raises:
             SystemExit: the error is a user's mistake.
         """
-        if self.armed and issubclass(kind, self.others):
-            print(f"megatron_npu: error: {error}", file=sys.stderr)
-        elif self.armed and issubclass(kind, self.mistake):
+        line = f"megatron_npu: error: {error}"
+        if not self.armed or self.traced(error):
+            self.former(kind, error, trace)
+        elif issubclass(kind, self.others):
+            launcher_report.tell(line)
+            print(line, file=sys.stderr)
+        elif issubclass(kind, self.mistake):
+            launcher_report.tell(line)
             # torch.distributed's hook gathers what this one prints, and loses it where this one raises
             gathered = isinstance(sys.stderr, io.StringIO)
             stream = sys.__stderr__ if gathered else sys.stderr
-            print(f"megatron_npu: error: {error}", file=stream, flush=True)
+            print(line, file=stream, flush=True)
             if not hasattr(sys, "ps1"):  # not at a prompt, which goes on
                 raise SystemExit(2)
         else:

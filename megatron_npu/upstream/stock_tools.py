@@ -13,9 +13,23 @@ _DEEPEST = 5  # folders between a tree and a script of it, examples/inference/gp
 def tree_of(script: Path) -> Path | None:
     """Return the Megatron-LM tree that ``script`` lies in, below its root; None for any other script."""
     for folder in script.resolve().parents[1:_DEEPEST]:
-        if (folder / "pretrain_gpt.py").is_file() and (folder / "megatron").is_dir():
+        if _is_tree(folder):
             return folder
     return None
+
+
+def _is_tree(folder: Path) -> bool:
+    return (folder / "pretrain_gpt.py").is_file() and (folder / "megatron").is_dir()
+
+
+def is_stock(script: Path) -> bool:
+    """Return whether a script lies in a Megatron-LM tree or at its root; else it is a user's own program."""
+    return tree_of(script) is not None or _is_tree(script.resolve().parent)
+
+
+def blames_program(error: BaseException, program: Path) -> bool:
+    """Return whether a user's own program has called Megatron with what it refuses: its line is at fault."""
+    return getattr(error, "blames_caller", False) and not is_stock(program)
 
 
 def refuse(script: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
@@ -31,6 +33,26 @@ def test_a_mistake_is_one_line_and_other_errors_are_none_of_ours(reached, capsys
     other = ValueError("else")
     sys.excepthook(ValueError, other, None)
     assert reached == [other]
+
+
+def test_what_a_user_needs_the_traceback_of_goes_to_the_former_hook(reached, capsys) -> None:
+    error = UsageError("options that Megatron refuses")
+    one_line_end.arm(UsageError, traced=lambda given: given is error)
+    sys.excepthook(UsageError, error, None)
+    assert reached == [error]
+    assert capsys.readouterr().err == ""
+
+
+def test_torchrun_finds_the_line_as_its_root_cause(reached, capsys, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    one_line_end.arm(UsageError, KeyError)
+    sys.excepthook(KeyError, KeyError("drift"), None)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert failure.message["message"] == "megatron_npu: error: 'drift'"
+    assert "megatron_npu: error: 'drift'" in ChildFailedError("it", {0: failure}).format_msg()
+    assert cli.main(["convert", "--no-such-flag"]) == 2  # the first that was said stays
+    assert json.loads(file.read_text())["message"]["message"] == "megatron_npu: error: 'drift'"
 
 
 def test_of_other_kinds_and_at_a_prompt_the_process_goes_on(reached, capsys, monkeypatch) -> None:

@@ -14,10 +14,16 @@ import torch
 from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.adaptors.shared import resumed_schedule
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
 from megatron_npu.safe_files.checkpoint_values import data_only
+
+around(
+    "megatron.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
+    why=resumed_schedule.WHY,
+)(resumed_schedule.refuse_in_one_line)
 
 
 @around(
@@ -143,6 +149,8 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
     from megatron import get_args
 
     given = get_args()
+    if given.save is None:
+        return original(iteration, *args, **kwargs)
     place = of_scripts.folder(given.save, iteration)
     mask = files.tighten_umask()
     try:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_checkpoints
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import records
+from megatron_npu.adaptors.shared import resumed_schedule
 
 
 def _enumerations() -> list[ModuleType]:
@@ -17,3 +18,7 @@ def _enumerations() -> list[ModuleType]:
 
 
 connect_checkpoints(records, _enumerations)
+records.around(
+    "megatron.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
+    why=resumed_schedule.WHY,
+)(resumed_schedule.refuse_in_one_line)

@@ -16,9 +16,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
+from megatron_npu.adaptors.shared import resumed_schedule
 from megatron_npu.base.errors import UsageError
 
 logger = logging.getLogger(__name__)
+
+around(
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
+    why=resumed_schedule.WHY,
+)(resumed_schedule.refuse_in_one_line)
 
 
 @wrap(

@@ -45,7 +45,7 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
     given = get_args()
     asked = inspect.signature(original).bind(iteration, *args, **kwargs).arguments
     with _of_script() as verifies:
-        if asked.get("non_persistent_ckpt"):  # which has another place
+        if given.save is None or asked.get("non_persistent_ckpt"):  # the latter has another place
             return original(iteration, *args, **kwargs)
         place = of_scripts.folder(given.save, iteration, release=asked.get("release", False))
         declared = given.ckpt_format in _OF_DIST_CHECKPOINTING

@@ -27,13 +27,15 @@ def in_one_line() -> Iterator[None]:
             raise
         kind = _kind(AssertionError if isinstance(error, AssertionError) else ValueError)
         said = str(error).strip().rstrip(".")
-        raise kind(f"options that Megatron refuses: {said}", "others", "Change what it names.") from error
+        raise kind(
+            f"options that Megatron refuses: {said}", "options that fit each other", "Change what it names."
+        ) from error
 
 
 @functools.cache
 def _kind(kind: type[Exception]) -> type[UsageError]:
     """Return a UsageError that programs catch which expect an AssertionError or a ValueError."""
-    return type("RefusedOptionsError", (UsageError, kind), {})
+    return type("RefusedOptionsError", (UsageError, kind), {"blames_caller": True})
 
 
 @around(
