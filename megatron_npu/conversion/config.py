@@ -81,6 +81,17 @@ class Config:
             raise self.refusal(key, value, "a whole number above 0")
         return int(value)
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a whole number from 0 on.
+
+        Raises:
+            UsageError: it is absent, or none.
+        """
+        value = self.take(key, default)
+        if not is_number(value) or value != int(value) or value < 0:
+            raise self.refusal(key, value, "a whole number from 0 on")
+        return int(value)
+
     def real(self, key: str, default: float | None = None) -> float:
         """Return a number from 0 on.
 

@@ -13,12 +13,15 @@ from torch import Tensor
 from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.weight_map import WeightMapping
+from megatron_npu.pretrain.flags import rotary_flags
 
 # what tells families apart, by the flag that a checkpoint was trained with
-POSITIONS = "--position-embedding-type"  # other than rope
+POSITIONS = "--position-embedding-type"  # other than those that are rotated
 QK_NORM = "--qk-layernorm"
 QKV_BIAS = "--add-qkv-bias"  # of a model without other biases
-WINDOW = "--pre-tockens"  # that leaves tokens out
+ATTENTION_BIAS = "--add-attention-bias"
+WINDOW = "--pre-tockens"  # that leaves tokens out, in every layer
+SOME_WINDOWS = "--window-attn-skip-freq"  # the same in some of the layers
 EXPERTS = "--num-experts"
 SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 
@@ -26,11 +29,14 @@ SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 def traits_of(args: Namespace) -> frozenset[str]:
     """Return which traits a checkpoint of the driver has."""
     experts = args.num_experts is not None
+    windows = unsupported.windows(args)
     there = {
-        POSITIONS: args.position_embedding_type != "rope",
+        POSITIONS: args.position_embedding_type not in rotary_flags.ROTATED,
         QK_NORM: args.qk_layernorm,
-        QKV_BIAS: args.add_qkv_bias and not args.add_bias_linear,
-        WINDOW: unsupported.limiting_window(args) is not None,
+        QKV_BIAS: args.add_qkv_bias and not (args.add_bias_linear or args.add_attention_bias),
+        ATTENTION_BIAS: args.add_attention_bias,
+        WINDOW: all(windows),
+        SOME_WINDOWS: any(windows) and not all(windows),
         EXPERTS: experts,
         SHARED_EXPERT: experts and args.moe_shared_expert_intermediate_size is not None,
     }

@@ -15,9 +15,17 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import rotary, unsupported
+from megatron_npu.conversion import rotary, unsupported, windows
 from megatron_npu.conversion.config import Config
-from megatron_npu.conversion.family import QK_NORM, QKV_BIAS, WINDOW, Family
+from megatron_npu.conversion.family import (
+    ATTENTION_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    SOME_WINDOWS,
+    WINDOW,
+    Family,
+    traits_of,
+)
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import (
     Heads,
@@ -28,6 +36,7 @@ from megatron_npu.conversion.weight_map import (
     qk_norm,
     qkv,
 )
+from megatron_npu.pretrain.flags import rotary_flags
 
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
@@ -38,29 +47,35 @@ class Kind(Family):
 
     Attributes:
         architecture: the class of transformers.
-        bias_keys: ``attention_bias`` and ``mlp_bias`` may put a bias on every linear layer.
+        mlp_bias_key: beside ``attention_bias``, ``mlp_bias`` may put a bias on all other linear layers.
+        attention_bias_key: ``attention_bias`` may put one on queries, keys, values and what follows them.
         qkv_bias: queries, keys and values always have a bias, nothing else has.
-        window: ``sliding_window`` where ``config.json`` has no such key; None for families without a window.
-        window_switch: has ``use_sliding_window`` and other keys of windows, which must be off.
+        window: ``sliding_window`` where ``config.json`` has no such key, 0 for none; None for families
+            without a window.
+        window_switch: ``use_sliding_window`` says whether there are any.
+        window_layers: which layers have it where no ``layer_types`` says it; see ``windows.Layers``.
         qk_norm: RMSNorm of every query's and key's head.
         head_dim_is_usual: transformers writes ``head_dim``; else it does where the model has another.
         head_size: where ``config.json`` has no ``head_dim``; None: hidden size / heads.
         groups_optional: may lack ``num_key_value_heads``: each query head has its own key then.
         whole_heads: transformers asks for a hidden size that is a multiple of the heads.
-        rotary_base: where ``config.json`` has none.
+        rotary_base, norm_epsilon: where ``config.json`` has none.
     """
 
     architecture: str
-    bias_keys: bool = False
+    mlp_bias_key: bool = False
+    attention_bias_key: bool = False
     qkv_bias: bool = False
     window: int | None = None
     window_switch: bool = False
+    window_layers: windows.Layers = "all"
     qk_norm: bool = False
     head_dim_is_usual: bool = True
     head_size: int | None = None
     groups_optional: bool = False
     whole_heads: bool = False
     rotary_base: float = 1e4
+    norm_epsilon: float = 1e-6
 
     # -- from config.json -----------------------------------------------------------------------------------
 
@@ -85,9 +100,8 @@ class Kind(Family):
             "--ffn-hidden-size": config.number("intermediate_size"),
             "--seq-length": positions,
             "--max-position-embeddings": positions,
-            "--position-embedding-type": "rope",
             "--normalization": "RMSNorm",
-            "--norm-epsilon": config.real("rms_norm_eps", 1e-6),
+            "--norm-epsilon": config.real("rms_norm_eps", self.norm_epsilon),
             "--attention-dropout": config.real("attention_dropout", 0.0),
             "--hidden-dropout": 0.0,
             "--init-method-std": config.real("initializer_range", 0.02),
@@ -104,7 +118,8 @@ class Kind(Family):
         if "--rope-scaling-factor" in result:
             switches.append("--use-rope-scaling")
         config.finish()
-        return [word for flag, value in result.items() for word in (flag, str(value))] + switches
+        words = ([flag] if value is None else [flag, str(value)] for flag, value in result.items())
+        return [word for each in words for word in each] + switches
 
     def _mixture_flags(self, config: Config) -> dict[str, object]:
         """Return the flags of experts."""
@@ -115,32 +130,41 @@ class Kind(Family):
         return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
-        """Return how far a query sees back; ``sliding_window`` counts the query's own token too."""
         if self.window_switch:
-            config.require("use_sliding_window", False)
             config.require("use_mrope", False)  # which Qwen2.5's files name, for its models of pictures
-            config.ignore("sliding_window", "max_window_layers")  # of the windows that are off
-            for kind in config.items("layer_types"):
-                if kind != "full_attention":
-                    raise config.refusal("layer_types", kind, '"full_attention" in every layer')
-        if self.window is None or config.is_null("sliding_window"):
+        if self.window is None:
             return {}
-        return {"--pre-tockens": config.number("sliding_window", self.window) - 1}
+        return windows.flags(config, self.window, self.window_switch, self.window_layers)
 
     def _bias_switches(self, config: Config) -> list[str]:
         if self.qkv_bias:
             return ["--disable-bias-linear", "--add-qkv-bias"]
-        everywhere = config.require("mlp_bias", False, *([True] if self.bias_keys else []))
-        config.require("attention_bias", everywhere, absent=False)  # Megatron has one flag for both
-        return [] if everywhere else ["--disable-bias-linear"]
+        everywhere = config.require("mlp_bias", False, *([True] if self.mlp_bias_key else []))
+        attention = config.require("attention_bias", False, *([True] if self.attention_bias_key else []))
+        if everywhere and not attention:
+            raise config.refusal("mlp_bias", True, "attention_bias too: there is no flag for the MLP alone")
+        if everywhere:
+            return []
+        return ["--disable-bias-linear", *(["--add-attention-bias"] if attention else [])]
 
     # -- to config.json -------------------------------------------------------------------------------------
 
     @property
     def traits(self) -> frozenset[str]:
         """See ``Family``. Without a window a Mistral is a Llama, too."""
-        has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: self.window is not None}
+        always = bool(self.window) and not self.window_switch
+        has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: always}
         return frozenset(flag for flag, there in has.items() if there)
+
+    @property
+    def optional_traits(self) -> frozenset[str]:
+        """See ``Family``."""
+        may = {
+            ATTENTION_BIAS: self.attention_bias_key,
+            WINDOW: self.window is not None,
+            SOME_WINDOWS: self.window_layers != "all",
+        }
+        return frozenset(flag for flag, there in may.items() if there)
 
     def config(self, args: Namespace) -> dict[str, Any]:
         """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
@@ -170,14 +194,19 @@ class Kind(Family):
 
     def _check(self, args: Namespace) -> None:
         must_be(args, "--normalization", "RMSNorm")
-        must_be(args, "--position-embedding-type", "rope")
+        if args.position_embedding_type not in rotary_flags.ROTATED:
+            must_be(args, "--position-embedding-type", "rope")
         must_be(args, "--swiglu", True)
         must_be(args, "--rotary-percent", 1.0)
         must_be(args, "--qk-layernorm", self.qk_norm)
         if self.window is None:
             unsupported.no_window(args)
-        if not self.bias_keys:
+        elif self.window_layers == "all" and SOME_WINDOWS in traits_of(args):
+            must_be(args, "--window-attn-skip-freq", None)
+        if not self.mlp_bias_key:
             must_be(args, "--disable-bias-linear", False, name="add_bias_linear", shown="the flag")
+        if not self.attention_bias_key:
+            must_be(args, "--add-attention-bias", False)
         self._check_qkv_bias(args)
         self._check_experts(args)
         if self.whole_heads and args.hidden_size % args.num_attention_heads:
@@ -188,7 +217,7 @@ class Kind(Family):
             )
 
     def _check_qkv_bias(self, args: Namespace) -> None:
-        if not args.add_bias_linear:  # which has the bias of queries, keys and values, too
+        if not args.add_bias_linear and not args.add_attention_bias:  # which have that bias, too
             must_be(args, "--add-qkv-bias", self.qkv_bias)
 
     def _check_experts(self, args: Namespace) -> None:
@@ -197,17 +226,15 @@ class Kind(Family):
     def _own_keys(self, args: Namespace) -> dict[str, Any]:
         """Return the keys that not every family has."""
         keys: dict[str, Any] = {}
-        if self.head_dim_is_usual or args.kv_channels * args.num_attention_heads != args.hidden_size:
+        usual = args.kv_channels * args.num_attention_heads == args.hidden_size
+        if self.head_dim_is_usual or not usual or rotary.needs_head_dim(args):
             keys["head_dim"] = args.kv_channels
-        if self.bias_keys:
-            keys |= dict.fromkeys(("attention_bias", "mlp_bias"), args.add_bias_linear)
-        elif self.qk_norm:
-            keys["attention_bias"] = False
+        if self.attention_bias_key:
+            keys["attention_bias"] = args.add_bias_linear or args.add_attention_bias
+        if self.mlp_bias_key:
+            keys["mlp_bias"] = args.add_bias_linear
         if self.window is not None:
-            before = unsupported.window(args)
-            keys["sliding_window"] = None if before is None else before + 1
-        if self.window_switch:
-            keys |= {"use_sliding_window": False, "sliding_window": None}
+            keys |= windows.keys(args, self.window_switch, self.window_layers)
         return keys
 
     # -- tensors --------------------------------------------------------------------------------------------
@@ -261,7 +288,7 @@ def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMappin
     )
     for kind in _kinds(args.add_bias_linear or args.add_qkv_bias):
         yield qkv(f"{ours}.linear_qkv.{kind}", [f"{theirs}.{part}_proj.{kind}" for part in "qkv"], heads)
-    for kind in _kinds(args.add_bias_linear):
+    for kind in _kinds(args.add_bias_linear or args.add_attention_bias):
         yield direct(f"{ours}.linear_proj.{kind}", f"{theirs}.o_proj.{kind}")
     for part in "qk" if args.qk_layernorm else "":
         yield qk_norm(f"{ours}.{part}_layernorm.weight", f"{theirs}.{part}_norm.weight", heads)
@@ -272,8 +299,32 @@ def _kinds(biased: bool) -> tuple[str, ...]:
 
 
 KINDS = (
-    Kind("llama", "LlamaForCausalLM", bias_keys=True, groups_optional=True, whole_heads=True),
+    Kind(
+        "llama",
+        "LlamaForCausalLM",
+        mlp_bias_key=True,
+        attention_bias_key=True,
+        groups_optional=True,
+        whole_heads=True,
+    ),
     Kind("mistral", "MistralForCausalLM", window=4096),
-    Kind("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window_switch=True, head_dim_is_usual=False),
-    Kind("qwen3", "Qwen3ForCausalLM", qk_norm=True, window_switch=True, head_size=128),
+    Kind(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        qkv_bias=True,
+        window=4096,
+        window_switch=True,
+        window_layers="late",
+        head_dim_is_usual=False,
+    ),
+    Kind(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        qk_norm=True,
+        attention_bias_key=True,
+        window=4096,
+        window_switch=True,
+        window_layers="late",
+        head_size=128,
+    ),
 )

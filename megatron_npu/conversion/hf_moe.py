@@ -88,9 +88,25 @@ class MixtureKind(Kind):
 
     def _mixture_switches(self, config: Config) -> list[str]:
         switches = ["--moe-shared-expert-gate"] if self.shared_expert else []
-        if self.norm_switch and not config.require("norm_topk_prob", False, True):
+        if not self._sums_to_one(config):
             switches.append("--moe-router-pre-softmax")
         return switches
+
+    def _sums_to_one(self, config: Config) -> bool:
+        """Return whether the scores of a token's experts are made to sum to 1.
+
+        Raises:
+            UsageError: of one expert: its score is 1 then, whatever the router says.
+        """
+        whole = not self.norm_switch or config.require("norm_topk_prob", False, True)
+        if whole and config.number("num_experts_per_tok", self._default_topk()) == 1:
+            raise config.refusal(
+                "num_experts_per_tok",
+                1,
+                "2 or more where scores sum to 1: Megatron weighs the output of a single expert by its "
+                "probability among all, here it would be weighed by 1",
+            )
+        return whole
 
     def _bias_switches(self, config: Config) -> list[str]:
         if self.bias_switch and not config.require("qkv_bias", True, False):
@@ -108,7 +124,7 @@ class MixtureKind(Kind):
     @property
     def optional_traits(self) -> frozenset[str]:
         """See ``Family``."""
-        return frozenset({QKV_BIAS} if self.bias_switch else ())
+        return super().optional_traits | ({QKV_BIAS} if self.bias_switch else set())
 
     def _check_experts(self, args: Namespace) -> None:
         if args.num_experts is None:
@@ -196,6 +212,8 @@ KINDS = (
         "MixtralForCausalLM",
         head_dim_is_usual=False,
         rotary_base=1e6,
+        norm_epsilon=1e-5,
+        window=0,
         experts_keys=("num_local_experts", "num_experts"),
         block="block_sparse_moe",
         parts=("w1", "w3", "w2"),
@@ -204,7 +222,9 @@ KINDS = (
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         qkv_bias=True,
+        window=4096,
         window_switch=True,
+        window_layers="odd",
         head_dim_is_usual=False,
         experts_keys=("num_experts", "num_local_experts"),
         block="mlp",
@@ -218,6 +238,8 @@ KINDS = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         qk_norm=True,
+        attention_bias_key=True,
+        window=4096,
         window_switch=True,
         experts_keys=("num_experts", "num_local_experts"),
         block="mlp",

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_npu.conversion import config as config_file
 from megatron_npu.conversion.config import Config
+from megatron_npu.pretrain.flags import rotary_flags
 
-# What megatron-core's --use-rope-scaling has built in (0.12 to 0.16); its factor alone is a flag.
+# What Llama 3's scaling is where its keys are missing, and megatron-core's --use-rope-scaling has built in.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LENGTH = "original_max_position_embeddings"
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
     """Return the flags, from the keys of transformers 5, of those before, or of both.
+
+    ``--max-position-embeddings`` is among them where it is not that of ``config.json``.
 
     Args:
         config: the keys.
         usual_base: the family's base where they name none.
 
     Raises:
-        UsageError: another embedding than the plain one and that of Llama 3, or keys that contradict.
+        UsageError: another embedding than those of ``_KINDS``, or keys that contradict.
     """
     config.require("partial_rotary_factor", 1.0)
     values = _agreeing(config)
     base = values.pop("rope_theta", usual_base)
     if not config_file.is_number(base) or base != int(base) or base < 1:
         raise config.refusal("rope_theta", base, "a whole number, as --rotary-base is")
-    result: dict[str, object] = {"--rotary-base": int(base)}
+    if values.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise config.refusal("partial_rotary_factor", _agreeing(config)["partial_rotary_factor"], "1.0")
     kind = values.pop("rope_type", "default")
-    if kind == "llama3":
-        factor = result["--rope-scaling-factor"] = values.pop("factor", 8.0)
-        if not config_file.is_number(factor):
-            raise config.refusal("rope_scaling factor", factor, "a number")
-        expected = _LLAMA3
-    elif kind == "default":
-        expected = {"partial_rotary_factor": 1.0}
-    else:
-        raise config.refusal("rope_type", kind, '"default" or "llama3"')
-    for key, value in values.items():
-        if value != expected.get(key):
-            raise config.refusal(f"rope_scaling {key}", value, f"{expected.get(key, 'no such key')}")
+    if kind not in _KINDS:
+        raise config.refusal("rope_type", kind, " or ".join(f'"{name}"' for name in _KINDS))
+    scaling = _Scaling(config, values)
+    plain = {"--position-embedding-type": "rope", "--rotary-base": int(base)}
+    result = plain | getattr(scaling, kind)()
+    scaling.finish()
     return result
 
 
@@ -60,15 +62,175 @@ def _agreeing(config: Config) -> dict[str, Any]:
     return found
 
 
+class _Scaling:
+    """The keys of a scaling, and which of them have been dealt with; a method for each ``rope_type``.
+
+    Args:
+        config: all keys.
+        values: those of the tables, without base and type.
+    """
+
+    def __init__(self, config: Config, values: dict[str, Any]) -> None:
+        self._config, self._values = config, values
+
+    def default(self) -> dict[str, object]:
+        """Return nothing: it is the plain one."""
+        return {}
+
+    def linear(self) -> dict[str, object]:
+        """Return the flags of positions that are divided."""
+        return {"--rotary-seq-len-interpolation-factor": self._number("factor", least=1)}
+
+    def dynamic(self) -> dict[str, object]:
+        """Return the flags of a base that grows with the text.
+
+        The key for the longest text is the length that it begins to grow behind.
+        """
+        factor, length = self._number("factor", least=1), self._config.number("max_position_embeddings")
+        if factor > _MOST:
+            raise self._config.refusal("rope_scaling factor", factor, f"at most {_MOST}")
+        return {
+            "--rope-scaling-type": rotary_flags.DYNAMIC,
+            "--rope-scaling-factor": factor,
+            "--rope-scaling-original-max-position-embeddings": length,
+            "--max-position-embeddings": int(factor * length),
+        }
+
+    def llama3(self) -> dict[str, object]:
+        """Return the flags of Llama 3's scaling; those that megatron-core has built in say nothing."""
+        result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
+        length = self._length(_LLAMA3[_LENGTH] if self._is_bare() else None)
+        named = {
+            "--rope-scaling-original-max-position-embeddings": (length, 8192),
+            "--rope-scaling-low-freq-factor": (self._number("low_freq_factor", 1.0), 1.0),
+            "--rope-scaling-high-freq-factor": (self._number("high_freq_factor", 4.0), 4.0),
+        }
+        low, high = (named[f"--rope-scaling-{end}-freq-factor"][0] for end in ("low", "high"))
+        if low >= high:
+            expected = f"less than high_freq_factor {high}"
+            raise self._config.refusal("rope_scaling low_freq_factor", low, expected)
+        return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
+
+    def _is_bare(self) -> bool:
+        """Return whether none of the keys beside the factor is there."""
+        return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
+
+    def yarn(self) -> dict[str, object]:
+        """Return the flags of YaRN."""
+        factor = self._number("factor", least=1)
+        weights = self._weights(factor)
+        result: dict[str, object] = {
+            "--position-embedding-type": "yarn",
+            "--rotary-scaling-factor": factor,
+            "--yarn-original-max-position-embeddings": self._length(None),
+            "--yarn-beta-fast": self._number("beta_fast", 32.0),
+            "--yarn-beta-slow": self._number("beta_slow", 1.0),
+        }
+        if weights != _USUAL_WEIGHTS:
+            result |= {"--mscale": weights[0], "--mscale-all-dim": weights[1]}
+        if self._values.pop("truncate", True) is not True:
+            result[_ROUGH] = None
+        return result
+
+    def _weights(self, factor: float) -> tuple[float, float]:
+        """Return ``--mscale`` and ``--mscale-all-dim``, which say by what queries and keys are multiplied."""
+        given = self._values.get("attention_factor")
+        weights = self._number("mscale", 0.0, least=0), self._number("mscale_all_dim", 0.0, least=0)
+        if given is None:
+            return weights if all(weights) else _USUAL_WEIGHTS
+        multiplier = self._number("attention_factor")
+        if factor == 1:
+            if multiplier != 1:
+                raise self._config.refusal("rope_scaling attention_factor", given, "1.0 with factor 1")
+            return _USUAL_WEIGHTS
+        unit = 0.1 * math.log(factor)  # the multiplier of two weights is (1 + first·unit) / (1 + second·unit)
+        return ((multiplier - 1) / unit, 0.0) if multiplier >= 1 else (0.0, (1 / multiplier - 1) / unit)
+
+    def _length(self, default: int | None) -> int:
+        """Return the original length: the key beside the tables wins in transformers."""
+        beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
+        inside = self._values.pop(_LENGTH, None)
+        if None not in (beside, inside) and beside != inside:
+            raise self._config.refusal(_LENGTH, [inside, beside], "one value wherever it is named")
+        value = beside or inside or default or self._config.number("max_position_embeddings")
+        if not config_file.is_number(value) or value != int(value) or value < 1:
+            raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a whole number above 0")
+        return int(value)
+
+    def _number(self, key: str, default: float | None = None, least: float = math.ulp(0.0)) -> float:
+        value = self._values.pop(key, default)
+        if value is None or not config_file.is_number(value) or value < least:
+            expected = f"a number from {least} on" if least in (0, 1) else "a number above 0"
+            raise self._config.refusal(f"rope_scaling {key}", value, expected)
+        return value
+
+    def finish(self) -> None:
+        """Check that no key is left over.
+
+        Raises:
+            UsageError: one is, which this type of scaling does not have.
+        """
+        for key, value in self._values.items():
+            raise self._config.refusal(f"rope_scaling {key}", value, "no such key")
+
+
+_MOST = 10_000  # times the original length
+_USUAL_WEIGHTS = (1.0, 0.0)  # of --mscale and --mscale-all-dim
+_ROUGH = "--no-yarn-correction-range-round-to-int"
+
+
 def keys(args: Namespace) -> dict[str, object]:
     """Return the keys of ``config.json``: those of transformers 5, and beside them those that 4 reads."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
-    return {"rope_parameters": parameters, "rope_theta": base, "rope_scaling": scaling}
+    result: dict[str, object] = {"rope_parameters": parameters, "rope_theta": base, "rope_scaling": scaling}
+    if is_dynamic(args):
+        result["max_position_embeddings"] = args.rope_scaling_original_max_position_embeddings
+    return result
 
 
-def _scaling(args: Namespace) -> dict[str, object] | None:
+def is_dynamic(args: Namespace) -> bool:
+    """Return whether the base grows with the text."""
+    return args.use_rope_scaling and args.rope_scaling_type == rotary_flags.DYNAMIC
+
+
+def needs_head_dim(args: Namespace) -> bool:
+    """Return whether transformers needs the size of a head in ``config.json`` (5.24: of a Mixtral)."""
+    return is_dynamic(args) or args.position_embedding_type == "yarn"
+
+
+def _scaling(args: Namespace) -> Mapping[str, object] | None:
+    if args.position_embedding_type == "yarn":
+        return _yarn(args)
+    if args.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": args.rotary_seq_len_interpolation_factor}
     if not args.use_rope_scaling:
         return None
-    return {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3}
+    if is_dynamic(args):
+        return {"rope_type": "dynamic", "factor": args.rope_scaling_factor}
+    return {
+        "rope_type": "llama3",
+        "factor": args.rope_scaling_factor,
+        "low_freq_factor": args.rope_scaling_low_freq_factor,
+        "high_freq_factor": args.rope_scaling_high_freq_factor,
+        _LENGTH: args.rope_scaling_original_max_position_embeddings,
+    }
+
+
+def _yarn(args: Namespace) -> dict[str, object]:
+    result: dict[str, object] = {
+        "rope_type": "yarn",
+        "factor": args.rotary_scaling_factor,
+        _LENGTH: args.yarn_original_max_position_embeddings,
+        "beta_fast": args.yarn_beta_fast,
+        "beta_slow": args.yarn_beta_slow,
+    }
+    weights = args.mscale, args.mscale_all_dim
+    if all(weights):
+        result |= {"mscale": weights[0], "mscale_all_dim": weights[1]}
+    elif weights != _USUAL_WEIGHTS:
+        result["attention_factor"] = rotary_flags.concentration(args)
+    if not args.yarn_correction_range_round_to_int:
+        result["truncate"] = False
+    return result

@@ -69,6 +69,8 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
+    if beyond := stock_arguments.beyond(args):
+        yield f"Megatron-LM's own scripts cannot be told: {'; '.join(beyond)}. megatron_npu's commands can"
 
 
 def _for_a_shell(words: list[str]) -> str:

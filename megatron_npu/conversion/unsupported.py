@@ -60,14 +60,26 @@ def limiting_window(args: Namespace) -> int | None:
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
 
+def windows(args: Namespace) -> list[bool]:
+    """Return for each layer whether a window limits it."""
+    if limiting_window(args) is None:
+        return [False] * args.num_layers
+    skipped = args.window_attn_skip_freq
+    if skipped is None:
+        return [True] * args.num_layers
+    if isinstance(skipped, int):
+        return [number % skipped != 0 for number in range(1, args.num_layers + 1)]
+    return [bool(layer) for layer in skipped]
+
+
 def no_window(args: Namespace) -> None:
     """Check that no window limits what a query sees.
 
     Raises:
         UsageError: one does.
     """
-    before = limiting_window(args)
-    if before is not None:
+    if any(windows(args)):
+        before = limiting_window(args)
         raise UsageError(
             f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted",
             "no window",

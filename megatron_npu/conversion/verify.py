@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.conversion import fp32, weights
+from megatron_npu.conversion import far_rotation, fp32, weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.model.gpt import unwrap
@@ -39,12 +39,16 @@ class Verification:
         tokens: tokens that both models have read; 0 if the logits were not compared.
         difference: the largest difference of two logits.
         largest: the largest logit of Hugging Face's model.
+        positions: of the longest text, at whose end the angles of both models were compared; 0: none are.
+        turned: the largest difference of their sines and cosines.
     """
 
     tensors: int
     tokens: int = 0
     difference: float = 0.0
     largest: float = 0.0
+    positions: int = 0
+    turned: float = 0.0
 
 
 def has_reference() -> bool:
@@ -85,7 +89,7 @@ def verify(
         UsageError: they differ.
     """
     tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
-    theirs = _hf_logits(hf, family, tokens, dtype) if logits else None
+    theirs, turned = _hf_results(hf, family, args, tokens, dtype) if logits else (None, None)
     gc.collect()
     with restored(str(megatron), vocab_file, merge_file, widened_by_caller=True, moe_grouped_gemm=False) as (
         args,
@@ -98,9 +102,15 @@ def verify(
         )
         if theirs is None:
             return Verification(number)
+        difference = 0.0 if turned is None else far_rotation.difference(gpt, args, turned)
         ours = _megatron_logits(gpt, tokens, dtype)[..., : args.tokenizer_vocab_size]
     result = Verification(
-        number, tokens.numel(), (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        number,
+        tokens.numel(),
+        (ours - theirs).abs().max().item(),
+        theirs.abs().max().item(),
+        0 if turned is None else far_rotation.length(args),
+        difference,
     )
     if not result.difference <= BOUND * result.largest:  # nan is refused as well
         raise UsageError(
@@ -108,6 +118,13 @@ def verify(
             f"{result.largest:.3g}), on {result.tokens} tokens",
             f"at most {BOUND:g} of the largest",
             "Nothing was written: a checkpoint that talks gibberish is worth nothing. Please report it.",
+        )
+    if not result.turned <= far_rotation.bound(result.positions):
+        raise UsageError(
+            f"at the end of {result.positions} tokens the two models turn queries and keys by other angles "
+            f"(their sines differ by {result.turned:.3g})",
+            f"at most {far_rotation.bound(result.positions):.3g}",
+            "Nothing was written. Please report it.",
         )
     return result
 
@@ -137,10 +154,19 @@ def told(
             f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
             f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {BOUND:g} of it"
         )
+        if result.positions:
+            yield (
+                f"angles of both models at the end of {result.positions} tokens: largest difference of sines "
+                f"{result.turned:.2e}, allowed {far_rotation.bound(result.positions):.1e}"
+            )
     elif given.proof is None:
         yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'
     else:
         yield "the logits were NOT compared (--proof tensors)"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _compare_tensors(
@@ -182,18 +208,34 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return gpt(tokens, positions, None, runtime_gather_output=True).float().cpu()
 
 
-def _hf_logits(folder: Path, family: Family, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logits [1, s, V] in fp32, computed on the host by transformers, without its fused attention."""
+def _hf_results(
+    folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return what transformers computes on the host in fp32, without its fused attention.
+
+    Logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
+
+    Raises:
+        UsageError: it does not load the model.
+    """
     import transformers
 
     silence(transformers)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        local_files_only=True,
-        trust_remote_code=False,
-        attn_implementation="eager",
-        dtype=weights.stored_dtype(weights.open_folder(folder, family)),
-    ).eval()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            dtype=weights.stored_dtype(weights.open_folder(folder, family)),
+        ).eval()
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # of a config.json that it misreads
+        raise UsageError(
+            f"transformers {transformers.__version__} does not load {folder}: {_first_line(error)}",
+            "a model that it loads, to prove the conversion by",
+            "Correct its config.json, or give --proof tensors.",
+        ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)
-    return model(tokens).logits
+    logits = model(tokens).logits
+    return logits, far_rotation.theirs(model, args)  # behind them: dynamic scaling remembers the longest text

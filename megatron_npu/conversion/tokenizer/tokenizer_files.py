@@ -60,12 +60,25 @@ def choose(
     if kind == "NullTokenizer" or (kind is None and not names):
         reason = "as asked for" if kind else f"{source} has no tokenizer"
         said = f"NullTokenizer, {reason}: text is numbers with blanks between"
-        return Chosen(["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)], [said])
+        return _numbers(folder, vocabulary, said)
     with _naming(source, folder):
         if end is not None:
             _name_end(folder, end)
         chosen = _fitting(candidate := _made(folder, kind, names), vocabulary)
         return Chosen(chosen.flags, [*chosen.said, *_other_ends(folder, candidate.tokenizer.eod)])
+
+
+def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
+    """Return the NullTokenizer, which ends a text with ``eos_token_id``, else with the last id."""
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
+    named = [_ends(folder, name) for name in (config.NAME, carried_files.GENERATION)]
+    ends = [token for token in (named[0] or named[1]) if 0 <= token < vocabulary]
+    if not ends:
+        return Chosen(flags, [f"{said}; no eos_token_id, so that it ends with the last id, {vocabulary - 1}"])
+    others = f", but not with {', '.join(map(str, ends[1:]))}" if ends[1:] else ""
+    if ends[0] != vocabulary - 1:
+        flags += ["--null-tokenizer-eod-id", str(ends[0])]
+    return Chosen(flags, [f"{said}; it ends with {ends[0]}, the model's eos_token_id{others}"])
 
 
 @dataclass(frozen=True)
@@ -167,12 +180,14 @@ def _settle_end(folder: Path, theirs: Any) -> None:
 
 def _ends_of_the_model(folder: Path) -> set[int]:
     """Return the ids that end a text as ``config.json`` and the settings of generation have it."""
-    ends: set[int] = set()
-    for name in (config.NAME, carried_files.GENERATION):
-        value = hf.read_object(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        ends |= {token for token in ids if isinstance(token, int)}
-    return ends
+    return {token for name in (config.NAME, carried_files.GENERATION) for token in _ends(folder, name)}
+
+
+def _ends(folder: Path, name: str) -> list[int]:
+    """Return ``eos_token_id`` of one of these files, which may be several."""
+    value = hf.read_object(folder / name).get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:

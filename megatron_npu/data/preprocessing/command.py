@@ -51,7 +51,7 @@ def _add_tokenizer(add: flags.Add) -> None:
     flags.add_tokenizer(
         add,
         tokenizer_files.KINDS,
-        "GPT-2's, a tokenizer.json, or BERT's in lower case or not",
+        "GPT-2's, a tokenizer.json, BERT's in lower case or not, or none: text that is numbers already",
         vocab_file_aliases=["--vocab"],
         vocab_file="GPT-2's vocab.json or BERT's vocab.txt",
     )
@@ -60,6 +60,8 @@ def _add_tokenizer(add: flags.Add) -> None:
         action="store_true",
         help="with the tokens that a HuggingFaceTokenizer puts around every text, such as <s>",
     )
+    add("--vocab-size", type=positive, help="ids of the NullTokenizer, without its end of document")
+    flags.add_null_end(add)
     add("--append-eod", action="store_true", help="end each document with the token that ends a text")
 
 

@@ -23,6 +23,7 @@ from megatron_npu.data.tokenization import gigatoken_bpe
 from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.data.tokenization.null import NullTokenizer
 from megatron_npu.process import interruption
 
 WordTokenizer = GPT2Tokenizer | BertWordPieceTokenizer  # those that cut a text into words of our own
@@ -97,7 +98,7 @@ class _WordCache(dict[str, bytes]):
 
 
 def _text_encoder(
-    tokenizer: WordTokenizer | HuggingFaceTokenizer, special: bool, dtype: np.dtype
+    tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
     """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
     if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
@@ -106,6 +107,8 @@ def _text_encoder(
     if isinstance(tokenizer, WordTokenizer):
         bytes_of, words = _WordCache(tokenizer, dtype).__getitem__, tokenizer.words
         return lambda text: b"".join(map(bytes_of, words(text)))
+    if isinstance(tokenizer, NullTokenizer):
+        return lambda text: np.array(tokenizer.encode(text), dtype=dtype).tobytes()
     return lambda text: np.array(tokenizer.encode(text, special_tokens=special), dtype=dtype).tobytes()
 
 

@@ -9,10 +9,12 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.bert_wordpiece import BertWordPieceTokenizer
 from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.data.tokenization.null import NullTokenizer
 
 GPT2, HUGGING_FACE = "GPT2BPETokenizer", "HuggingFaceTokenizer"
+NULL = "NullTokenizer"
 BERT = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}  # -> in lower case
-KINDS = (GPT2, HUGGING_FACE, *BERT)
+KINDS = (GPT2, HUGGING_FACE, *BERT, NULL)
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,37 @@ class HuggingFaceFiles:
         return HuggingFaceTokenizer(self.folder)
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """No files: the text is ids.
+
+    Attributes:
+        size: ids, without the end of document.
+        end: the id that ends a document; None: the last one.
+    """
+
+    size: int
+    end: int | None = None
+
+    def build(self) -> NullTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: it has no such end.
+        """
+        return NullTokenizer(self.size, self.end)
+
+
 def shown(files: TokenizerFiles) -> str:
     """Return the flag that names the file of the vocabulary, and the file."""
     if isinstance(files, HuggingFaceFiles):
         return f"--tokenizer-model {files.folder}"
+    if isinstance(files, Numbers):
+        return f"--vocab-size {files.size}"
     return f"--vocab-file {files.vocab_file}"
 
 
-TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles
+TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles | Numbers
 
 
 def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
@@ -85,6 +110,16 @@ def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
         UsageError: a flag is missing.
     """
     kind = arguments.tokenizer_type
+    if kind == NULL:
+        _require(arguments, "vocab_size")
+        return Numbers(arguments.vocab_size, arguments.null_tokenizer_eod_id)
+    for name in ("vocab_size", "null_tokenizer_eod_id"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} with --tokenizer-type {kind}",
+                f"it with {NULL} alone",
+                "Drop it.",
+            )
     if kind == HUGGING_FACE:
         _require(arguments, "tokenizer_model")
         return HuggingFaceFiles(arguments.tokenizer_model, arguments.tokenizer_hf_include_special_tokens)
@@ -100,6 +135,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
     if missing:
         raise UsageError(
             f"--tokenizer-type {arguments.tokenizer_type} without {' and '.join(missing)}",
-            "its files",
-            "Name them.",
+            "what it is made of",
+            "Name it.",
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_npu.base.arg_parser import whole
+
 Add = Callable[..., Any]
 VOCAB_JSON = "GPT-2's vocab.json"
 
@@ -29,6 +31,16 @@ def add_tokenizer(
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
     add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
     add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
+
+
+def add_null_end(add: Add) -> None:
+    """Add ``--null-tokenizer-eod-id``."""
+    add(
+        "--null-tokenizer-eod-id",
+        type=whole,
+        metavar="ID",
+        help="the id that ends a document of the NullTokenizer (default: the last one, --vocab-size)",
+    )
 
 
 def add_gpt2_files(

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.checkpoint.checkpoint_files import is_of_fsdp
-from megatron_npu.pretrain.flags import latent_flags
+from megatron_npu.pretrain.flags import latent_flags, rotary_flags
 
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 _SAME_MODEL = (
@@ -29,9 +29,12 @@ _SAME_MODEL = (
     ("rotary_interleaved", "--rotary-interleaved"),
     ("use_rope_scaling", "--use-rope-scaling"),
     ("rope_scaling_factor", "--rope-scaling-factor"),
+    ("rotary_seq_len_interpolation_factor", "--rotary-seq-len-interpolation-factor"),
+    ("window_attn_skip_freq", "--window-attn-skip-freq"),
     ("swiglu", "--swiglu"),
     ("add_bias_linear", "--disable-bias-linear"),
     ("add_qkv_bias", "--add-qkv-bias"),
+    ("add_attention_bias", "--add-attention-bias"),
     ("qk_layernorm", "--qk-layernorm"),
     ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
     ("num_experts", "--num-experts"),
@@ -39,9 +42,12 @@ _SAME_MODEL = (
     ("mtp_num_layers", "--mtp-num-layers"),
 )
 # Values of checkpoints that are older than the flags.
-_BEFORE = {"multi_latent_attention": False}
+_BEFORE = {"multi_latent_attention": False, "add_attention_bias": False, **rotary_flags.OF_CORE}
 # The same of a model with multi-latent attention.
 _SAME_LATENT = tuple((name, f"--{name.replace('_', '-')}") for name in latent_flags.NAMES)
+# The same of a model with Llama 3's scaling, or dynamic; and with YaRN.
+_SAME_SCALING = tuple((name, f"--{name.replace('_', '-')}") for name in rotary_flags.NAMES)
+_SAME_YARN = tuple((name, f"--{name.replace('_', '-')}") for name in rotary_flags.YARN)
 # The same of a model with experts.
 _SAME_EXPERTS = tuple(
     (name, f"--{name.replace('_', '-')}")
@@ -70,6 +76,10 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
         names += _SAME_EXPERTS
     if args.multi_latent_attention:
         names += _SAME_LATENT
+    if args.use_rope_scaling:
+        names += _SAME_SCALING
+    if args.position_embedding_type == "yarn":
+        names += _SAME_YARN
     if args.position_embedding_type == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
     if args.add_bias_linear and not args.swiglu:

@@ -5,44 +5,12 @@ from __future__ import annotations
 import hashlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
+from megatron_npu.data.tokenization.null import NullTokenizer
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
-
-
-class NullTokenizer:
-    """Megatron's NullTokenizer: a text is numbers with blanks between; the end of document is the last id.
-
-    Args:
-        size: number of ids; ``vocab_size`` has one more, the end of document.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.vocab_size = size + 1
-        self.eod = size
-        self.unknown: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """Return the numbers of a text.
-
-        Raises:
-            UsageError: a word that is not an id.
-        """
-        words = text.split()
-        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
-            raise UsageError(
-                f"the prompt {text!r}",
-                f"numbers from 0 to {self.eod}, as the NullTokenizer has no words",
-                "Give ids, for example 5 17 3.",
-            )
-        return [int(word) for word in words]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the numbers as text."""
-        return " ".join(map(str, ids))
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
@@ -82,7 +50,13 @@ def build(args: Namespace) -> Tokenizer:
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
             raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size together with it", "Add it.")
-        return NullTokenizer(args.vocab_size)
+        return NullTokenizer(args.vocab_size, args.null_tokenizer_eod_id)
+    if args.null_tokenizer_eod_id is not None:
+        raise UsageError(
+            f"--null-tokenizer-eod-id with --tokenizer-type {args.tokenizer_type}",
+            "NullTokenizer",
+            "Drop it.",
+        )
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
             raise UsageError(

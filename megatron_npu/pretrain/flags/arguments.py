@@ -14,7 +14,7 @@ from megatron_npu.data.tokenization import flags
 from megatron_npu.options import hccl_buffers, memory_flags, older_flags
 from megatron_npu.options.attention_flags import add_attention_flags
 from megatron_npu.options.switches import add_switches
-from megatron_npu.pretrain.flags import expert_flags, latent_flags, muon_flags
+from megatron_npu.pretrain.flags import expert_flags, latent_flags, muon_flags, rotary_flags
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -73,16 +73,12 @@ def _model(add: Add) -> None:
     add("--max-position-embeddings", type=positive, required=True, help="tokens of the longest sequence")
     add(
         "--position-embedding-type",
-        choices=["learned_absolute", "rope", "none"],
+        choices=["learned_absolute", "rope", "yarn", "none"],
         default="learned_absolute",
-        help="how positions enter",
+        help="how positions enter; yarn: rope, stretched by --rotary-scaling-factor (arXiv:2309.00071)",
     )
     add("--use-rotary-position-embeddings", action="store_true", help="= --position-embedding-type rope")
-    add("--rotary-percent", type=number, default=1.0, help="part of a head that is rotated, from 0 to 1")
-    add("--rotary-base", type=integer, default=10000, help="base of the rotary frequencies")
-    add("--rotary-interleaved", action="store_true", help="rotate neighbours instead of halves")
-    add("--use-rope-scaling", action="store_true", help="lower the low rotary frequencies, as Llama 3.1 does")
-    add("--rope-scaling-factor", type=number, default=8.0, help="by how much --use-rope-scaling lowers them")
+    rotary_flags.add(add)
     add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="of every norm")
     add(
         "--norm-epsilon",
@@ -105,6 +101,11 @@ def _model(add: Add) -> None:
         help="linear layers without bias",
     )
     add("--add-qkv-bias", action="store_true", help="a bias for query, key and value even so")
+    add(
+        "--add-attention-bias",
+        action="store_true",
+        help="the same, and one for the layer behind the attention, as a Llama's attention_bias",
+    )
     add("--qk-layernorm", action="store_true", help="norm the queries and keys of each head")
     add(
         "--untie-embeddings-and-output-weights",
@@ -127,6 +128,13 @@ def _model(add: Add) -> None:
 
 
 def _attention(add: Add) -> None:
+    add(
+        "--window-attn-skip-freq",
+        type=expert_flags.layer_frequency,
+        metavar="N|PATTERN",
+        help="no window of --pre-tockens in every Nth layer; or 1 for a layer with it and 0 for one without: "
+        "[0]*2+[1]*2 (default: all have it)",
+    )
     add("--attention-dropout", type=number, default=0.1, help="probability, on attention's probabilities")
     add("--hidden-dropout", type=number, default=0.1, help="probability, before each residual sum")
     add(
@@ -456,6 +464,7 @@ def _data(add: Add) -> None:
         type=positive,
         help="of the NullTokenizer, without its end of document; of a model that has more than its tokenizer",
     )
+    flags.add_null_end(add)
     add(
         "--data-cache-path",
         metavar="DIR",

@@ -51,6 +51,8 @@ def model(args: Namespace) -> None:
     args.bias_gelu_fusion = args.bias_gelu_fusion and args.add_bias_linear  # as Megatron
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
+    args.add_attention_bias = args.add_attention_bias and not args.add_bias_linear  # which has it as well
+    args.add_qkv_bias = args.add_qkv_bias or args.add_attention_bias
     if args.use_flash_attn:
         args.attention_backend = "flash"
 

@@ -18,7 +18,15 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the flags of the attention; all but the first mean something together with it alone."""
+    """Add the flags of the attention; all but the first mean something with it alone, or with yarn."""
+    add_attention(add)
+    add("--rotary-scaling-factor", type=number, default=1.0, help="by which yarn stretches its positions")
+    add("--mscale", type=number, default=1.0, help="of yarn's scale of rotated vectors")
+    add("--mscale-all-dim", type=number, default=0.0, help="of yarn's scale of the softmax; 0: none")
+
+
+def add_attention(add: Add) -> None:
+    """Add those of them that yarn without this attention does not have."""
     add(
         "--multi-latent-attention",
         action="store_true",
@@ -30,9 +38,6 @@ def add(add: Add) -> None:
     add("--qk-pos-emb-head-dim", type=positive, default=64, help="part of it that is rotated")
     add("--v-head-dim", type=positive, default=128, help="size of a value head")
     add("--rope-type", choices=["rope", "yarn"], help="how that part is rotated (default: yarn)")
-    add("--rotary-scaling-factor", type=number, default=1.0, help="by which yarn stretches 4096 positions")
-    add("--mscale", type=number, default=1.0, help="of yarn's scale of rotated vectors")
-    add("--mscale-all-dim", type=number, default=0.0, help="of yarn's scale of the softmax; 0: none")
 
 
 def add_prediction(add: Add) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.options.attention_flags import AttentionFlags
-from megatron_npu.pretrain.flags import arguments, derive, latent_flags
+from megatron_npu.pretrain.flags import arguments, derive, latent_flags, rotary_flags
 
 _MODEL = """
     num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
     ffn_hidden_size seq_length max_position_embeddings position_embedding_type rotary_percent rotary_base
-    rotary_interleaved use_rope_scaling rope_scaling_factor normalization layernorm_epsilon
+    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
+    normalization layernorm_epsilon window_attn_skip_freq
     layernorm_zero_centered_gamma swiglu add_bias_linear add_qkv_bias qk_layernorm
     untie_embeddings_and_output_weights bias_gelu_fusion bias_swiglu_fusion attention_dropout hidden_dropout
     init_method_std apply_query_key_layer_scaling bf16 fp16 make_vocab_size_divisible_by padded_vocab_size
@@ -47,7 +48,6 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "quick_geglu": (False,),
     "onnx_safe": (None, False),
     "rope_type": (None, "rope", "yarn"),  # yarn of multi-latent attention alone, as upstream sees to
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "add_position_embedding": (True,),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None, ""),
@@ -87,12 +87,14 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     flags = [word for name in required for word in (f"--{name.replace('_', '-')}", str(_take(values, name)))]
     args = vars(arguments.parse([*flags, "--micro-batch-size", "1", "--train-iters", "0"]))
     latent = latent_flags.NAMES if values.get("multi_latent_attention") else []
-    for name in (*_MODEL, *latent, *_FILES, *_PLUGIN, *_OF_CORE):
+    yarn = rotary_flags.YARN if values.get("position_embedding_type") == "yarn" else []  # since 0.19
+    for name in (*_MODEL, *latent, *yarn, *_FILES, *_PLUGIN, *_OF_CORE):
         value = _take(values, name)
         if value is not None:
             args[name] = value
     if _counts_the_end(values):
         args["vocab_size"] -= 1
+        args[_END_OF_NULL] = values[_END_OF_NULL]
     result = Namespace(**args)
     result.mtp_num_layers = result.mtp_num_layers or None
     if latent:
@@ -125,21 +127,10 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
             " or ".join(known),
             "Its vocabulary's size is not in the checkpoint, and only these tokenizers say it here.",
         )
-    _require_last_token_ends(values)
     other = [*_other_classes(values), *_other_fields(values)]
     if other:
         raise UsageError(
             f"a checkpoint of Megatron-LM with {', '.join(other)}", "a plain GPT", "Nothing was written."
-        )
-
-
-def _require_last_token_ends(values: Mapping[str, Any]) -> None:
-    end = values.get(_END_OF_NULL)
-    if _counts_the_end(values) and end not in (None, values["vocab_size"] - 1):
-        raise UsageError(
-            f"a checkpoint with --null-tokenizer-eod-id {end}",
-            f"the last of its tokens, {values['vocab_size'] - 1}, as the end of document",
-            "Nothing was written.",
         )
 
 
@@ -179,7 +170,8 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
         train_samples, valid_samples: that the run has used.
     """
     latent = latent_flags.NAMES if args.multi_latent_attention else []
-    values = {name: getattr(args, name) for name in (*_MODEL, *latent)}
+    yarn = rotary_flags.YARN if args.position_embedding_type == "yarn" else []
+    values = {name: getattr(args, name) for name in (*_MODEL, *latent, *yarn)}
     values |= {old: values[name] for name, old in _OLDER.items()}
     return Namespace(
         **values,
@@ -194,3 +186,35 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
         consumed_train_samples=train_samples,
         consumed_valid_samples=valid_samples,
     )
+
+
+def beyond(args: Namespace) -> list[str]:
+    """Return what the stock scripts cannot be told of a model, each with what it is that they lack.
+
+    Without that they would compute another one; ``--use-checkpoint-args`` does not help, as the scripts take
+    neither scaling nor windows from a checkpoint. Windows themselves are flags of the plug-in's.
+
+    Args:
+        args: the driver's, after ``validation.check``.
+    """
+    result = []
+    factor = args.rotary_seq_len_interpolation_factor
+    if factor is not None and factor != int(factor):
+        result.append(f"--rotary-seq-len-interpolation-factor {factor}: they take whole numbers alone")
+    if args.use_rope_scaling:
+        result += [
+            f"--{name.replace('_', '-')} {getattr(args, name)}, for they have no such flag"
+            for name, value in rotary_flags.OF_CORE.items()
+            if getattr(args, name) != value
+        ]
+    if args.position_embedding_type == "yarn":
+        result.append("--position-embedding-type yarn, which they have from core_v0.19 on")
+    if args.add_attention_bias:
+        result.append("--add-attention-bias, for they have no such flag")
+    if args.null_tokenizer_eod_id is not None:
+        result.append(
+            f"--null-tokenizer-eod-id {args.null_tokenizer_eod_id}, which they have from core_v0.18 on"
+        )
+    if args.window_attn_skip_freq is not None:
+        result.append("--window-attn-skip-freq, which they have from core_v0.15 on")
+    return result

@@ -38,7 +38,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "a number from 0 on",
     ),
     (
-        "rotary-base rope-scaling-factor norm-epsilon loss-scale initial-loss-scale min-loss-scale "
+        "rotary-base rope-scaling-factor rope-scaling-low-freq-factor rope-scaling-high-freq-factor "
+        "rotary-seq-len-interpolation-factor yarn-beta-fast yarn-beta-slow norm-epsilon loss-scale "
+        "initial-loss-scale min-loss-scale "
         "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor "
         "muon-extra-scale-factor",
         lambda value: value > 0,

@@ -77,6 +77,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses this model: {error}", "flags that go together", "Change them."
         ) from error
     config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
+    if "window_attn_skip_freq" not in known:  # before 0.15, for the same
+        config.layers_with_window = args.window_attn_skip_freq
     if "offload_modules" not in known:  # nor these before 0.16, for the adaptor of activation_offloading
         config.offload_modules = args.offload_modules
         config.min_offloaded_tensor_size = args.min_offloaded_tensor_size
@@ -92,8 +94,13 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from megatron_npu.pretrain.model import attention_bias, rotary
+
     layers = _layers(args, config, stage)
-    return GPTModel(
+    if args.add_attention_bias:
+        attention_bias.add(layers)
+    positions, scaled = args.position_embedding_type, args.use_rope_scaling
+    result = GPTModel(
         config,
         layers,
         vocab_size=args.padded_vocab_size,
@@ -101,14 +108,17 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
+        position_embedding_type="rope" if positions == "yarn" else positions,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rope_scaling=scaled and rotary.is_of_core(args),
         rope_scaling_factor=args.rope_scaling_factor,
         mtp_block_spec=_predicting_layers(args, config, layers, stage),
         **_stage(stage),
     )
+    rotary.scale(args, result)
+    return result
 
 
 def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> Any:

@@ -75,6 +75,80 @@ def test_the_rotary_embedding_of_llama_3(rope):
     assert "--use-rope-scaling" in said
 
 
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({"type": "linear", "factor": 2.5}, "--rotary-seq-len-interpolation-factor 2.5"),
+        (
+            {"type": "dynamic", "factor": 2.0},
+            "--rope-scaling-type dynamic --rope-scaling-factor 2.0 "
+            "--rope-scaling-original-max-position-embeddings 64",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+            "--rotary-scaling-factor 4.0 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 32.0 "
+            "--yarn-beta-slow 1.0 --no-yarn-correction-range-round-to-int",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.5, "beta_slow": 2},
+            "--yarn-original-max-position-embeddings 64 --yarn-beta-fast 32.0 --yarn-beta-slow 2 "
+            "--mscale 0.7 --mscale-all-dim 1.5",
+        ),
+        ({**LLAMA3, "high_freq_factor": 8}, "--rope-scaling-factor 32.0 --rope-scaling-high-freq-factor 8"),
+        (
+            {**LLAMA3, "original_max_position_embeddings": None},  # transformers: the longest
+            "--rope-scaling-factor 32.0 --rope-scaling-original-max-position-embeddings 64",
+        ),
+    ],
+)
+def test_scaled_rotary_embeddings(scaling, said):
+    found = flags(LLAMA, rope_scaling=scaling)
+    assert f" {said} " in found
+    assert ("--use-rope-scaling" in found) == ("--rope-scaling-factor" in found)
+    kind = scaling.get("rope_type", scaling.get("type"))
+    assert f"--position-embedding-type {'yarn' if kind == 'yarn' else 'rope'} " in found
+    assert f"--max-position-embeddings {128 if kind == 'dynamic' else 64} " in found
+
+
+def test_windows_of_some_layers():
+    on = {"use_sliding_window": True, "sliding_window": 7}
+    assert "--pre-tockens 6 --window-attn-skip-freq [0,1] " in flags(QWEN2, **on, max_window_layers=1)
+    assert "skip-freq" not in flags(QWEN2, **on, max_window_layers=0)
+    assert "tockens" not in flags(QWEN2, **on)  # from layer 28 on
+    kinds = ["sliding_attention", "full_attention"]
+    assert "--window-attn-skip-freq [1,0] " in flags(QWEN3, **on, layer_types=kinds)
+
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+QWEN2_MOE = {
+    **QWEN2,
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+
+
+def test_one_expert_whose_score_is_always_one_is_refused():
+    one = {"num_experts_per_tok": 1}
+    for values in ({**MIXTRAL, **one}, {**QWEN2_MOE, **one, "norm_topk_prob": True}):
+        with pytest.raises(UsageError, match="num_experts_per_tok 1, which cannot be converted; expected 2"):
+            flags(values)
+    assert "--moe-router-topk 1 " in flags({**QWEN2_MOE, **one, "norm_topk_prob": False})
+
+
+def test_what_a_mixtral_lacks_is_its_own():
+    assert "--norm-epsilon 1e-05 " in flags(MIXTRAL)
+    assert "tockens" not in flags(MIXTRAL)
+    assert "--pre-tockens 6 " in flags(MIXTRAL, sliding_window=7)
+
+
+def test_a_bias_of_the_attention_alone():
+    for values in (LLAMA, QWEN3):
+        assert "--disable-bias-linear --add-attention-bias" in flags(values, attention_bias=True)
+    assert "bias" not in flags(LLAMA, attention_bias=True, mlp_bias=True)
+
+
 def test_a_window_counts_the_own_token_and_null_is_none():
     assert "--pre-tockens 6 " in flags(MISTRAL, sliding_window=7)
     assert "tockens" not in flags(MISTRAL, sliding_window=None)
@@ -103,12 +177,13 @@ def test_windows_that_are_off_mean_nothing(values):
         (MISTRAL, {"sliding_window": 0}, "sliding_window"),
         (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads"),
         (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types"),
-        (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN2, {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
+        (QWEN2, {"use_sliding_window": True, "layer_types": ["full_attention", "chunked"]}, "layer_types"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
         (QWEN2, {"use_mrope": True}, "use_mrope"),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN2, {"attention_bias": False}, "attention_bias"),
-        (QWEN3, {"attention_bias": True}, "attention_bias"),
-        (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (QWEN3, {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "longrope"),
         (LLAMA, {"sliding_window": 4}, "sliding_window"),
         (GPT2, {"activation_function": "relu"}, "activation_function"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -123,13 +198,18 @@ def test_windows_that_are_off_mean_nothing(values):
         (GPT2, {"quantization_config": {"bits": 4}}, "quantization_config"),
         (GPT2, {"model_type": "opt"}, 'model_type "opt"'),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA, {"attention_bias": True}, "attention_bias"),
         (LLAMA, {"mlp_bias": True}, "attention_bias"),
         (LLAMA, {"rope_theta": 10000.5}, "rope_theta"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 1e9}}, "factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}}, "attention_f"),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "attention_factor": 2}}, "attention_f"),
+        (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        (LLAMA, {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64}, "original_max_position"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "beta": 2.0}}, "beta"),
         (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling"),

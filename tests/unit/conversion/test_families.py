@@ -12,11 +12,13 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import families, hf_llama
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import (
+    ATTENTION_BIAS,
     EXPERTS,
     POSITIONS,
     QK_NORM,
     QKV_BIAS,
     SHARED_EXPERT,
+    SOME_WINDOWS,
     WINDOW,
     Family,
 )
@@ -28,8 +30,11 @@ LLAMA = {
     "swiglu": True,
     "rotary_percent": 1.0,
     "rotary_base": 10000,
+    "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False,
+    "window_attn_skip_freq": None,
     "add_bias_linear": False,
+    "add_attention_bias": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,
     "layernorm_zero_centered_gamma": False,
@@ -53,6 +58,17 @@ LLAMA = {
 }
 
 
+YARN = {
+    "rotary_scaling_factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
+
+
 def chosen(before: str | None = None, **changes: object) -> str:
     return families.of_arguments(Namespace(**{**LLAMA, **changes}), before).MODEL_TYPE
 
@@ -65,6 +81,12 @@ def chosen(before: str | None = None, **changes: object) -> str:
         ({"add_bias_linear": True, "add_qkv_bias": True}, "llama"),
         ({"add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
+        ({"add_qkv_bias": True, "add_attention_bias": True}, "llama"),
+        ({"add_qkv_bias": True, "add_attention_bias": True, "qk_layernorm": True}, "qwen3"),
+        ({"add_qkv_bias": True, "pre_tokens": 7}, "qwen2"),
+        ({"add_qkv_bias": True, "pre_tokens": 7, "window_attn_skip_freq": [0, 1]}, "qwen2"),
+        ({"pre_tokens": 7, "window_attn_skip_freq": 4}, "mistral"),  # every layer has it: there are but two
+        ({"position_embedding_type": "yarn"} | YARN, "llama"),
         ({"pre_tokens": 7}, "mistral"),
         ({"pre_tokens": 63}, "llama"),  # reaches every token
         ({"window_size": (7, 0)}, "mistral"),
@@ -171,7 +193,7 @@ def test_dense_layers_have_keys(frequency, step, dense):
 def test_a_window_counts_the_own_token(window):
     args = Namespace(**{**LLAMA, **window})
     assert families.FAMILIES["mistral"].config(args)["sliding_window"] == 8
-    for other in ("llama", "qwen2", "gpt2"):
+    for other in ("llama", "gpt2"):
         with pytest.raises(UsageError):
             families.FAMILIES[other].config(args)
 
@@ -194,11 +216,19 @@ CHANGES: dict[str, dict[str, object]] = {
     POSITIONS: GPT2,
     QK_NORM: {"qk_layernorm": True},
     QKV_BIAS: {"add_qkv_bias": True},
+    ATTENTION_BIAS: {"add_qkv_bias": True, "add_attention_bias": True},
     WINDOW: {"pre_tokens": 7},
+    SOME_WINDOWS: {"pre_tokens": 7, "window_attn_skip_freq": [0, 1]},
     EXPERTS: OF_EXPERTS,
     SHARED_EXPERT: SHARED,
 }
-SETS = [frozenset(chosen) for size in range(7) for chosen in itertools.combinations(CHANGES, size)]
+# two pairs of traits exclude each other: a checkpoint has one of each at most
+SETS = [
+    frozenset(chosen)
+    for size in range(7)
+    for chosen in itertools.combinations(CHANGES, size)
+    if not {QKV_BIAS, ATTENTION_BIAS} <= set(chosen) and not {WINDOW, SOME_WINDOWS} <= set(chosen)
+]
 
 
 def with_traits(wanted: frozenset[str]) -> Namespace:

@@ -187,6 +187,25 @@ def test_no_tokenizer_is_said_and_can_be_asked_for(folder, talking):
     assert f"{folder} has no tokenizer" in chosen(folder).said[0]
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "end", "said"),
+    [
+        ({}, {}, None, "no eos_token_id, so that it ends with the last id, 399"),
+        ({"eos_token_id": 2}, {"eos_token_id": 7}, 2, "it ends with 2, the model's eos_token_id"),
+        ({}, {"eos_token_id": 7}, 7, "it ends with 7"),
+        ({"eos_token_id": [5, 7, 9]}, {}, 5, "but not with 7, 9"),
+        ({"eos_token_id": 399}, {}, None, "it ends with 399"),
+        ({"eos_token_id": 50256}, {}, None, "the last id, 399"),  # none of this model's
+    ],
+)
+def test_without_a_tokenizer_the_model_says_what_ends_a_text(folder, config, generation, end, said):
+    write_json(folder / "config.json", {"model_type": "gpt2", **config})
+    write_json(folder / "generation_config.json", generation)
+    found = chosen(folder)
+    assert found.flags[4:] == ([] if end is None else ["--null-tokenizer-eod-id", str(end)])
+    assert said in found.said[0]
+
+
 def test_a_tokenizer_for_another_model(talking):
     size = HuggingFaceTokenizer(talking).vocab_size
     with pytest.raises(UsageError, match=f"a tokenizer of {size} tokens for a model of {size - 1}"):

@@ -78,6 +78,46 @@ def test_append_eod_spares_empty_documents(tiny: Vocabulary, corpus_file: Write,
     assert indexed_dataset.validate(prefix, 400).documents == len(ODD)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_text_that_is_numbers(workers: str, tmp_path: Path, corpus_file: Write) -> None:
+    source = corpus_file([{"text": "1 2 30"}, {"text": ""}, {"text": "99"}])
+    line = ["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / "n"), "--append-eod"]
+    line += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--workers", workers]
+    assert cli.main(line) == 0
+    data, _ = contents(tmp_path / "n_text_document")
+    assert np.frombuffer(data, np.uint16).tolist() == [1, 2, 30, 99, 99, 99]
+    assert cli.main([*line, "--null-tokenizer-eod-id", "5"]) == 0
+    data, _ = contents(tmp_path / "n_text_document")
+    assert np.frombuffer(data, np.uint16).tolist() == [1, 2, 30, 5, 99, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "named"),
+    [
+        ("1 two", "--tokenizer-type NullTokenizer --vocab-size 99", "numbers from 0 to 99"),
+        ("1 100", "--tokenizer-type NullTokenizer --vocab-size 99 --workers 2", "numbers from 0 to 99"),
+        ("1", "--tokenizer-type NullTokenizer", "without --vocab-size"),
+        ("1", "--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 10", "up to 9"),
+        ("1", "--vocab-size 9", "--vocab-size with --tokenizer-type GPT2BPETokenizer"),
+    ],
+)
+def test_numbers_that_are_none(
+    text: str,
+    flags: str,
+    named: str,
+    tmp_path: Path,
+    corpus_file: Write,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = corpus_file([{"text": text}])
+    line = ["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / "n"), *flags.split()]
+    assert cli.main(line) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("n_*"))
+
+
 def test_several_files_are_one_corpus(tmp_path: Path, corpus_file: Write, preprocess: Run) -> None:
     whole = preprocess(corpus_file({"text": text} for text in ODD), prefix="whole")
     first = corpus_file(({"text": text} for text in ODD[:3]), "first.jsonl")

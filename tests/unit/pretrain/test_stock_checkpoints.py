@@ -174,11 +174,9 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
         ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size 16"),
         ({"multi_latent_attention": True, "attention_output_gate": True}, "attention_output_gate"),
         ({"squared_relu": True}, "squared_relu"),
-        ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor 2"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ({"window_size": (8, -1)}, "window_size (8, -1)"),
         ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-type TikTokenizer"),
-        ({"null_tokenizer_eod_id": 0}, "--null-tokenizer-eod-id 0"),
     ],
 )
 def test_what_the_driver_does_not_have_is_named(changes, named):
@@ -186,6 +184,26 @@ def test_what_the_driver_does_not_have_is_named(changes, named):
     with pytest.raises(UsageError) as caught:
         stock_arguments.to_driver({**STOCK, **changes})
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rotary_seq_len_interpolation_factor": 2},
+        {
+            "position_embedding_type": "yarn",
+            "yarn_beta_fast": 16.0,
+            "rotary_scaling_factor": 4.0,
+            "mscale": 0.5,
+        },
+        {"window_size": (8, 0), "window_attn_skip_freq": [0, 1]},
+        {"tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": 7},
+    ],
+)
+def test_what_only_some_scripts_can_be_told_is_taken(changes):
+    pytest.importorskip("megatron.core")
+    args = stock_arguments.to_driver({**STOCK, **changes})
+    assert {name: args[name] for name in changes} == changes
 
 
 def test_multi_latent_attention_and_further_layers_are_taken():

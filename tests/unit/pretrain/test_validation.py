@@ -47,12 +47,29 @@ def test_given_flags_are_left_as_they_are(flags, monkeypatch):
     assert vars(args) == before
 
 
+ROPE = "--position-embedding-type rope"
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
+
+
 @pytest.mark.parametrize(
     ("changes", "processes", "named"),
     [
         ("--seq-length 33", 1, "--max-position-embeddings 32"),
         ("--num-attention-heads 5", 1, "--num-attention-heads"),
         ("--bf16 --fp16", 1, "--bf16 and --fp16"),
+        ("--use-rope-scaling", 1, "--use-rope-scaling with --position-embedding-type learned_absolute"),
+        (f"{ROPE} --rope-scaling-type dynamic", 1, "--rope-scaling-type without --use-rope-scaling"),
+        (f"{ROPE} --yarn-beta-fast 8", 1, "--yarn-beta-fast without --position-embedding-type yarn"),
+        (f"{ROPE} --mscale 2", 1, "--mscale without --multi-latent-attention"),
+        (f"{ROPE} --rotary-seq-len-interpolation-factor 0", 1, "a number above 0"),
+        (f"{ROPE} --use-rope-scaling --rotary-seq-len-interpolation-factor 2", 1, "one of them"),
+        (f"{ROPE} --use-rope-scaling --rope-scaling-low-freq-factor 4", 1, "less than --rope-scaling-high"),
+        (f"{YARN} --rotary-percent 0.5", 1, "--rotary-percent 0.5 with --position-embedding-type yarn"),
+        (f"{YARN} --yarn-beta-slow 64", 1, "at least --yarn-beta-slow"),
+        (f"{YARN} --use-rope-scaling", 1, "--use-rope-scaling with --position-embedding-type yarn"),
+        ("--window-attn-skip-freq 2", 1, "--window-attn-skip-freq without --pre-tockens"),
+        ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, "with 1 layers; expected --num-layers 2"),
+        ("--null-tokenizer-eod-id 256", 1, "--null-tokenizer-eod-id 256 with --vocab-size 255"),
         ("--reuse-fp32-param", 1, "--reuse-fp32-param without bf16 parameters"),
         ("--use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer alone"),
         ("--exp-avg-dtype bf16", 1, "--exp-avg-dtype bf16 without --use-precision-aware-optimizer"),

@@ -37,8 +37,9 @@ class LayerOptions:
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     """Return the options of ``module``, which upstream's constructor has just initialised.
 
-    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``. They do not apply to
-    cross-attention: a distance between positions of two different sequences means nothing.
+    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``, in the layers that have a
+    window. They do not apply to cross-attention: a distance between positions of two different sequences
+    means nothing.
 
     Raises:
         UsageError: as ``comm_type``.
@@ -46,13 +47,28 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     flags = flags_of(module.config)
     communication = comm_type(module.config, cp_comm_type)
     if flags.window != (None, None) and module.attention_type != "cross":
-        return LayerOptions(flags, False, communication)
+        own = flags if _has_window(module) else flags.without_window()
+        return LayerOptions(own, False, communication)
     # since 0.15 some layers have the configured window, others none: window_attn_skip_freq
     size = vars(module.scale_mask_softmax).get("window_size", module.config.window_size)
     if size is None:
         return LayerOptions(flags.without_window(), False, communication)
     left, right = (None if limit < 0 else limit for limit in size)  # -1 is TransformerEngine's "no limit"
     return LayerOptions(flags.with_window(left, right), True, communication)
+
+
+def _has_window(module: Any) -> bool:
+    """Return whether a layer has the window of the flags: ``--window-attn-skip-freq`` leaves it out of some.
+
+    megatron-core has it since 0.15; before, the embedded driver tells the configuration.
+    """
+    config = module.config
+    skipped = getattr(config, "window_attn_skip_freq", getattr(config, "layers_with_window", None))
+    if skipped is None:
+        return True
+    if isinstance(skipped, int):
+        return bool(module.layer_number % skipped)
+    return bool(skipped[module.layer_number - 1])
 
 
 def flags_of(config: Any) -> AttentionFlags:

@@ -19,7 +19,9 @@ def check(args: Namespace) -> None:
         derive.latent(args)
         _attention(args)
     else:
-        nothing_without("--multi-latent-attention", latent_flags.add, args, "both", "Add that flag.")
+        yarn = args.position_embedding_type == "yarn"  # which has the same scale
+        add = latent_flags.add_attention if yarn else latent_flags.add
+        nothing_without("--multi-latent-attention", add, args, "both", "Add that flag.")
     if args.mtp_num_layers is not None:
         _prediction(args)
 
@@ -28,6 +30,7 @@ def _attention(args: Namespace) -> None:
     for flag, given in (
         ("--group-query-attention", args.group_query_attention),
         ("--use-rope-scaling", args.use_rope_scaling),
+        ("--rotary-seq-len-interpolation-factor", args.rotary_seq_len_interpolation_factor is not None),
         ("--rotary-interleaved", args.rotary_interleaved),
         ("--add-qkv-bias", args.add_qkv_bias),
     ):

@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.options import memory_flags
 from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.pretrain.flags import derive
-from megatron_npu.pretrain.flags.checks import divides
+from megatron_npu.pretrain.flags.checks import divides, rotary
 
 
 def check(args: Namespace) -> None:
@@ -30,8 +30,8 @@ def check(args: Namespace) -> None:
         )
     if args.bf16 and args.fp16:
         raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
-    if args.position_embedding_type == "rope":
-        _rotary(args)
+    rotary.check(args)
+    _window(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear alone",
@@ -40,13 +40,24 @@ def check(args: Namespace) -> None:
         )
 
 
-def _rotary(args: Namespace) -> None:
-    rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
-    if not 2 <= rotated <= args.kv_channels:
+def _window(args: Namespace) -> None:
+    """Check that ``--window-attn-skip-freq`` has a window, and says of each layer whether it has one."""
+    skipped = args.window_attn_skip_freq
+    if skipped is None:
+        return
+    if AttentionFlags.from_args(args).window == (None, None):
+        raise UsageError("--window-attn-skip-freq without --pre-tockens", "both", "Add that flag.")
+    if args.mtp_num_layers is not None:
         raise UsageError(
-            f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
-            "at least one pair of channels, and no more than there are",
-            "Change one of the two.",
+            "--window-attn-skip-freq with --mtp-num-layers",
+            "one of them: it says nothing of the layers that predict",
+            "Drop one.",
+        )
+    if isinstance(skipped, list) and len(skipped) != args.num_layers:
+        raise UsageError(
+            f"--window-attn-skip-freq with {len(skipped)} layers",
+            f"--num-layers {args.num_layers} of them",
+            "Change the pattern.",
         )
 
 

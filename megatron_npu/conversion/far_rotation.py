@@ -1,0 +1,58 @@
+"""By what angles two models turn queries and keys at the end of the longest text that they are for.
+
+The proof runs both models on a few tokens: they do not tell whether a scaling of positions is the same behind
+the length that a model was first trained for.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.pretrain.flags import rotary_flags
+
+_POSITIONS = 64
+_LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
+
+
+def length(args: Namespace) -> int:
+    """Return the tokens of the text."""
+    return min(args.max_position_embeddings, _LONGEST)
+
+
+def theirs(model: Any, args: Namespace) -> Tensor | None:
+    """Return cosines and sines [2, positions, hn / 2] of a model of transformers; None: it rotates nothing.
+
+    Args:
+        model: the whole one, on the host.
+        args: the driver's of the same model.
+    """
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return None
+    positions = torch.arange(max(0, length(args) - _POSITIONS), length(args))[None]
+    turned = torch.stack(rotary(torch.zeros(1), positions))[:, 0]
+    result: Tensor = turned[..., : turned.size(-1) // 2]
+    return result
+
+
+def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
+    """Return the largest difference to those of a GPTModel.
+
+    Args:
+        gpt: on its device.
+        args: the flags of the model.
+        theirs: what ``theirs`` has returned.
+    """
+    angles = gpt.rotary_pos_emb(length(args))[-theirs.size(1) :, 0, 0].float().cpu()
+    pairs = angles[:, ::2] if args.rotary_interleaved else angles[:, : angles.size(-1) // 2]
+    factor = rotary_flags.concentration(args) if args.position_embedding_type == "yarn" else 1.0
+    return (torch.stack([pairs.cos(), pairs.sin()]) * factor - theirs).abs().max().item()
+
+
+def bound(tokens: int) -> float:
+    """Return what the rounding of fp32 makes of an angle, a product of position and frequency."""
+    return 1e-5 + 4e-7 * tokens

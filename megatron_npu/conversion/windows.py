@@ -1,0 +1,79 @@
+"""Windows in ``config.json`` and in the driver's flags: how far a query sees back, and in which layers."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any, Literal
+
+from megatron_npu.conversion import unsupported
+from megatron_npu.conversion.config import Config
+
+# Which layers have one: all; those from max_window_layers on; the first, third … of the layers before that.
+Layers = Literal["all", "late", "odd"]
+_WHOLE, _WINDOW = "full_attention", "sliding_attention"  # of layer_types
+_LIMIT = 28  # max_window_layers where config.json has no such key
+
+
+def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, object]:
+    """Return the flags of the windows; ``sliding_window`` counts the query's own token too.
+
+    Args:
+        config: the keys.
+        usual: ``sliding_window`` where ``config.json`` has no such key; 0: there is none then.
+        switch: ``use_sliding_window`` says whether there are any.
+        which: layers have one where no ``layer_types`` says it.
+
+    Raises:
+        UsageError: keys that contradict.
+    """
+    layers = _of_layers(config, usual, switch, which)
+    if not any(layers):
+        config.ignore("sliding_window")
+        return {}
+    result: dict[str, object] = {"--pre-tockens": config.number("sliding_window", usual or None) - 1}
+    if not all(layers):
+        result["--window-attn-skip-freq"] = str([int(layer) for layer in layers]).replace(" ", "")
+    return result
+
+
+def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[bool]:
+    """Return for each layer whether it has a window."""
+    layers = config.number("num_hidden_layers")
+    there = not config.is_null("sliding_window") and (usual > 0 or config.has("sliding_window"))
+    if not switch:
+        return [there] * layers
+    there = config.require("use_sliding_window", False, True) and there
+    limit = config.whole("max_window_layers", _LIMIT)
+    expected = {
+        "all": [there] * layers,
+        "late": [there and number >= limit for number in range(layers)],
+        "odd": [there and number < limit and number % 2 == 0 for number in range(layers)],
+    }[which]
+    kinds = config.items("layer_types")
+    if not kinds:
+        return expected
+    found = [kind == _WINDOW for kind in kinds]
+    known = len(kinds) == layers and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
+    if not known or (found != expected and (not there or which == "all")):
+        raise config.refusal("layer_types", kinds, f"{json.dumps(_kinds(expected))}, as the other keys say")
+    return found
+
+
+def _kinds(layers: list[bool]) -> list[str]:
+    return [_WINDOW if layer else _WHOLE for layer in layers]
+
+
+def keys(args: Namespace, switch: bool, which: Layers) -> dict[str, Any]:
+    """Return the keys of ``config.json``; the arguments are those of ``flags``."""
+    before, layers = unsupported.window(args), unsupported.windows(args)
+    window = None if before is None else before + 1
+    if not switch:
+        return {"sliding_window": window}
+    if not any(layers):
+        return {"use_sliding_window": False, "sliding_window": None}
+    result = {"use_sliding_window": True, "sliding_window": window}
+    if which == "all":
+        return result
+    limit = layers.index(True) if which == "late" else args.num_layers
+    return result | {"max_window_layers": limit, "layer_types": _kinds(layers)}

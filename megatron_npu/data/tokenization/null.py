@@ -1,0 +1,52 @@
+"""Megatron's NullTokenizer: for text that is numbers already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_npu.base.errors import UsageError
+
+_SHOWN = 60  # characters of a text in a message
+
+
+class NullTokenizer:
+    """A text is numbers with blanks between; the end of document is the last id, or another one.
+
+    Args:
+        size: number of ids; ``vocab_size`` has one more, the end of document if no other is named.
+        end: ``--null-tokenizer-eod-id``: the id that ends a document.
+
+    Raises:
+        UsageError: there is no such id.
+    """
+
+    def __init__(self, size: int, end: int | None = None) -> None:
+        self.vocab_size = size + 1
+        self.eod = size if end is None else end
+        self.unknown: int | None = None
+        if self.eod > size:
+            raise UsageError(
+                f"--null-tokenizer-eod-id {end} with --vocab-size {size}",
+                f"an id up to {size}",
+                "Change one.",
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of a text.
+
+        Raises:
+            UsageError: a word that is not an id.
+        """
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+            raise UsageError(
+                f"the text {shown!r}",
+                f"numbers from 0 to {self.vocab_size - 1}, as the NullTokenizer has no words",
+                "Give ids, for example 5 17 3.",
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the numbers as text."""
+        return " ".join(map(str, ids))

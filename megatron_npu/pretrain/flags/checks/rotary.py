@@ -1,0 +1,85 @@
+"""Checks of rotated positions, and of what stretches them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.checks import nothing_without
+
+_ROPE = "--position-embedding-type rope"
+
+
+def check(args: Namespace) -> None:
+    """Check the flags of the rotary embedding.
+
+    Raises:
+        UsageError: one that lacks another, two that exclude each other, or a part of a head without pairs.
+    """
+    if args.position_embedding_type in rotary_flags.ROTATED:
+        _channels(args)
+    if args.position_embedding_type == "yarn":
+        _yarn(args)
+    else:
+        yarn = "--position-embedding-type yarn"
+        nothing_without(yarn, rotary_flags.add_yarn, args, "both", "Add that flag.")
+    if not args.use_rope_scaling:
+        nothing_without("--use-rope-scaling", rotary_flags.add_scaling, args, "both", "Add that flag.")
+    _scaled(args)
+
+
+def _channels(args: Namespace) -> None:
+    rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
+    if not 2 <= rotated <= args.kv_channels:
+        raise UsageError(
+            f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
+            "at least one pair of channels, and no more than there are",
+            "Change one of the two.",
+        )
+
+
+def _yarn(args: Namespace) -> None:
+    for flag, unfit, expected in (
+        ("--rotary-percent", args.rotary_percent < 1, "whole heads that are rotated"),
+        ("--rotary-base", args.rotary_base < 2, "a base above 1"),
+        ("--rotary-interleaved", args.rotary_interleaved, "halves that are rotated, as upstream's yarn does"),
+        ("--yarn-beta-fast", args.yarn_beta_fast < args.yarn_beta_slow, "at least --yarn-beta-slow"),
+    ):
+        if unfit:
+            name = flag[2:].replace("-", "_")
+            raise UsageError(
+                f"{flag} {getattr(args, name)} with --position-embedding-type yarn", expected, "Change it."
+            )
+
+
+def _scaled(args: Namespace) -> None:
+    given = [
+        flag
+        for flag, there in (
+            ("--use-rope-scaling", args.use_rope_scaling),
+            ("--rotary-seq-len-interpolation-factor", args.rotary_seq_len_interpolation_factor is not None),
+        )
+        if there
+    ]
+    if given and args.position_embedding_type != "rope":
+        raise UsageError(
+            f"{given[0]} with --position-embedding-type {args.position_embedding_type}",
+            f"{_ROPE}, which it changes",
+            f"Add that flag, or drop {given[0]}.",
+        )
+    if len(given) > 1:
+        raise UsageError(" and ".join(given), "one of them", "Drop one.")
+    if not args.use_rope_scaling:
+        return
+    if args.rope_scaling_type == rotary_flags.DYNAMIC:
+        if args.kv_channels * args.rotary_percent < 4:
+            raise UsageError(
+                f"--rope-scaling-type dynamic of {args.kv_channels} channels", "4 at least", "Change it."
+            )
+    elif args.rope_scaling_low_freq_factor >= args.rope_scaling_high_freq_factor:
+        raise UsageError(
+            f"--rope-scaling-low-freq-factor {args.rope_scaling_low_freq_factor}",
+            f"less than --rope-scaling-high-freq-factor {args.rope_scaling_high_freq_factor}",
+            "Change one.",
+        )

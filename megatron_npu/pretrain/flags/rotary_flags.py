@@ -1,0 +1,110 @@
+"""The driver's flags for rotated positions: Megatron's names where it has one, and what it lacks."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_npu.base.arg_parser import integer, number, positive
+
+Add = Callable[..., Any]
+
+LLAMA3, DYNAMIC = "llama3", "dynamic"
+# What --use-rope-scaling takes beside its factor, which no script of Megatron's has: attributes of the
+# arguments, and what megatron-core has built in (0.12 to 0.19).
+OF_CORE: Mapping[str, object] = MappingProxyType(
+    {
+        "rope_scaling_type": LLAMA3,
+        "rope_scaling_original_max_position_embeddings": 8192,
+        "rope_scaling_low_freq_factor": 1.0,
+        "rope_scaling_high_freq_factor": 4.0,
+    }
+)
+NAMES = tuple(OF_CORE)
+# What --position-embedding-type yarn takes: of 0.19's scripts. The last three are of MLA's yarn as well.
+YARN = tuple(
+    """
+    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
+    rotary_scaling_factor mscale mscale_all_dim
+    """.split()
+)
+ROTATED = ("rope", "yarn")  # values of --position-embedding-type
+
+
+def add(add: Add) -> None:
+    """Add the flags of every rotary embedding."""
+    add("--rotary-percent", type=number, default=1.0, help="part of a head that is rotated, from 0 to 1")
+    add("--rotary-base", type=integer, default=10000, help="base of the rotary frequencies")
+    add("--rotary-interleaved", action="store_true", help="rotate neighbours instead of halves")
+    add(
+        "--rotary-seq-len-interpolation-factor",
+        type=number,
+        help="divide positions by it, to reach further (default: 1)",
+    )
+    add(
+        "--use-rope-scaling",
+        action="store_true",
+        help="lower the low rotary frequencies, as Llama 3.1 does, or as --rope-scaling-type says",
+    )
+    add("--rope-scaling-factor", type=number, default=8.0, help="by how much --use-rope-scaling lowers them")
+    add_scaling(add)
+    add_yarn(add)
+
+
+def add_scaling(add: Add) -> None:
+    """Add the flags that mean something together with ``--use-rope-scaling`` alone."""
+    add(
+        "--rope-scaling-type",
+        choices=[LLAMA3, DYNAMIC],
+        default=LLAMA3,
+        help="dynamic: the longer a text beyond the original length, the larger the base",
+    )
+    add(
+        "--rope-scaling-original-max-position-embeddings",
+        type=positive,
+        default=8192,
+        help="tokens of the longest sequence before --use-rope-scaling",
+    )
+    add(
+        "--rope-scaling-low-freq-factor",
+        type=number,
+        default=1.0,
+        help="of llama3: waves longer than the original length / X are lowered",
+    )
+    add(
+        "--rope-scaling-high-freq-factor",
+        type=number,
+        default=4.0,
+        help="of llama3: waves shorter than the original length / X stay",
+    )
+
+
+def add_yarn(add: Add) -> None:
+    """Add the flags that mean something together with ``--position-embedding-type yarn`` alone."""
+    add(
+        "--yarn-original-max-position-embeddings",
+        type=positive,
+        default=4096,
+        help="of --position-embedding-type yarn: tokens of the longest sequence before it",
+    )
+    add("--yarn-beta-fast", type=number, default=32.0, help="channels that turn more often in it stay")
+    add("--yarn-beta-slow", type=number, default=1.0, help="channels that turn less often are interpolated")
+    add(
+        "--no-yarn-correction-range-round-to-int",
+        action="store_false",
+        dest="yarn_correction_range_round_to_int",
+        help="do not round the numbers of these channels",
+    )
+
+
+def concentration(args: Namespace) -> float:
+    """Return by what ``--position-embedding-type yarn`` multiplies queries and keys."""
+    factor = args.rotary_scaling_factor
+    return _stretched(factor, args.mscale) / _stretched(factor, args.mscale_all_dim)
+
+
+def _stretched(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,23 @@
+"""The bias of the layer behind the attention alone, which megatron-core has no flag for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+
+class BiasedProjection(RowParallelLinear):
+    """A linear layer with a bias, whatever ``config.add_bias_linear`` says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+
+
+def add(layers: Any) -> None:
+    """Let the layers of a specification, one for all or one for each, have this bias."""
+    for layer in getattr(layers, "layer_specs", [layers]):
+        attention = layer.submodules.self_attention.submodules
+        if attention.linear_proj is not BiasedProjection and attention.linear_proj is not RowParallelLinear:
+            raise AssertionError(f"the attention ends in {attention.linear_proj}, not in RowParallelLinear")
+        attention.linear_proj = BiasedProjection

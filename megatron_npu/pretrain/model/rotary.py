@@ -1,0 +1,131 @@
+"""Rotary frequencies that no supported megatron-core computes alike, or at all: put into its own embedding.
+
+Llama 3's for another length than 8192, YaRN's (megatron-core has them from 0.15 on, its scripts from 0.19),
+and those that follow the length of the text (dynamic NTK). The formulas and the order of their operations are
+those of Transformers, so that both models turn by the same angles.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+
+from megatron_npu.pretrain.flags import rotary_flags
+
+
+def scale(args: Namespace, gpt: Any) -> None:
+    """Let a GPTModel, which has been built with plain frequencies, turn queries and keys as the flags say."""
+    embedding = getattr(gpt, "rotary_pos_emb", None)
+    if embedding is None or args.multi_latent_attention:
+        return
+    if args.position_embedding_type == "yarn":
+        embedding.inv_freq = yarn(args, embedding.inv_freq)
+        factor = rotary_flags.concentration(args)
+        for module in gpt.modules():
+            # queries and keys times the factor, which is a factor of what they have in common
+            if isinstance(module, DotProductAttention):
+                module.softmax_scale *= factor**2
+    elif not args.use_rope_scaling or is_of_core(args):
+        return
+    elif args.rope_scaling_type == rotary_flags.DYNAMIC:
+        gpt.rotary_pos_emb = DynamicRotary(args, embedding)
+    else:
+        embedding.inv_freq = llama3(args, embedding.inv_freq)
+
+
+def is_of_core(args: Namespace) -> bool:
+    """Return whether ``--use-rope-scaling`` is what megatron-core has built in, but for the factor."""
+    given = {name: getattr(args, name) for name in rotary_flags.NAMES}
+    return given == rotary_flags.OF_CORE
+
+
+def llama3(args: Namespace, plain: Tensor) -> Tensor:
+    """Return Llama 3's frequencies: long waves lowered by the factor, short ones as they are."""
+    length = args.rope_scaling_original_max_position_embeddings
+    low, high = args.rope_scaling_low_freq_factor, args.rope_scaling_high_freq_factor
+    factor, waves = args.rope_scaling_factor, 2 * math.pi / plain
+    lowered = torch.where(waves > length / low, plain / factor, plain)
+    smooth = (length / waves - low) / (high - low)
+    between = ~(waves < length / high) & ~(waves > length / low)
+    return torch.where(between, (1 - smooth) * lowered / factor + smooth * lowered, lowered)
+
+
+def yarn(args: Namespace, plain: Tensor) -> Tensor:
+    """Return YaRN's frequencies: of channels that turn often as they are, of slow ones interpolated."""
+    pairs = plain.numel()
+    dim, base, length = 2 * pairs, args.rotary_base, args.yarn_original_max_position_embeddings
+
+    def channel(turns: float) -> float:
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = channel(args.yarn_beta_fast), channel(args.yarn_beta_slow)
+    if args.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(pairs, dtype=torch.float32, device=plain.device) - low) / (high - low)
+    kept = 1 - ramp.clamp(0, 1)
+    powers = base ** (torch.arange(0, dim, 2, device=plain.device).float() / dim)
+    return 1.0 / (args.rotary_scaling_factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+class DynamicRotary(RotaryEmbedding):
+    """Frequencies of a base that grows with the text, once that is longer than the original length.
+
+    All positions of a text that is read at once are turned by the angles of its length. Where it grows token
+    by token, with keys kept, each token keeps the angles that it was read with, as in Transformers.
+
+    Args:
+        args: of the model.
+        plain: the embedding that it takes the place of.
+    """
+
+    def __init__(self, args: Namespace, plain: RotaryEmbedding) -> None:
+        torch.nn.Module.__init__(self)
+        vars(self).update({name: value for name, value in vars(plain).items() if name not in vars(self)})
+        self.plain, self.base = plain.inv_freq, float(args.rotary_base)
+        self.factor = args.rope_scaling_factor
+        self.original = args.rope_scaling_original_max_position_embeddings
+        self._growing: Any = None  # the context of a text that grows, from when its length is asked for
+
+    def frequencies(self, length: int) -> Tensor:
+        """Return the frequencies of a text of so many tokens."""
+        if length <= self.original:
+            return self.plain
+        dim = 2 * self.plain.numel()
+        grown = self.factor * torch.tensor(length) / self.original - (self.factor - 1)
+        base = (self.base * grown ** (dim / (dim - 2))).to(self.plain.device)
+        return 1.0 / base ** (torch.arange(0, dim, 2, device=self.plain.device).float() / dim)
+
+    def forward(self, max_seq_len: int, *args: Any, **options: Any) -> Tensor:
+        """Return the angles [s, 1, 1, hn] of a text of so many tokens, as ``RotaryEmbedding`` does."""
+        self.inv_freq = self.frequencies(int(max_seq_len))
+        angles: Tensor = super().forward(max_seq_len, *args, **options)
+        context, self._growing = self._growing, None
+        if context is None:
+            return angles
+        past = context.sequence_len_offset
+        if past:
+            angles = torch.cat([context.angles_of_the_past[:past], angles[past:]])
+        context.angles_of_the_past = angles
+        return angles
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        """Return the tokens of the text so far, where upstream takes all that there will be."""
+        if inference_context is None:
+            return super().get_rotary_seq_len(
+                inference_context, transformer, transformer_input, *rest, **options
+            )
+        self._growing = inference_context
+        stage = None if transformer is None else transformer.input_tensor
+        new = transformer_input if stage is None else stage
+        return inference_context.sequence_len_offset + new.size(0)
