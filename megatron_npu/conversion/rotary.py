@@ -12,7 +12,8 @@ from megatron_npu.conversion.config import Config
 from megatron_npu.pretrain.flags import rotary_flags
 
 # What Llama 3's scaling is where its keys are missing, and megatron-core's --use-rope-scaling has built in.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_LENGTH = 8192
+_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LENGTH = "original_max_position_embeddings"
 _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -79,7 +80,9 @@ class _Scaling:
 
     def linear(self) -> dict[str, object]:
         """Return the flags of positions that are divided."""
-        return {"--rotary-seq-len-interpolation-factor": self._number("factor", least=1)}
+        factor = self._number("factor", least=1)
+        # the scripts of Megatron read whole numbers alone: 2 and not 2.0
+        return {"--rotary-seq-len-interpolation-factor": int(factor) if factor == int(factor) else factor}
 
     def dynamic(self) -> dict[str, object]:
         """Return the flags of a base that grows with the text.
@@ -99,9 +102,9 @@ class _Scaling:
     def llama3(self) -> dict[str, object]:
         """Return the flags of Llama 3's scaling; those that megatron-core has built in say nothing."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
-        length = self._length(_LLAMA3[_LENGTH] if self._is_bare() else None)
+        length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
-            "--rope-scaling-original-max-position-embeddings": (length, 8192),
+            "--rope-scaling-original-max-position-embeddings": (length, _LLAMA3_LENGTH),
             "--rope-scaling-low-freq-factor": (self._number("low_freq_factor", 1.0), 1.0),
             "--rope-scaling-high-freq-factor": (self._number("high_freq_factor", 4.0), 4.0),
         }

@@ -16,7 +16,7 @@ from megatron_npu.checkpoint_files import checksums
 from megatron_npu.conversion import carried_files, families, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
-from megatron_npu.conversion.family import Family
+from megatron_npu.conversion.family import POSITIONS, Family
 from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
@@ -47,7 +47,7 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     hf_folder = part / checkpoint_files.HF_FOLDER
     carried_files.copy(source, hf_folder)
     tokenizer = tokenizer_files.choose(
-        source, hf_folder, vocabulary, kind=_tokenizer_kind(given, source), end=given.eos_token
+        source, hf_folder, vocabulary, kind=_tokenizer_kind(given, source, family), end=given.eos_token
     )
     args = _arguments(part, [*model_flags, *tokenizer.flags])
     found = weights.open_folder(source, family)
@@ -57,12 +57,15 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
     host_memory.require(needed, f"the conversion of {source}")
     if given.ckpt_format == "torch":
-        words = _save_for_ranks(given, args, family, found, part, final)
+        _save_for_ranks(given, args, family, found, part, final)
     else:
         _save(args, family, found, part, final)
+    if given.ckpt_format == "torch" and torch_format.is_of_285068c8(args):
+        words = torch_format.flags(_moved(args, part, final), *_sizes(given))
+    else:
         precision = [f"--{dtype}"] if dtype != "fp32" else []
         moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
-        words = [*model_flags, *moved, *precision]
+        words = [*model_flags, *moved, *precision, *_layout_flags(given)]
     line = _for_a_shell(words)
     files.write(part / FLAGS, line + "\n")
     yield from verify.told(given, part, source, family, args, dtype)
@@ -78,10 +81,11 @@ def _for_a_shell(words: list[str]) -> str:
     return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
 
 
-def _tokenizer_kind(given: Namespace, source: Path) -> str | None:
-    """Return the tokenizer that is asked for; 285068c8 has none but GPT-2's."""
+def _tokenizer_kind(given: Namespace, source: Path, family: Family) -> str | None:
+    """Return the tokenizer that is asked for; 285068c8, which loads a GPT-2, has none but GPT-2's."""
     both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
-    return given.tokenizer_type or ("GPT2BPETokenizer" if given.ckpt_format == "torch" and both else None)
+    of_285068c8 = given.ckpt_format == "torch" and POSITIONS in family.traits
+    return given.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
 
 
 def _arguments(place: Path, flags: list[str]) -> Flags:
@@ -115,20 +119,38 @@ def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, f
     gc.collect()  # modules know each other, so that nothing else frees them
 
 
+def _sizes(given: Namespace) -> tuple[int, int]:
+    return given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+
+
+def _layout_flags(given: Namespace) -> list[str]:
+    """Return the flags of the layout that files of ranks are for, behind those of the model."""
+    if given.ckpt_format != "torch":
+        return []
+    tensor, pipeline = map(str, _sizes(given))
+    multiple = str(given.make_vocab_size_divisible_by)  # which scripts multiply by the first
+    return [
+        *("--make-vocab-size-divisible-by", multiple),
+        *("--tensor-model-parallel-size", tensor),
+        *("--pipeline-model-parallel-size", pipeline),
+    ]
+
+
+def _moved(args: Namespace, part: Path, final: Path) -> Namespace:
+    """Return the arguments with the tokenizer's files where they are going to be."""
+    paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+    there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
+    return Namespace(**{**vars(args), **there})
+
+
 def _save_for_ranks(
     given: Namespace, args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path
-) -> list[str]:
-    """Save the model in the files of ranks that 285068c8 loads; return its flags for them."""
-    sizes = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
-    torch_format.require_writable(args, *sizes)
-    moved = {
-        name: getattr(args, name).replace(str(part), str(final)) for name in ("vocab_file", "merge_file")
-    }
-    named = Namespace(**{**vars(args), **moved})
+) -> None:
+    """Save the model in the files of ranks that 285068c8, or the scripts of megatron-core, load."""
+    torch_format.require_writable(args, *_sizes(given))
     with initialize.session(args):
         weights_of_all = dict(_filled(args, family, found).named_parameters())
-        torch_format.write(part, named, weights_of_all, *sizes)
-    return torch_format.flags(named, *sizes)
+        torch_format.write(part, _moved(args, part, final), weights_of_all, *_sizes(given))
 
 
 def _name_final_paths(part: Path, final: Path) -> None:

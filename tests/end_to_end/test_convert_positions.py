@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_npu.commands import cli
 from megatron_npu.generation.generate import generate
 from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.flags import rotary_flags
 from tests.end_to_end.test_convert import convert as convert
 from tests.end_to_end.test_convert import hf_logits, meaning, megatron_logits, model, tensors_of
 from tests.support import tiny
@@ -193,6 +194,29 @@ TRAINED = {
 }
 
 
+def require_upstreams_angles(args: Any, gpt: Any) -> None:
+    """Check that megatron-core's own YaRN, which a script of 0.19 builds of the same flags, is the same."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as upstreams
+
+    theirs = upstreams.YarnRotaryEmbedding(
+        args.kv_channels,
+        rotary_base=args.rotary_base,
+        use_cpu_initialization=True,
+        scaling_factor=args.rotary_scaling_factor,
+        original_max_position_embeddings=args.yarn_original_max_position_embeddings,
+        beta_fast=args.yarn_beta_fast,
+        beta_slow=args.yarn_beta_slow,
+        mscale=args.mscale,
+        mscale_all_dim=args.mscale_all_dim,
+        correction_range_round_to_int=args.yarn_correction_range_round_to_int,
+    )
+    angles, factor = theirs(32)
+    assert torch.allclose(gpt.rotary_pos_emb(32), angles, rtol=1e-6)
+    assert factor == pytest.approx(rotary_flags.concentration(args))
+    scale = gpt.decoder.layers[0].self_attention.core_attention.softmax_scale
+    assert scale == pytest.approx(factor**2 / args.kv_channels**0.5)
+
+
 @pytest.mark.parametrize("feature", TRAINED)
 def test_what_the_driver_has_trained(feature, flags, tmp_path, convert):
     line = flags(*ROTATED.split(), *TRAINED[feature].split(), "--train-iters", 2, "--save", tmp_path / "m")
@@ -201,7 +225,9 @@ def test_what_the_driver_has_trained(feature, flags, tmp_path, convert):
     tokens = torch.arange(32)[None]
     expected = megatron_logits(tmp_path / "m", tokens)
     assert (hf_logits(tmp_path / "h", tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
-    with restored(str(tmp_path / "m")) as (_, gpt, _):
+    with restored(str(tmp_path / "m")) as (args, gpt, _):
+        if feature == "yarn":
+            require_upstreams_angles(args, gpt)
         assert any(name.endswith("linear_proj.bias") for name, _ in gpt.named_parameters()) == (
             feature == "bias"
         )

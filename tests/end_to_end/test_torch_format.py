@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -81,13 +82,67 @@ def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused,
         (source / name).unlink()
     assert "a model without GPT-2's tokenizer" in refused(*line, source, target)
     shutil.rmtree(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4}
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for config, named in (
+        (transformers.LlamaConfig(vocab_size=100, rope_parameters=linear, **sizes), "interpolation-factor"),
+        (transformers.LlamaConfig(vocab_size=100, rope_parameters=dynamic, **sizes), "dynamic"),
+        (transformers.MixtralConfig(vocab_size=100, **sizes, **experts), "experts"),
+    ):
+        shutil.rmtree(source, ignore_errors=True)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
+        capsys.readouterr()  # a bar of progress
+        assert named in refused(*line, source, target)
+        assert not target.exists()
+
+
+def test_a_llama_for_the_scripts_of_megatron_core(dataset, tmp_path, monkeypatch, capsys):
+    """Tied, gated, with grouped queries, cut in four: a script begins with the loss of the driver."""
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     config = transformers.LlamaConfig(
-        vocab_size=100, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        initializer_range=0.1,
+        eos_token_id=None,
     )
+    torch.manual_seed(0)
+    source, target = tmp_path / "source", tmp_path / "torch"
     transformers.LlamaForCausalLM(config).save_pretrained(source)
-    capsys.readouterr()  # a bar of progress
-    assert "position_embedding_type rope" in refused(*line, source, target)
-    assert not target.exists()
+    line = "convert --from hf --to megatron --ckpt-format torch --make-vocab-size-divisible-by 64".split()
+    line += "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    ours(*line, source, target)
+    assert "logits of both models in fp32" in capsys.readouterr().out
+    assert len(list(target.glob("release/mp_rank_0?_00?/model_optim_rng.pt"))) == 4
+    run = (
+        "--train-iters 1 --eval-iters 0 --split 90,10,0 --micro-batch-size 1 --global-batch-size 2 --lr 1e-9"
+    )
+    flags = [
+        *shlex.split((target / "flags.txt").read_text()),
+        *run.split(),
+        "--load",
+        str(target),
+        "--finetune",
+    ]
+    one = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--no-plot"]
+    one += ["--make-vocab-size-divisible-by", "128"]
+    ours("pretrain", *flags, *one, "--data-path", dataset, "--json-log", tmp_path / "log")
+    tree = checkout("megatron_core", "0.16.1")
+    done = stock_core.pretrain(tree, tmp_path, *flags, "--ckpt-format", "torch", processes=4, data=dataset)
+    assert stock_core.losses(done) == [pytest.approx(tiny.losses(tmp_path / "log")[1], rel=1e-5)]
+    ours("convert", "--from", "megatron", "--to", "hf", target, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    before = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert before.keys() == back.keys()
+    assert all(torch.equal(before[name], back[name]) for name in before)
 
 
 @pytest.mark.parametrize("version", ["0.12.1", "0.16.1"])

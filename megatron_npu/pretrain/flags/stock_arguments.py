@@ -19,8 +19,8 @@ from megatron_npu.pretrain.flags import arguments, derive, latent_flags, rotary_
 _MODEL = """
     num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
     ffn_hidden_size seq_length max_position_embeddings position_embedding_type rotary_percent rotary_base
-    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
-    normalization layernorm_epsilon window_attn_skip_freq
+    rotary_interleaved use_rope_scaling rope_scaling_factor normalization layernorm_epsilon
+    window_attn_skip_freq
     layernorm_zero_centered_gamma swiglu add_bias_linear add_qkv_bias qk_layernorm
     untie_embeddings_and_output_weights bias_gelu_fusion bias_swiglu_fusion attention_dropout hidden_dropout
     init_method_std apply_query_key_layer_scaling bf16 fp16 make_vocab_size_divisible_by padded_vocab_size
@@ -32,12 +32,13 @@ _MODEL = """
     moe_pad_expert_input_to_capacity moe_token_drop_policy moe_grouped_gemm
     mtp_num_layers mtp_loss_scaling_factor multi_latent_attention softmax_type
 """.split()
-_FILES = "vocab_file merge_file tokenizer_model".split()
+FILES = "vocab_file merge_file tokenizer_model".split()
 _PLUGIN = AttentionFlags.names()  # flags that megatron_npu adds to the scripts
 _OF_CORE = ("window_size",)  # of megatron-core's configuration; not a flag of the driver
 # The driver's name -> that of core_v0.12 to 0.15.
 _OLDER = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
+_HEEDED = 8.0  # pretrain_gpt.py of core_v0.12 to 0.19 does not hand --rope-scaling-factor on to the model
 _END_OF_NULL = "null_tokenizer_eod_id"  # None is the last of the --vocab-size tokens
 
 # What makes another model of those that the driver has, with the values that do not. The fields of
@@ -48,6 +49,7 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "quick_geglu": (False,),
     "onnx_safe": (None, False),
     "rope_type": (None, "rope", "yarn"),  # yarn of multi-latent attention alone, as upstream sees to
+    "rotary_seq_len_interpolation_factor": (None, 1),  # which no script up to 0.19 hands on to its GPT
     "add_position_embedding": (True,),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None, ""),
@@ -88,7 +90,7 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     args = vars(arguments.parse([*flags, "--micro-batch-size", "1", "--train-iters", "0"]))
     latent = latent_flags.NAMES if values.get("multi_latent_attention") else []
     yarn = rotary_flags.YARN if values.get("position_embedding_type") == "yarn" else []  # since 0.19
-    for name in (*_MODEL, *latent, *yarn, *_FILES, *_PLUGIN, *_OF_CORE):
+    for name in (*_MODEL, *latent, *yarn, *FILES, *_PLUGIN, *_OF_CORE):
         value = _take(values, name)
         if value is not None:
             args[name] = value
@@ -138,6 +140,9 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
     for name, plain in _OTHER_MODELS.items():
         if values.get(name, plain[0]) not in plain:
             yield f"{name} {values[name]}"
+    factor = values.get("rope_scaling_factor")
+    if values.get("use_rope_scaling") and factor not in (None, _HEEDED):
+        yield f"rope_scaling_factor {factor}, which the scripts do not heed: they scale by {_HEEDED:g}"
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
@@ -199,9 +204,13 @@ def beyond(args: Namespace) -> list[str]:
     """
     result = []
     factor = args.rotary_seq_len_interpolation_factor
-    if factor is not None and factor != int(factor):
-        result.append(f"--rotary-seq-len-interpolation-factor {factor}: they take whole numbers alone")
+    if factor is not None:
+        result.append(f"--rotary-seq-len-interpolation-factor {factor}: they read it and do not heed it")
     if args.use_rope_scaling:
+        if args.rope_scaling_type == rotary_flags.LLAMA3 and args.rope_scaling_factor != _HEEDED:
+            result.append(
+                f"--rope-scaling-factor {args.rope_scaling_factor}: they scale by {_HEEDED:g} always"
+            )
         result += [
             f"--{name.replace('_', '-')} {getattr(args, name)}, for they have no such flag"
             for name, value in rotary_flags.OF_CORE.items()

@@ -89,7 +89,9 @@ class DynamicRotary(RotaryEmbedding):
 
     def __init__(self, args: Namespace, plain: RotaryEmbedding) -> None:
         torch.nn.Module.__init__(self)
-        vars(self).update({name: value for name, value in vars(plain).items() if name not in vars(self)})
+        for name, value in vars(plain).items():
+            if name not in vars(self):
+                setattr(self, name, value)
         self.plain, self.base = plain.inv_freq, float(args.rotary_base)
         self.factor = args.rope_scaling_factor
         self.original = args.rope_scaling_original_max_position_embeddings

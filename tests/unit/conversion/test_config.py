@@ -79,6 +79,7 @@ def test_the_rotary_embedding_of_llama_3(rope):
     ("scaling", "said"),
     [
         ({"type": "linear", "factor": 2.5}, "--rotary-seq-len-interpolation-factor 2.5"),
+        ({"type": "linear", "factor": 2.0}, "--rotary-seq-len-interpolation-factor 2"),
         (
             {"type": "dynamic", "factor": 2.0},
             "--rope-scaling-type dynamic --rope-scaling-factor 2.0 "

@@ -174,6 +174,11 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
         ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size 16"),
         ({"multi_latent_attention": True, "attention_output_gate": True}, "attention_output_gate"),
         ({"squared_relu": True}, "squared_relu"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "rotary_seq_len_interpolation_factor 2"),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            "rope_scaling_factor 32.0, which the scripts",
+        ),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ({"window_size": (8, -1)}, "window_size (8, -1)"),
         ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-type TikTokenizer"),
@@ -189,7 +194,6 @@ def test_what_the_driver_does_not_have_is_named(changes, named):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rotary_seq_len_interpolation_factor": 2},
         {
             "position_embedding_type": "yarn",
             "yarn_beta_fast": 16.0,

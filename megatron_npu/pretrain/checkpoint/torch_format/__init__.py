@@ -8,12 +8,18 @@ together, ``write`` cuts one into pieces.
 
 from megatron_npu.pretrain.checkpoint.torch_format.files import holds_ranks, untracked
 from megatron_npu.pretrain.checkpoint.torch_format.read import Checkpoint, load_weights
-from megatron_npu.pretrain.checkpoint.torch_format.write import flags, require_writable, write
+from megatron_npu.pretrain.checkpoint.torch_format.write import (
+    flags,
+    is_of_285068c8,
+    require_writable,
+    write,
+)
 
 __all__ = [
     "Checkpoint",
     "flags",
     "holds_ranks",
+    "is_of_285068c8",
     "load_weights",
     "require_writable",
     "untracked",

@@ -1,4 +1,8 @@
-"""A model cut into the files of ranks, as Megatron-LM 285068c8 loads them."""
+"""A model cut into the files of ranks: a GPT-2 as Megatron-LM 285068c8 loads it, others for megatron-core.
+
+285068c8 has neither rotated positions nor RMSNorm nor a gated MLP. The scripts of megatron-core load the
+format, too (``--ckpt-format torch``): weights under its own names, layers counted from 0 in each stage.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,14 @@ from torch import Tensor
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.options.attention_flags import AttentionFlags
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.checkpoint.torch_format import names, shards
 from megatron_npu.pretrain.checkpoint.torch_format.files import NAMES
+from megatron_npu.pretrain.flags import stock_arguments
 
 UPSTREAM = "Megatron-LM 285068c8"
-_EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Attribute of the driver's arguments, the only value that 285068c8 has, what it is called.
 _ONLY: tuple[tuple[str, object, str], ...] = (
     ("position_embedding_type", "learned_absolute", "learned positions"),
@@ -39,8 +45,13 @@ _KEPT = """
 """.split()
 
 
+def is_of_285068c8(args: Namespace) -> bool:
+    """Return whether the files are for 285068c8: it has learned positions alone."""
+    return args.position_embedding_type == "learned_absolute"
+
+
 def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
-    """Check that 285068c8 has such a model, and that it can be cut so.
+    """Check that the scripts that load the files have such a model, and that it can be cut so.
 
     Args:
         args: the driver's arguments of the model.
@@ -49,6 +60,22 @@ def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
     Raises:
         UsageError: naming what does not fit.
     """
+    if is_of_285068c8(args):
+        _require_model_of_285068c8(args)
+    else:
+        _require_model_of_core(args)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if getattr(args, name) % tensor:
+            raise _refusal(
+                f"--tensor-model-parallel-size {tensor}", f"a divisor of {name} {getattr(args, name)}"
+            )
+    if args.num_layers % pipeline:
+        raise _refusal(
+            f"--pipeline-model-parallel-size {pipeline}", f"a divisor of the {args.num_layers} layers"
+        )
+
+
+def _require_model_of_285068c8(args: Namespace) -> None:
     for name, value, meaning in _ONLY:
         if getattr(args, name) != value:
             raise _refusal(
@@ -62,15 +89,14 @@ def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
         raise _refusal(
             "a model without GPT-2's tokenizer", f"vocab.json and merges.txt, which {UPSTREAM} needs for text"
         )
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(args, name) % tensor:
-            raise _refusal(
-                f"--tensor-model-parallel-size {tensor}", f"a divisor of {name} {getattr(args, name)}"
-            )
-    if args.num_layers % pipeline:
-        raise _refusal(
-            f"--pipeline-model-parallel-size {pipeline}", f"a divisor of the {args.num_layers} layers"
-        )
+
+
+def _require_model_of_core(args: Namespace) -> None:
+    if args.num_experts is not None:
+        raise _refusal("experts", "a dense model: the format does not say where each expert is")
+    unknown = [what for what in stock_arguments.beyond(args) if "core_v" not in what]
+    if unknown:
+        raise _refusal(f"a model with {unknown[0]}", "one that the scripts of a megatron-core can be told")
 
 
 def _refusal(given: str, expected: str) -> UsageError:
@@ -89,15 +115,18 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
         tensor, pipeline: sizes of model parallelism.
     """
     place = root / checkpoint_files.RELEASE
-    common = {"args": _arguments(args, tensor, pipeline), "checkpoint_version": 3.0, "iteration": 0}
+    legacy = is_of_285068c8(args)
+    described = _arguments(args, tensor, pipeline) if legacy else _arguments_of_core(args, tensor, pipeline)
+    common = {"args": described, "checkpoint_version": 3.0, "iteration": 0}
     for stage in range(pipeline):
         for rank in range(tensor):
             folder = place / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else ""))
             folder.mkdir(parents=True)
-            model = _nested(_of_rank(args, weights, (rank, tensor), (stage, pipeline)))
-            if pipeline > 1 and stage == pipeline - 1:
-                last = _part(_EMBEDDING, weights[_EMBEDDING], rank, tensor)
-                model["word_embeddings_for_head"] = {"weight": last}
+            parts = _of_rank(args, weights, (rank, tensor), (stage, pipeline))
+            model = _nested(parts) if legacy else dict(parts)
+            if pipeline > 1 and stage == pipeline - 1 and not args.untie_embeddings_and_output_weights:
+                last = _part(_EMBEDDING, weights[_EMBEDDING], rank, tensor, gated=False)
+                model |= {"word_embeddings_for_head": {"weight": last}} if legacy else {_OUTPUT: last}
             with files.writing(folder / NAMES[0]) as stream:
                 torch.save({**common, "model": model}, stream)
     files.write(root / checkpoint_files.TRACKER, checkpoint_files.RELEASE)
@@ -105,8 +134,8 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
 
 def _of_rank(
     args: Namespace, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
-) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield the keys and the part of each weight that one (rank of size, stage of stages) has."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield megatron-core's name and the part of each weight that one (rank of size, stage of stages) has."""
     stage, stages = pipeline
     count = args.num_layers // stages
     for name, weight in weights.items():
@@ -117,26 +146,40 @@ def _of_rank(
         else:
             home = 0 if name.startswith("embedding.") else stages - 1
         if home == stage:
-            yield names.to_285068c8(name), _part(name, weight, *tensor)
+            yield name, _part(name, weight, *tensor, gated=args.swiglu)
 
 
-def _part(name: str, weight: Tensor, rank: int, size: int) -> Tensor:
+def _part(name: str, weight: Tensor, rank: int, size: int, *, gated: bool) -> Tensor:
     # a copy: torch.save writes all of the memory that a view is a part of
-    return (
-        shards.cut(name, weight, size, gated=False)[rank]
-        .detach()
-        .clone(memory_format=torch.contiguous_format)
-    )
+    part = shards.cut(name, weight, size, gated=gated)[rank]
+    return part.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _nested(items: Iterator[tuple[list[str], Tensor]]) -> dict[str, Any]:
+def _nested(items: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for (*folders, name), value in items:
+    for known, value in items:
+        *folders, name = names.to_285068c8(known)
         place = result
         for folder in folders:
             place = place.setdefault(folder, {})
         place[name] = value
     return result
+
+
+def _arguments_of_core(args: Namespace, tensor: int, pipeline: int) -> Namespace:
+    values = vars(stock_arguments.to_stock(args)) | {
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by // tensor,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "ckpt_format": "torch",
+        **{name: getattr(args, name) for name in (*stock_arguments.FILES, *AttentionFlags.names())},
+    }
+    if args.null_tokenizer_eod_id is not None:  # of 0.18, where the size counts the end of document
+        values |= {
+            "null_tokenizer_eod_id": args.null_tokenizer_eod_id,
+            "vocab_size": args.vocab_size + 1,
+        }
+    return Namespace(**values)
 
 
 def _arguments(args: Namespace, tensor: int, pipeline: int) -> Namespace:
