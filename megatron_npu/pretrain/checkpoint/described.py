@@ -15,7 +15,8 @@ from typing import Any
 from megatron_npu.base.arg_parser import Number
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
-from megatron_npu.pretrain.flags import arguments, expert_flags, validation
+from megatron_npu.pretrain.flags import arguments, expert_flags, rotary_flags, validation
+from megatron_npu.pretrain.flags.checks import model, rotary
 
 # Beside the flags: what follows from them, and from the data.
 _SIZES = ("tokenizer_vocab_size", "padded_vocab_size", "world_size", "data_parallel_size")
@@ -35,9 +36,24 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
         _require(found, name, values.get(name), *_admitted(flag))
     for name in _SIZES:
         _require(found, name, values.get(name), _size, (None,))
-    validation.ranges(Namespace(**values))
+    heads = max(values["num_attention_heads"], 1)
+    known = {"kv_channels": values.get("kv_channels") or values["hidden_size"] // heads}
+    _require_positions_and_windows(Namespace(**{**values, **known}))
     _require_weights(found, values)
     return values
+
+
+def _require_positions_and_windows(args: Namespace) -> None:
+    """Check what is computed with, and not only built: a pattern too short, a base without a logarithm.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    validation.ranges(args)
+    if args.window_attn_skip_freq is not None and getattr(args, "window_size", None) is None:
+        model.windows(args)
+    if args.position_embedding_type in rotary_flags.ROTATED:
+        rotary.check(args)
 
 
 def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:

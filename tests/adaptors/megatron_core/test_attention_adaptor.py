@@ -52,6 +52,17 @@ def test_attention(changes, shape_order):
     same_gradients(ours(*leaves, mask), stock(*leaves, mask), leaves)
 
 
+@pytest.mark.parametrize("skipped", [2, [0, 1]])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_window_of_the_flags_is_left_out_of_layers(layer, skipped):
+    """``--pre-tockens`` heeds ``--window-attn-skip-freq``, as upstream's window does."""
+    some = {"window_attn_skip_freq": skipped, "layer": layer}
+    ours, _ = attention_pair(flags=AttentionFlags(pre_tokens=3), **some)
+    _, stock = attention_pair(window_size=(3, 0), **some)
+    leaves = qkv()
+    same_gradients(ours(*leaves, None), stock(*leaves, None), leaves)
+
+
 def test_bf16():
     ours, stock = attention_pair(bf16=True)
     leaves = qkv(dtype=torch.bfloat16)

@@ -14,3 +14,5 @@ def test_null_tokenizer():
     assert tokenizer.decode(tokenizer.encode("3 10 0")) == "3 10 0"
     with pytest.raises(UsageError, match="numbers from 0 to 10"):
         tokenizer.encode("3 11")
+    other = NullTokenizer(10, end=3)
+    assert (other.vocab_size, other.eod, other.encode("10")) == (11, 3, [10])

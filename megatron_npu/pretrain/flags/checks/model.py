@@ -31,7 +31,7 @@ def check(args: Namespace) -> None:
     if args.bf16 and args.fp16:
         raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
     rotary.check(args)
-    _window(args)
+    windows(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear alone",
@@ -40,8 +40,12 @@ def check(args: Namespace) -> None:
         )
 
 
-def _window(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` has a window, and says of each layer whether it has one."""
+def windows(args: Namespace) -> None:
+    """Check that ``--window-attn-skip-freq`` has a window, and says of each layer whether it has one.
+
+    Raises:
+        UsageError: one of these is not so.
+    """
     skipped = args.window_attn_skip_freq
     if skipped is None:
         return
