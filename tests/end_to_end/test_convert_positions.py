@@ -112,7 +112,7 @@ def there_and_back(source: Path, folder: Path, convert: Callable[..., str]) -> t
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_scaled_positions_behind_the_original_length(scaling, data, tmp_path_factory, convert):
     kind = data.draw(st.sampled_from(list(KINDS)))
@@ -176,6 +176,24 @@ def test_text_that_grows_beyond_the_original_length(scaling, tmp_path, convert):
         text = " ".join(map(str, prompt))
         text = generate(str(tmp_path / "m"), text, num_tokens=30, temperature=0, recompute=not cache)
         assert [int(word) for word in text.split()] == expected, cache
+
+
+def test_a_text_ends_where_the_model_says(tmp_path, convert):
+    """Without a tokenizer in the folder ``eos_token_id`` of config.json counts."""
+    source = model(tmp_path / "s", config("Llama"))
+    made = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    wanted = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = made.generate(torch.tensor([[5, 9]]), **wanted)[0].tolist()
+    end = whole[6]
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**values, "eos_token_id": [end, 3]}))
+    said = convert("hf", "megatron", source, tmp_path / "m")
+    assert f"it ends with {end}, the model's eos_token_id, but not with 3" in said
+    assert "--null-tokenizer-eod-id" in said
+    text = generate(str(tmp_path / "m"), "5 9", num_tokens=10, temperature=0)
+    assert [int(word) for word in text.split()] == whole[: whole.index(end, 2)]
+    convert("megatron", "hf", tmp_path / "m", tmp_path / "h")
+    assert json.loads((tmp_path / "h" / "config.json").read_text())["eos_token_id"] == [end, 3]
 
 
 ROTATED = (
