@@ -84,21 +84,19 @@ def run_script(
     """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
     before = git_status(tree)
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
-    first: tuple[str, ...] = ()
+    modules = stock_modules(tree)
     if needs_newer_typing(tree):
-        first = (NEWER_TYPING.stem,)
         at = command.index("megatron_npu")
         command[at - 1 : at + 1] = [str(NEWER_TYPING)]  # a module of tests would be sought in the tree's
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
-        modules = (*first, *warm.STOCK)
         done = run_simulated(*command, cwd=folder, timeout=LONGEST, modules=modules, tree=tree, **variables)
         done.stderr = done.stdout  # it has both
     else:
         done = warm.run(
             command,
             env=tiny.environment() | variables,
-            modules=(*first, *warm.STOCK),
+            modules=modules,
             tree=tree,
             cwd=folder,
             capture_output=True,
@@ -113,6 +111,11 @@ def run_script(
 def needs_newer_typing(tree: Path) -> bool:
     """Return whether this Python lacks what ``megatron.training`` of ``tree`` takes from Python 3.12."""
     return sys.version_info < (3, 12) and Version(megatrons.find(tree).version) >= Version("0.18")
+
+
+def stock_modules(tree: Path) -> tuple[str, ...]:
+    """Return what warm parents of the scripts of ``tree`` import."""
+    return (*((NEWER_TYPING.stem,) if needs_newer_typing(tree) else ()), *warm.STOCK)
 
 
 def losses(done: Run) -> list[float]:

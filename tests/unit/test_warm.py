@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONGEST, wait_until
 from tests.support import processes, tiny, warm
+from tests.support.warm import parents
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
@@ -159,3 +163,62 @@ def test_where_the_plug_in_must_not_be_or_all_is_to_be_cold(monkeypatch: pytest.
     assert warm.ready(command, {"MEGATRON_NPU_AUTOLOAD": "0"})[0] == command
     monkeypatch.setenv("TEST_COLD", "1")
     assert warm.ready(command, {})[0] == command
+
+
+def test_all_processes_of_a_run_have_the_same_parents() -> None:
+    command = [sys.executable, "-c", "pass"]
+    code = f"from tests.support import tiny, warm; print(warm.ready({command}, tiny.environment())[0][0])"
+    assert run("-c", code).stdout == warm.ready(command, tiny.environment())[0][0] + "\n"
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the folder of parents of this test alone, which import next to nothing."""
+    folder = Path(
+        tempfile.mkdtemp(prefix="warm-")
+    )  # under pytest's the addresses of sockets would be too long
+    (folder / "owner").write_text(str(os.getpid()))
+    monkeypatch.setattr(parents, "home", lambda: folder)
+    yield folder
+    parents._end_all(folder, os.getpid())
+
+
+def start(mark: str) -> Path:
+    """Return the folder of a parent."""
+    return Path(parents.program(["json"], {"MARK": mark}, os.environ)).parent
+
+
+def test_a_parent_does_not_end_while_a_fork_runs(home: Path) -> None:
+    folder = start("a")
+    fork = subprocess.Popen([folder / "python", "-c", WAITING], stdout=subprocess.PIPE)
+    assert fork.stdout is not None
+    assert fork.stdout.readline()
+    assert not parents.end(folder)
+    fork.kill()
+    fork.wait()
+    wait_until(lambda: parents.end(folder))
+    assert not folder.exists()
+
+
+def test_the_idle_one_makes_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parents, "MOST", 2)
+    first, second, third = start("a"), start("b"), start("c")
+    assert len(parents.numbers()) == 3, "none has been idle for long"
+    monkeypatch.setattr(parents, "IDLE", 0)
+    assert start("a") == first, "is used again"
+    start("d")
+    assert [folder.exists() for folder in (first, second, third)] == [True, False, False]
+    assert start("b") == second, "starts again"
+
+
+def test_parents_end_with_whoever_made_their_folder() -> None:
+    """However that ends."""
+    code = "import os; from tests.support.warm import parents as p; print(p.home())"
+    code += "; print(p.program(['json'], {}, os.environ), flush=True); os.kill(os.getpid(), 9)"
+    env = {name: value for name, value in tiny.environment().items() if name != "TEST_WARM_HOME"}
+    done = processes.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    folder, program = map(Path, done.stdout.split())
+    assert program.parents[1] == folder
+    assert folder != parents.home()
+    wait_until(lambda: not parents._answers(program.parent))
+    shutil.rmtree(folder)

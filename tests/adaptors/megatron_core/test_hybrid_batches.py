@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import checkout
 from tests.sim.conftest import run_simulated, unavailable
-from tests.support import tiny, warm
-from tests.support.stock_core import NEWER_TYPING, losses, needs_newer_typing, norms
+from tests.support import tiny
+from tests.support.stock_core import losses, norms, stock_modules
 
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")
 EVERY = ["0.16.1", "0.17.1", "0.18.2", "0.19.1"]
@@ -34,10 +34,9 @@ def run(version: str, ranks: int, *flags: str):
 def run_on_npus(version: str, ranks: int, *flags: str):
     """Return what it has done on simulated NPUs."""
     tree = checkout("megatron_core", version)
-    first = (NEWER_TYPING.stem,) if needs_newer_typing(tree) else ()
     done = run_simulated(
         *(sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags),
-        modules=(*first, *warm.STOCK),
+        modules=stock_modules(tree),
         tree=tree,
         MEGATRON_LM_PATH=str(tree),
     )

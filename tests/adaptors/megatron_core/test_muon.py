@@ -40,7 +40,8 @@ def environment(version: str) -> dict[str, str]:
 @pytest.mark.parametrize("version", [INSTALLED, "0.17.1", "0.19.2"])
 def test_muon_trains_and_its_first_update_is_that_of_fp64(version, tmp_path) -> None:
     command = [sys.executable, str(WORKER), str(tmp_path / "store")]
-    done = warm.run(command, env=environment(version), capture_output=True, text=True)
+    modules = warm.DRIVER if version in on_version.OFTEN else ()
+    done = warm.run(command, env=environment(version), modules=modules, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["error"] < 1e-4
@@ -54,10 +55,10 @@ def test_two_processes_that_share_the_optimizer_out_are_one(version, tmp_path) -
 
     In the middle they save, in fp32, and go on with an optimizer that has loaded it.
     """
-    command = [sys.executable, str(WORKER), str(tmp_path / "store")]
-    alone = [*command[:-1], str(tmp_path / "alone")]
-    one = processes.run(alone, env=environment(version), stdout=subprocess.PIPE, text=True, check=True)
-    options: dict = {"env": environment(version), "stdout": subprocess.PIPE, "text": True}
+    command, env = warm.ready([sys.executable, str(WORKER)], environment(version), warm.DRIVER)
+    options: dict = {"env": env, "stdout": subprocess.PIPE, "text": True}
+    one = processes.run([*command, str(tmp_path / "alone")], **options, check=True)
+    command = [*command, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], **options) for rank in (0, 1)]
     with on_a_leash(ranks[0]), on_a_leash(ranks[1]):
         lines = [json.loads(process.communicate()[0].splitlines()[-1]) for process in ranks]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import checkout
 from tests.sim.conftest import unavailable
-from tests.support import processes, tiny
+from tests.support import tiny, warm
 from tests.support.stock_core import final_loss, learns_from_sentences, losses, norms, pretrain
 
 VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
@@ -41,7 +41,7 @@ def _converts(tree: Path, load: Path, into: Path) -> None:
     command = tiny.command("convert", "--from", "megatron", "--to", "hf", str(load), str(into))
     env = tiny.environment() | {"MEGATRON_LM_PATH": str(tree)}
     env["PYTHONPATH"] = os.pathsep.join([str(tree), env["PYTHONPATH"]])
-    done = processes.run(command, env=env, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "logits of both models in fp32" in done.stdout
     assert "GPT2LMHeadModel; NullTokenizer" in done.stdout

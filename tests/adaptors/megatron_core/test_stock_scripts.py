@@ -12,7 +12,7 @@ import pytest
 
 from megatron_npu.checkpoint_files import checksums
 from tests.conftest import ROOT, checkout
-from tests.support import private, processes, tiny
+from tests.support import private, processes, tiny, warm
 from tests.support.stock_core import FLAGS, final_loss, losses, norms, pretrain
 
 
@@ -127,7 +127,7 @@ def test_what_it_writes_is_private_without_any_command_of_ours(tree: Path, tmp_p
     program = (
         "import runpy, sys, megatron_npu; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = processes.run(
+    done = warm.run(
         [sys.executable, "-c", program, str(tree / "pretrain_gpt.py"), *flags],
         env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree), "PYTHONPATH": f"{tree}:{ROOT}"},
         cwd=tmp_path,

@@ -136,7 +136,7 @@ def test_the_examples_find_what_lies_at_the_root_of_their_tree(tmp_path: Path, n
     """No variable names the tree: the script lies in it."""
     script = checkout("megatron_core", "0.16.1") / f"examples/inference/gpt/gpt_{name}_inference.py"
     command = tiny.command("run", str(script), "--help")
-    done = processes.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
+    done = warm.run(command, env=tiny.environment(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "--num-tokens-to-generate" in done.stdout
 

@@ -7,27 +7,23 @@ behaves as ``python`` does, but for the imports that are there already.
 
 It is not for tests of what happens at a start or an import: they use ``sys.executable``. On simulated NPUs
 (``simulated``) only torch is imported before, or, where modules are named, torch_npu and they.
+All processes of a run of the suite share the parents (``parents.py``).
 ``TEST_COLD=1`` lets every process of the suite start from nothing.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
-import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support import bytecode, processes
+from tests.support.warm import parents
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 _OPTIMIZERS = "torch._dynamo"  # half of a second; Megatron and torch's first optimizer import it
 DRIVER = (
@@ -37,15 +33,15 @@ DRIVER = (
 )
 STOCK = ("megatron.training",)
 NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imports its own
-MOST = 6  # parents alive in this process; each holds up to 400 MB
 # What the imports of Megatron read and a parent may therefore be kept for.
-_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
+_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "MEGATRON_NPU_TE", "LD_PRELOAD")
+_READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE")  # and by its imports alone
 # And what the simulator reads when it is loaded. Its report is asked for in each fork.
 _READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
 _REPORT = "MEGATRON_NPU_SIM_REPORT"
 _OF_NPUS = ("ACL", "ASCEND", "CUDA", "HCCL", "MEGATRON_", "NPU", "PYTORCH_", "TASK_", "TORCH_")
 
-_parents: dict[tuple[object, ...], _Parent] = {}
+home, numbers = parents.home, parents.numbers
 
 
 def run(
@@ -83,7 +79,7 @@ def ready(
     read = {name: env[name] for name in _READ if env.get(name)} if common else {}
     if common and tree is not None:
         read["MEGATRON_LM_PATH"] = str(tree)
-    program = _parent(modules if common else (), read).program
+    program = _program(modules if common else (), read)
     # torchrun starts its ranks with PYTHON_EXEC
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
@@ -108,16 +104,12 @@ def simulated(
     changed = {name for name, value in env.items() if os.environ.get(name) != value}
     uncommon = [name for name in changed - {*_READ_ON_NPU, _REPORT} if name.startswith(_OF_NPUS)]
     common = modules and not uncommon
-    read = {name: env[name] for name in _READ_ON_NPU if env.get(name)} if common else {}
-    if common and tree is not None:
+    names = set(_READ_ON_NPU) - (set(_READ_BY_MEGATRON) if modules == NPU else set())
+    read = {name: env[name] for name in names if env.get(name)} if common else {}
+    if common and modules != NPU and tree is not None:
         read["MEGATRON_LM_PATH"] = str(tree)
-    program = _parent(modules if common else (), read, on_npu=True).program
+    program = _program(modules if common else (), read, on_npu=True)
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
-
-
-def numbers() -> list[int]:
-    """Return the process numbers of the parents that are alive: the parents of all forks."""
-    return [parent.number for parent in _parents.values()]
 
 
 def _must_be_cold(env: Mapping[str, str]) -> bool:
@@ -130,55 +122,12 @@ def for_scripts(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHON": program}
 
 
-def _parent(modules: tuple[str, ...], read: dict[str, str], *, on_npu: bool = False) -> _Parent:
-    key = (on_npu, modules, *sorted(read.items()))
-    if key not in _parents:
-        if len(_parents) >= MOST:
-            _parents.pop(next(iter(_parents))).end()
-        _parents[key] = _Parent(modules, read, on_npu)
-    _parents[key] = _parents.pop(key)  # the last used is the last to go
-    return _parents[key]
-
-
-class _Parent:
-    """A running ``server.py``; ``program`` takes the arguments of ``python``."""
-
-    def __init__(self, modules: tuple[str, ...], read: dict[str, str], on_npu: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        folder = Path(self._folder.name)
-        address, program, log = folder / "socket", folder / "python", folder / "log"
-        launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
-        late = on_npu and not modules  # each fork loads torch_npu
-        backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if late else {}
-        first = TORCH if late else (*TORCH, _OPTIMIZERS)
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [*launcher, sys.executable, str(HERE / "server.py"), str(address), *first, *modules],
-                env=_environment(read) | backends,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                preexec_fn=_die_with_parent,
-                start_new_session=True,  # Ctrl-C is for its clients
-                text=True,
-            )
-        atexit.register(self.end)
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"no warm parent with {', '.join((*TORCH, *modules))}:\n{log.read_text()}")
-        # a kernel takes one argument behind #!, so a shell gives them
-        client = [sys.executable, "-I", "-S", str(HERE / "client.py"), str(address), str(program)]
-        program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-        program.chmod(0o700)
-        self.program = str(program)
-        self.number = self._process.pid
-
-    def end(self) -> None:
-        """Kill the parent; what it has forked for clients that are alive goes on."""
-        atexit.unregister(self.end)
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+def _program(modules: tuple[str, ...], read: dict[str, str], *, on_npu: bool = False) -> str:
+    late = on_npu and not modules  # each fork loads torch_npu
+    backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if late else {}
+    first = TORCH if late else (*TORCH, _OPTIMIZERS)
+    launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
+    return parents.program([*first, *modules], read, _environment(read) | backends, launcher)
 
 
 def _environment(read: dict[str, str]) -> dict[str, str]:
@@ -188,7 +137,3 @@ def _environment(read: dict[str, str]) -> dict[str, str]:
     path = os.pathsep.join(filter(None, search))
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**others, **bytecode.elsewhere(), **threads, **read, "PYTHONPATH": path}
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed pytest leaves none behind

@@ -1,7 +1,8 @@
-"""A warm parent: server.py SOCKET MODULE... imports the modules, then forks for each ``client.py`` that asks.
+"""A warm parent: server.py SOCKET OWNER MODULE... imports modules and forks for each ``client.py`` that asks.
 
 The fork runs what the client's arguments say as ``python`` would, and ends as an interpreter ends. The parent
-tells the client its exit status, passes signals to it, and kills it when the client is gone.
+tells the client its exit status, passes signals to it, and kills it when the client is gone. It ends with the
+process OWNER, and on SIGTERM if no fork runs.
 """
 
 from __future__ import annotations
@@ -39,38 +40,47 @@ _BASE = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in _given
 
 
 def main() -> None:
-    """Serve until killed; in a fork, return when its program has ended."""
-    for name in sys.argv[2:]:
+    """Serve until the end of the owner; in a fork, return when its program has ended."""
+    address, owner, *modules = sys.argv[1:]
+    for name in modules:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # a fork would have locks that nobody gives back
-        sys.exit(f"{threads} threads after the imports of {sys.argv[2:]}")
+        sys.exit(f"{threads} threads after the imports of {modules}")
     gc.collect()
     gc.freeze()
-    _shorten_torchs_ways()
+    if "torch" in modules:
+        _shorten_torchs_ways()
     server = socket.socket(socket.AF_UNIX)
-    server.bind(sys.argv[1])
+    server.bind(address)
     server.listen(64)
-    print("ready", flush=True)
-    request = Parent(server).serve()
+    parent = Parent(server, Path(address).parent, os.pidfd_open(int(owner)))
+    print("ready", os.getpid(), flush=True)
+    request = parent.serve()
     if "torch_npu" not in sys.modules:  # its end is the plug-in's matter
         _end_before_the_libraries()
     run(request)
 
 
 class Parent:
-    """The loop of the parent: new clients, their signals and ends, and the ends of the forks."""
+    """The loop of the parent: new clients, their signals and ends, and the ends of the forks and the owner.
 
-    def __init__(self, server: socket.socket) -> None:
-        self._server = server
+    It touches ``folder`` when it is used.
+    """
+
+    def __init__(self, server: socket.socket, folder: Path, owner: int) -> None:
+        self._server, self._folder, self._owner = server, folder, owner
+        self._asked_to_end = False
         self._clients: dict[int, socket.socket] = {}  # by the number of the process that runs for it
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
+        self._selector.register(owner, selectors.EVENT_READ)  # it can be read from when the process has ended
         self._woken, self._waking = socket.socketpair()
         for end in (self._woken, self._waking):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._ask_to_end)
         signal.set_wakeup_fd(self._waking.fileno())
 
     def serve(self) -> dict[str, Any]:
@@ -84,8 +94,16 @@ class Parent:
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     self._reap()
+                    if self._asked_to_end and not self._clients:
+                        os._exit(0)
+                    self._asked_to_end = False
+                elif key.fileobj == self._owner:
+                    os._exit(0)
                 else:
                     self._hear(key.data)
+
+    def _ask_to_end(self, *_: object) -> None:
+        self._asked_to_end = True
 
     def _fork(self, client: socket.socket) -> dict[str, Any] | None:
         """Fork for a client; return its request in the fork, None in the parent."""
@@ -99,6 +117,7 @@ class Parent:
             for end in (*files, client.detach()):
                 os.close(end)
             return None
+        os.utime(self._folder)
         process = os.fork()
         if process:
             for file in files:
@@ -114,8 +133,10 @@ class Parent:
     def _leave(self, client: socket.socket) -> None:
         """Close in the fork what is the parent's."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         self._selector.close()
+        os.close(self._owner)
         for end in (self._server, self._woken, self._waking, client, *self._clients.values()):
             end.close()
 
@@ -138,6 +159,7 @@ class Parent:
             done, status = os.waitpid(process, os.WNOHANG)
             if not done:
                 continue
+            os.utime(self._folder)
             client = self._clients.pop(process)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(client)
