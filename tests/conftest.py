@@ -19,7 +19,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
-from tests.support import skipped, warm
+from tests.support import bytecode, skipped, warm
 from tests.support.processes import LONGEST
 from tests.support.trees import core_tag
 
@@ -41,7 +41,9 @@ for _name in [*os.environ]:
     if _name.startswith("TORCHELASTIC_") or _name in (*_LAUNCHERS, "PYTHONUNBUFFERED", "PYTHONWARNINGS"):
         del os.environ[_name]
 os.environ.setdefault("OMP_PROC_BIND", "false")  # on a quiet machine ranks would be bound to cores
-warm.home()  # named in the environment before workers start
+# both named in the environment before workers start
+bytecode.keep(ROOT / ".pytest_cache" / "bytecode")
+warm.home()
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # where servers of tests are
 
 
