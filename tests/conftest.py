@@ -126,6 +126,13 @@ environment_ends_with_the_module = pytest.fixture(autouse=True, scope="module")(
 environment_ends_with_the_test = pytest.fixture(autouse=True)(_environment_restored)
 
 
+@pytest.fixture(scope="module")
+def warm_children() -> Iterator[None]:
+    """What multiprocessing spawns has torch already: of no use where that is what a test looks at."""
+    with warm.spawning():
+        yield
+
+
 class Vocabulary(NamedTuple):
     """The two files of a GPT-2 tokenizer."""
 

@@ -1,4 +1,4 @@
-"""Ranks of a test that start from nothing: one new process each."""
+"""Ranks of a test that multiprocessing spawns: one new process each."""
 
 from __future__ import annotations
 

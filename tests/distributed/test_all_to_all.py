@@ -6,6 +6,7 @@ import datetime
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from megatron_npu.devices.redirect import Redirection
 from tests.conftest import LONGEST
 from tests.distributed import spawned
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 MEMBERS = [1, 2]
 
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +74,7 @@ def receive_twice(rank: int, store: Path, result: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_buffer_that_is_received_again_is_read_again(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     result = tmp_path / "result"

@@ -16,6 +16,7 @@ from megatron_npu.devices.redirect import Redirection
 from tests.conftest import LONGEST
 from tests.distributed import spawned
 
+pytestmark = pytest.mark.usefixtures("warm_children")
 SIZE = 1 << 21  # 8 MiB: more than the sockets between the two processes can hold
 
 

@@ -201,7 +201,7 @@ def _when_a_peer_dies(rank: int, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> list[dict[str, Any]]:
     """What each rank has seen but the last, which dies."""
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("spawn")

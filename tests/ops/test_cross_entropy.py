@@ -141,6 +141,7 @@ def _rank(rank: int, world_size: int, store: str, dtype: torch.dtype) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(("world_size", "dtype"), SPLIT, ids=str)
 def test_split_vocabulary(tmp_path, world_size, dtype):
     """The operation and its reference, which verify mode runs beside it."""

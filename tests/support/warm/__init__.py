@@ -13,10 +13,12 @@ All processes of a run of the suite share the parents (``parents.py``).
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,16 @@ def for_scripts(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for shell scripts that start ``$PYTHON``, with torch imported before as by ``ready``."""
     [program], env = ready([sys.executable], env)
     return {**env, "PYTHON": program}
+
+
+@contextlib.contextmanager
+def spawning() -> Iterator[None]:
+    """Let what multiprocessing spawns from this process be forked by a parent that has imported torch."""
+    before = multiprocessing.spawn.get_executable()
+    [program], _ = ready([sys.executable], os.environ)
+    multiprocessing.set_executable(program)
+    yield
+    multiprocessing.set_executable(before)
 
 
 def _program(modules: tuple[str, ...], read: dict[str, str], *, on_npu: bool = False) -> str:
