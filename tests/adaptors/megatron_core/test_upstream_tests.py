@@ -22,7 +22,7 @@ from tests.adaptors.megatron_core.upstream_tests.results import (
     merge,
 )
 from tests.conftest import LONGEST, ROOT, checkout
-from tests.support import processes
+from tests.support import warm
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "run_upstream_tests.py"
@@ -39,7 +39,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
         "OMP_NUM_THREADS": "1",
     }
-    return processes.run(
+    return warm.run(
         [sys.executable, *command],
         env=environment,
         capture_output=True,
