@@ -13,19 +13,20 @@ import psutil
 import pytest
 
 from tests.conftest import LONGEST, wait_until
-from tests.support import processes, tiny
+from tests.support import tiny, warm
 
 
 @contextmanager
-def started(*flags: str, seen: Path, text: str) -> Iterator[subprocess.Popen]:
-    """Start a run; give it when ``text`` stands in ``seen``; end it."""
-    process = subprocess.Popen(
-        tiny.command("pretrain", *flags),
-        env=tiny.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(*flags: str, seen: Path, text: str, forked: bool = False) -> Iterator[subprocess.Popen]:
+    """Start a run; give it when ``text`` stands in ``seen``; end it.
+
+    Where it is ``forked``, this is the client of a warm parent, and the run goes a little later than it.
+    """
+    command, env = tiny.command("pretrain", *flags), tiny.environment()
+    if forked:
+        command, env = warm.ready(command, env, warm.DRIVER)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
     try:
         wait_until(lambda: seen.exists() and text in seen.read_text(), process, lambda: process.communicate())
         yield process
@@ -54,7 +55,7 @@ def test_ctrl_c_is_one_line(endless: list[str], tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_where_the_run_was_told_so(endless: list[str], tmp_path: Path) -> None:
     saving = [*endless, "--exit-signal-handler"]
-    with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 2') as process:
+    with started(*saving, seen=tmp_path / "metrics.jsonl", text='"iteration": 2', forked=True) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, err
@@ -65,9 +66,9 @@ def test_ctrl_c_saves_where_the_run_was_told_so(endless: list[str], tmp_path: Pa
 def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_way(
     endless: list[str], flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    short = tiny.command("pretrain", *flags("--save", tmp_path, "--eval-iters", 0))
+    short = ["pretrain", *flags("--save", tmp_path, "--eval-iters", 0)]
     with started(*endless, seen=tmp_path / "metrics.jsonl", text='"iteration": 1') as process:
-        second = processes.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
+        second = tiny.run(*short)
         assert second.returncode == 2
         assert "another run is writing there" in second.stderr.splitlines()[-1]
         process.kill()
@@ -76,7 +77,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"torn")
     (tmp_path / "latest_checkpointed_iteration.txt.1.partial").write_text("7")
-    third = processes.run(short, env=tiny.environment(), capture_output=True, text=True, check=False)
+    third = tiny.run(*short)
     assert third.returncode == 0, third.stderr
     assert f"removed {left}" in third.stdout
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import LONGEST, wait_until
-from tests.support import tiny
+from tests.support import tiny, warm
 
 pytest.importorskip("megatron.core")
 
@@ -191,9 +191,8 @@ def test_tensorboard(train, tmp_path):
 
 def test_sigterm_saves_and_ends(flags, tmp_path):
     long = flags("--save", tmp_path, "--train-iters", 100_000, "--exit-signal-handler", "--eval-iters", 0)
-    process = subprocess.Popen(
-        tiny.command("pretrain", *long), env=tiny.environment(), stdout=subprocess.PIPE, text=True
-    )
+    command, env = warm.ready(tiny.command("pretrain", *long), tiny.environment(), warm.DRIVER)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     try:
         log = tmp_path / "metrics.jsonl"
         wait_until(lambda: log.exists() and '"iteration": 3' in log.read_text(), process)

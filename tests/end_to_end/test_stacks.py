@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST, ROOT, on_a_leash
-from tests.support import tiny
+from tests.support import tiny, warm
 
 SCRIPT = ROOT / "checkouts" / "core_v0.16.1" / "pretrain_gpt.py"
 FOR_EVER = [
@@ -35,16 +35,16 @@ def until(file: Path, text: str, process: subprocess.Popen[bytes]) -> str:
 def test_stacks_of_a_run_that_is_watched(what: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_npu"]
     if what == "driver":
-        command += ["pretrain", *FOR_EVER]
+        command, env = warm.ready([*command, "pretrain", *FOR_EVER], tiny.environment(), warm.DRIVER)
     elif not SCRIPT.is_file():
         pytest.skip("no checkouts/core_v0.16.1")
     else:
         command += ["run", str(SCRIPT), *FOR_EVER, *OF_SCRIPT]
+        env = tiny.environment() | {"MEGATRON_LM_PATH": str(SCRIPT.parent)}
+        command, env = warm.ready(command, env, warm.STOCK, SCRIPT.parent)
     out, err = tmp_path / "out", tmp_path / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, env=tiny.environment(), stdout=stdout, stderr=stderr, cwd=tmp_path
-        )
+        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, cwd=tmp_path)
     with on_a_leash(process, LONGEST):
         until(out, "iteration        3/", process)
         process.send_signal(signal.SIGUSR1)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
-from tests.support import processes, tiny
+from tests.support import tiny, warm
 from tests.unit.test_upstream import make_core
 
 
@@ -30,7 +30,7 @@ def run(script: Path, *roots: Path, **variables: str) -> subprocess.CompletedPro
     environment.pop("MEGATRON_LM_PATH", None)  # the tests' own; it would put another Megatron first
     environment |= variables
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, roots), environment["PYTHONPATH"]])
-    return processes.run(
+    return warm.run(
         tiny.command("run", str(script)), env=environment, capture_output=True, text=True, check=False
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST
-from tests.support import tiny
+from tests.support import tiny, warm
 
 pytest.importorskip("megatron.core")
 QUESTION = ">>> "
@@ -33,11 +33,12 @@ def test_a_conversation(dataset: Path, tmp_path: Path, processes: int) -> None:
         processes=processes,
     )
     env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": "2"}
+    command, env = warm.ready(command, env, warm.DRIVER)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         _read_until(process, QUESTION)
-        time.sleep(6)
+        time.sleep(4)
         process.stdin.write("1 2\n")
         process.stdin.flush()
         said = _read_until(process, QUESTION)

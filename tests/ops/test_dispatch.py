@@ -12,7 +12,7 @@ import torch
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.dispatch import FallbackForbiddenError, Operation
 from tests.conftest import ROOT
-from tests.support import processes
+from tests.support import warm
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_strict_mode_ends_a_command_in_one_line(tmp_path):
     script.write_text(
         "from megatron_npu.ops.dispatch import report_fallback\nreport_fallback('norm', 'fp64')\n"
     )
-    done = processes.run(
+    done = warm.run(
         [sys.executable, "-m", "megatron_npu", "run", str(script)],
         env={**os.environ, "MEGATRON_NPU_STRICT": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

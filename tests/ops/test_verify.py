@@ -16,7 +16,7 @@ from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Operation
 from megatron_npu.ops.linear_cross_entropy import linear_cross_entropy
 from tests.conftest import ROOT
-from tests.support import processes
+from tests.support import warm
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_settings_name_all_operations_there_are():
 
 @pytest.mark.parametrize("command", [["ledger"], ["pretrain", "--save", "out", "--mock-data"]])
 def test_a_misspelt_name_stops_a_command_before_it_writes(command, tmp_path):
-    done = processes.run(
+    done = warm.run(
         [sys.executable, "-m", "megatron_npu", *command],
         env={**os.environ, "MEGATRON_NPU_VERIFY": "atention", "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
@@ -230,7 +230,7 @@ layer.forward = lambda x: norm.layer_norm(x, torch.ones(4), torch.zeros(4), 1e-5
 torch.nn.Sequential(layer)(torch.randn(3, 4, requires_grad=True)).exp().sum().backward()
 """
     environment = {**os.environ, "MEGATRON_NPU_VERIFY": "norm", "MEGATRON_NPU_DEVICE": "cpu"}
-    done = processes.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "verify: layer_norm: largest error" in done.stdout
     assert "2 comparisons, 0 beyond the limit" in done.stdout

@@ -41,6 +41,7 @@ _READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE")  # and
 # And what the simulator reads when it is loaded. Its report is asked for in each fork.
 _READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
 _REPORT = "MEGATRON_NPU_SIM_REPORT"
+_READ_LATER = ("MEGATRON_NPU_WATCHDOG",)  # by a run
 _OF_NPUS = ("ACL", "ASCEND", "CUDA", "HCCL", "MEGATRON_", "NPU", "PYTORCH_", "TASK_", "TORCH_")
 
 home, numbers = parents.home, parents.numbers
@@ -76,7 +77,7 @@ def ready(
     """
     if command[0] != sys.executable or _must_be_cold(env):
         return list(command), dict(env)
-    uncommon = [name for name in env if name.startswith("MEGATRON_") and name not in _READ]
+    uncommon = [name for name in env if name.startswith("MEGATRON_") and name not in (*_READ, *_READ_LATER)]
     common = not uncommon and modules and env.get("MEGATRON_NPU_DEVICE") == "cpu"
     read = {name: env[name] for name in _READ if env.get(name)} if common else {}
     if common and tree is not None:
