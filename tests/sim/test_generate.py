@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.end_to_end.conftest import dataset
-from tests.support import tiny
+from tests.support import tiny, warm
 
 __all__ = ["dataset"]
 pytest.importorskip("megatron.core")
@@ -22,7 +22,8 @@ def test_two_npus_draw_what_one_cpu_draws(simulated, dataset, tmp_path):
     done = tiny.run(*line, "--genfile", str(tmp_path / "cpu"))
     assert done.returncode == 0, done.stderr
     launcher = [sys.executable, *tiny.torchrun(2), "-m", "megatron_npu"]
-    found = simulated(*launcher, *line, "--genfile", str(tmp_path / "npu"), MEGATRON_NPU_DEVICE="npu")
+    line += ["--genfile", str(tmp_path / "npu")]
+    found = simulated(*launcher, *line, modules=warm.DRIVER, MEGATRON_NPU_DEVICE="npu")
     assert found.returncode == 0, found.stdout
     assert "2 samples in" in found.stdout
     assert (tmp_path / "npu").read_text() == (tmp_path / "cpu").read_text()

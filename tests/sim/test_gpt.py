@@ -41,6 +41,7 @@ def test_loss_and_gradient_norm_equal_the_cpu(simulated, tmp_path, dtype, limit)
     result = simulated(
         sys.executable,
         *(str(WORKER), dtype),
+        modules=warm.DRIVER,
         MEGATRON_NPU_DEVICE="npu",
         MEGATRON_NPU_SIM_REPORT=str(tmp_path / "report.json"),
     )

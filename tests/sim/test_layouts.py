@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.end_to_end.conftest import dataset
-from tests.support import curves, tiny
+from tests.support import curves, tiny, warm
 from tests.support.curves import Curve, deviation
 
 __all__ = ["dataset"]
@@ -115,7 +115,8 @@ class Runs:
         place = self.folder / name
         place.mkdir()
         line = curves.command(place, self.flags, cases, npus)
-        done = self.simulated("python", *line, MEGATRON_NPU_SIM_HCCL_TIMEOUT="120", **self.where, timeout=540)
+        settings = {"MEGATRON_NPU_SIM_HCCL_TIMEOUT": "120", **self.where}
+        done = self.simulated("python", *line, modules=warm.DRIVER, timeout=540, **settings)
         assert done.returncode == 0, done.stdout[-6000:]
         return {case: curves.read(place, case) for case in cases}
 

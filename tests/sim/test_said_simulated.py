@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tiny
+from tests.support import tiny, warm
 
 # one process tells everything: the driver's run, then the ledger in both forms
 PROGRAM = """
@@ -28,7 +28,8 @@ def run(simulated, tmp_path_factory) -> tuple[list[str], Path]:
     folder = tmp_path_factory.mktemp("run")
     flags = tiny.flags_for(tiny.write_dataset(folder / "text"))
     places = ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "board")]
-    done = simulated("python", "-c", PROGRAM, "pretrain", *flags, *places, "--train-iters", "2", "--no-plot")
+    line = ["pretrain", *flags, *places, "--train-iters", "2", "--no-plot"]
+    done = simulated("python", "-c", PROGRAM, *line, modules=warm.DRIVER)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout.splitlines(), folder
 

@@ -36,8 +36,8 @@ DRIVER = (
 STOCK = ("megatron.training",)
 NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imports its own
 # What the imports of Megatron read and a parent may therefore be kept for.
-_READ = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_DEVICE", "MEGATRON_NPU_TE", "LD_PRELOAD")
-_READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE")  # and by its imports alone
+_READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE", "MEGATRON_NPU_BACKPORT")
+_READ = (*_READ_BY_MEGATRON, "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
 # And what the simulator reads when it is loaded. Its report is asked for in each fork.
 _READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
 _REPORT = "MEGATRON_NPU_SIM_REPORT"
@@ -99,19 +99,27 @@ def simulated(
         command: starts with ``sys.executable`` or ``python``; anything else is returned as it is.
         env: of the process; the settings of the simulator in it count.
         modules: ``DRIVER``, ``STOCK``, ``NPU`` or others, imported before as well, with torch_npu, unless
-            ``env`` sets up the plug-in or torch_npu in an uncommon way.
+            ``env`` sets up the plug-in or torch_npu in an uncommon way; none are ``NPU``, unless ``env`` sets
+            up the simulator.
         tree: see ``ready``.
     """
     if command[0] not in (sys.executable, "python") or _must_be_cold(env):
         return list(command), dict(env)
     changed = {name for name, value in env.items() if os.environ.get(name) != value}
-    uncommon = [name for name in changed - {*_READ_ON_NPU, _REPORT} if name.startswith(_OF_NPUS)]
-    common = modules and not uncommon
-    names = set(_READ_ON_NPU) - (set(_READ_BY_MEGATRON) if modules == NPU else set())
-    read = {name: env[name] for name in names if env.get(name)} if common else {}
-    if common and modules != NPU and tree is not None:
+    later = {*_READ_ON_NPU, *_READ_LATER, _REPORT}
+    uncommon = [name for name in changed - later if name.startswith(_OF_NPUS)]
+    read = {name: env[name] for name in _READ_ON_NPU if env.get(name)}
+    if read.get("MEGATRON_NPU_DEVICE") == "npu":  # which is chosen there anyway
+        del read["MEGATRON_NPU_DEVICE"]
+    if tree is not None:
         read["MEGATRON_LM_PATH"] = str(tree)
-    program = _program(modules if common else (), read, on_npu=True)
+    if modules in ((), NPU):
+        read = {name: value for name, value in read.items() if name not in _READ_BY_MEGATRON}
+    if not modules and not read:
+        modules = NPU  # the parent of the marked tests, which is there already
+    if not modules or uncommon:
+        modules, read = (), {}
+    program = _program(modules, read, on_npu=True)
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
