@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,6 +107,21 @@ hypothesis.settings.load_profile("untimed")
 # Tests leave process groups of gloo as garbage. A forked child that collects one joins threads which it does
 # not have: it crashes or hangs. Garbage of the parent is none of its business.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let the collector leave out what is imported, and found: a full collection would take half of a second.
+
+    Commands ask for one, as Megatron does where it loads, and pytest asks for five at its end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from tests.support import processes
+from tests.support import tiny, warm
 
 
 @functools.cache
 def digests(default: str) -> dict[str, str]:
     command = [sys.executable, "-m", "tests.ops.in_default_dtype", default]
-    result = processes.run(command, capture_output=True, text=True, check=False)
+    result = warm.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert result.returncode == 0, f"{result.returncode}: {result.stderr[-2000:]}"
     return json.loads(result.stdout.splitlines()[-1])
 
