@@ -17,7 +17,7 @@ from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
 from megatron_npu.upstream import megatrons
 from tests.conftest import LONGEST
-from tests.support import processes, tiny
+from tests.support import processes, tiny, warm
 
 pytest.importorskip("megatron.core")
 
@@ -83,7 +83,11 @@ def inspected(monkeypatch, capsys, tmp_path):
 
 def test_this_machine_is_well(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # this user's may hold a stale lock
-    done = doctor("--json")
+    # what it starts is forked; tests/unit/test_python_child.py lets all of it start from nothing
+    [program], env = warm.ready([sys.executable], tiny.environment(), warm.DRIVER)
+    code = f"import sys; sys.executable = {program!r}; from megatron_npu.commands import cli"
+    command = [program, "-c", f"{code}; sys.exit(cli.main(['doctor', '--json']))"]
+    done = processes.run(command, env=env, capture_output=True, text=True)
     report = json.loads(done.stdout)
     assert report["advice"] == []
     assert done.returncode == 0
