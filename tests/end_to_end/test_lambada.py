@@ -13,6 +13,8 @@ from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.evaluation.lambada import accuracy
 from megatron_npu.evaluation.passages import CUTS
 from megatron_npu.generation.generate import generate
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import pretrain
 from tests.conftest import ROOT
 from tests.support import tiny
 
@@ -20,10 +22,20 @@ pytest.importorskip("megatron.core")
 PASSAGES = ["1 2 3 4", "10 12 14 16 18", "7 7 7", "20 21 22 23 24 25", "5 9", "100 103 106 109"]
 
 
-@pytest.fixture
-def trained(train, tmp_path):
-    train("--save", tmp_path / "t", "--train-iters", 60, "--eval-iters", 0)
-    return tmp_path / "t"
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(dataset, tmp_path_factory):
+    """A checkpoint that tests only read."""
+    place = tmp_path_factory.mktemp("trained") / "t"
+    changes = ["--save", str(place), "--train-iters", "60", "--eval-iters", "0"]
+    pretrain.train(arguments.parse([*tiny.flags_for(dataset), *changes]))
+    return place
 
 
 @pytest.fixture
