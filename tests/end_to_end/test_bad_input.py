@@ -9,6 +9,8 @@ import pytest
 
 from megatron_npu.checkpoint_files import checksums
 from megatron_npu.commands import cli
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.run import pretrain
 from tests.support import tiny
 from tests.unit.test_upstream import make_legacy
 
@@ -107,11 +109,19 @@ def test_a_directory_that_does_not_exist_yet_is_where_a_resumable_run_begins(tra
     assert "starting from scratch" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def made(dataset, tmp_path_factory):
+    place = tmp_path_factory.mktemp("made") / "trained"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+        pretrain.train(arguments.parse([*tiny.flags_for(dataset), "--save", str(place)]))
+    return place
+
+
 @pytest.fixture
-def trained(train, tmp_path):
-    """A directory with a checkpoint at iteration 6."""
-    train("--save", tmp_path / "trained")
-    return tmp_path / "trained"
+def trained(made, tmp_path):
+    """A directory with a checkpoint at iteration 6, which a test may spoil."""
+    return shutil.copytree(made, tmp_path / "trained")
 
 
 def _content(directory):
