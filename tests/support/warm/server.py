@@ -18,6 +18,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -98,6 +99,7 @@ class Parent:
                         os._exit(0)
                     self._asked_to_end = False
                 elif key.fileobj == self._owner:
+                    shutil.rmtree(self._folder.parent, ignore_errors=True)  # it may have been killed
                     os._exit(0)
                 else:
                     self._hear(key.data)
