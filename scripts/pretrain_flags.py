@@ -58,7 +58,7 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
 OWN = tuple(
     """
     --epochs --swap-optimizer --hccl-group-buffer-adaptive --json-log --plot --no-plot
-    --no-use-cpu-initialization --eval-train-loss
+    --no-use-cpu-initialization --eval-train-loss --save-keep-last
     --log-loss-per-rank --sample-prompt --sample-tokens --sample-temperature --dashboard --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape
@@ -91,9 +91,11 @@ def _row(action: argparse.Action) -> str:
 def _value(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
-    if action.choices:
+    if action.choices and not action.metavar:
         return f" {'|'.join(map(str, action.choices))}"
-    return f" {action.metavar or metavar_of(action)}{' ...' if action.nargs else ''}"
+    if isinstance(action.metavar, tuple):
+        return f" {' '.join(action.metavar)}"
+    return f" {action.metavar or metavar_of(action)}{' ...' if action.nargs in ('*', '+') else ''}"
 
 
 def _exceptions() -> Iterator[str]:

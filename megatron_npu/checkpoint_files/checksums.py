@@ -148,6 +148,13 @@ def damaged(folder: Path) -> list[str]:
     return faults + _faults(folder, entries, sorted(entries))
 
 
+def of_other_sizes(folder: Path) -> list[str]:
+    """Return what is missing of a checkpoint's files, or has not its size; no content is read."""
+    entries, faults = _entries(folder)
+    found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
+    return faults + [f"{name} {fault}" for name, fault in found if fault]
+
+
 def _entries(folder: Path) -> tuple[Entries, list[str]]:
     """Return the recorded checksums, none where there are none; and what is wrong with the record itself."""
     if not (folder / NAME).is_file():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, positive, whole
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums
-from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files
+from megatron_npu.checkpoint_files import checksums, removal
+from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files, whole_checkpoints
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
@@ -165,47 +163,21 @@ def _verify(args: Namespace) -> int:
 
 def _prune(args: Namespace) -> int:
     """Remove what is older than the newest whole ones; damaged ones do not count, and newer ones stay."""
-    latest = checkpoint_files.newest(args.directory)
-    older = checkpoint_files.iterations(args.directory)
-    whole = damaged = 0
-    while older and whole < args.keep:
-        path = checkpoint_files.directory(args.directory, older.pop())
+    damaged: list[Path] = []
+
+    def is_whole(path: Path) -> bool:
         faults = _faults(path)
-        whole += not faults
-        damaged += bool(faults)
         if faults:
+            damaged.append(path)
             print(f"{path.name} is damaged and does not count: {'; '.join(faults)}")
-    for iteration in older:
-        path = checkpoint_files.directory(args.directory, iteration)
-        if path == latest or (args.keep_every and iteration % args.keep_every == 0):
-            continue
+        return not faults
+
+    for path in whole_checkpoints.surplus(args.directory, args.keep, args.keep_every, is_whole):
         link = f"  a link; {path.resolve()} stays" if path.is_symlink() else ""
         print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {_size(path):,} bytes{link}")
         if not args.dry_run:
-            _remove(path)
+            removal.remove(path)
     return 1 if damaged else 0
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, or a link to one, so that, killed meanwhile, none is left that looks complete.
-
-    Raises:
-        UsageError: it cannot be removed.
-    """
-    doomed = files.partial_folder(path)
-    try:
-        if path.is_symlink():
-            path.unlink()
-            return
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename or path} cannot be removed ({error.strerror})",
-            "a folder that you may write to",
-            "Change its mode, or remove it by hand.",
-        ) from error
 
 
 def _places(root: str) -> Iterator[Path]:

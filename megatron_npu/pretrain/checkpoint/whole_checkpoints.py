@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_npu.base.errors import UsageError
@@ -16,6 +17,30 @@ def newest_whole(root: str | Path) -> int | None:
         if not incomplete(folder) and not checksums.damaged(folder):
             return iteration
     return None
+
+
+def surplus(
+    root: str | Path,
+    keep: int,
+    every: int | None,
+    is_whole: Callable[[Path], bool],
+    newest: int | None = None,
+) -> list[Path]:
+    """Return what is older than the newest whole checkpoints. Damaged ones among them do not count, and stay.
+
+    Args:
+        root: of all checkpoints.
+        keep: how many whole ones stay.
+        every: those of iterations that it divides stay, too; None: no others do.
+        is_whole: tells whether one is; asked from the newest on, until enough are.
+        newest: the iteration to begin with; None: the last one. Later ones stay.
+    """
+    older = [each for each in checkpoint_files.iterations(root) if newest is None or each <= newest]
+    latest = checkpoint_files.newest(root)
+    while older and keep:
+        keep -= is_whole(checkpoint_files.directory(root, older.pop()))
+    paths = [checkpoint_files.directory(root, each) for each in older if not every or each % every]
+    return [path for path in paths if path != latest]
 
 
 def incomplete(folder: Path) -> list[str]:

@@ -27,11 +27,17 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; None where the split leaves nothing or nothing is needed."""
+    """The datasets of a run; None where the split leaves nothing or nothing is needed.
+
+    Attributes:
+        train, valid, test: of each part.
+        valid_sets: with --multiple-validation-sets those of each prefix, in place of ``valid``.
+    """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    valid_sets: tuple[tuple[str, Dataset], ...] = ()
 
 
 def datasets(args: Namespace) -> Datasets:
@@ -42,17 +48,41 @@ def datasets(args: Namespace) -> Datasets:
     Raises:
         UsageError: the indices cannot be written.
     """
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
+    validates = bool(args.eval_iters or args.full_validation)
+    prefixes = args.valid_data_path if validates and args.multiple_validation_sets else ()
     read = {
         "train": True,
-        "valid": args.eval_iters > 0,
+        "valid": validates and not prefixes,
         "test": bool(args.eval_iters and args.test_data_path),
     }
-    config = GPTDatasetConfig(
+    batch = args.global_batch_size
+    train = args.epoch_samples or args.train_samples or args.train_iters * batch
+    all_or_some = None if args.full_validation else evaluation_count(args) * batch
+    sizes = [train, all_or_some if read["valid"] else 0, args.eval_iters * batch * read["test"]]
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    found = build(kind, sizes, _config(args, _source(args, read)))
+    if args.rank == 0 and found.train is not None and not args.mock_data:
+        _warn_of_unknown_tokens(args, found.train)
+    alone = [(prefix, _alone(args, kind, prefix, all_or_some)) for prefix in prefixes]
+    return found._replace(valid_sets=tuple(alone))
+
+
+def _alone(args: Namespace, kind: Any, prefix: str, samples: int | None) -> Any:
+    """Return the validation samples of one prefix; None: all that there are."""
+    source = {"blend_per_split": [None, ([prefix], None), None]}
+    return build(kind, [0, samples, 0], _config(args, source)).valid
+
+
+def _config(args: Namespace, source: Mapping[str, Any]) -> Any:
+    """Return the configuration of megatron-core's datasets."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        **_source(args, read),
+        **source,
         path_to_cache=args.data_cache_path,
         tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(args)),
         reset_position_ids=args.reset_position_ids,
@@ -60,13 +90,6 @@ def datasets(args: Namespace) -> Datasets:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
     )
-    batch = args.global_batch_size
-    train = args.epoch_samples or args.train_samples or args.train_iters * batch
-    sizes = [train, evaluation_count(args) * batch, args.eval_iters * batch * read["test"]]
-    found = build(MockGPTDataset if args.mock_data else GPTDataset, sizes, config)
-    if args.rank == 0 and found.train is not None and not args.mock_data:
-        _warn_of_unknown_tokens(args, found.train)
-    return found
 
 
 def _warn_of_unknown_tokens(args: Namespace, dataset: Any) -> None:
@@ -81,12 +104,12 @@ def _warn_of_unknown_tokens(args: Namespace, dataset: Any) -> None:
         print(f"megatron-npu pretrain: {told}", file=sys.stderr, flush=True)
 
 
-def build(kind: Any, sizes: Sequence[int], config: Any) -> Datasets:
+def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
     """Return megatron-core's datasets of a kind; all ranks must call this.
 
     Args:
         kind: a class of dataset.
-        sizes: samples of training, validation and test; a part of 0 is not read.
+        sizes: samples of training, validation and test; a part of 0 is not read; None: all of a part, once.
         config: of the datasets; its split is changed in place.
 
     Raises:
@@ -124,13 +147,13 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
     return prefixes, weights
 
 
-def _leave_out_unread_parts(config: Any, sizes: Sequence[int]) -> None:
+def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
     """Take the parts that no one reads out of the split; the others stay the documents they are.
 
     megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
     """
     config.split_matrix = [
-        bounds if size else None for size, bounds in zip(sizes, config.split_matrix, strict=True)
+        None if size == 0 else bounds for size, bounds in zip(sizes, config.split_matrix, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from megatron_npu.data.tokenization import flags
 from megatron_npu.options import hccl_buffers, memory_flags, older_flags
 from megatron_npu.options.attention_flags import add_attention_flags
 from megatron_npu.options.switches import add_switches
-from megatron_npu.pretrain.flags import expert_flags, latent_flags, muon_flags, rotary_flags
+from megatron_npu.pretrain.flags import expert_flags, job_flags, latent_flags, muon_flags, rotary_flags
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -234,6 +234,7 @@ def _training(add: Add) -> None:
         type=positive,
         help="sequences of one iteration on all ranks (default: micro batch x data-parallel size)",
     )
+    job_flags.add_ramp(add)
     add(
         "--train-iters",
         type=whole,
@@ -250,12 +251,7 @@ def _training(add: Add) -> None:
         help="passes through the training data in all, each in an order of its own; an incomplete last "
         "global batch is left out",
     )
-    add(
-        "--exit-interval",
-        type=positive,
-        help="save and end at the iterations that N divides (default: never)",
-    )
-    add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
+    job_flags.add_ends(add)
     add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
     add(
         "--deterministic-mode",
@@ -502,6 +498,7 @@ def _checkpoints(add: Add) -> None:
         action="store_true",
         help="go on training while processes of their own write a checkpoint",
     )
+    job_flags.add_retention(add)
     add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
     add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")
     add("--no-load-rng", action="store_true", help="begin with random numbers of --seed")
@@ -520,6 +517,7 @@ def _logging(add: Add) -> None:
     add("--log-throughput", action="store_true", help="accepted: throughput is always logged")
     add("--eval-interval", type=positive, help="iterations between two validations (default: one at the end)")
     add("--eval-iters", type=whole, default=100, help="global batches of a validation; 0: none at all")
+    job_flags.add_validation(add)
     add(
         "--eval-train-loss",
         action="store_true",
@@ -531,6 +529,7 @@ def _logging(add: Add) -> None:
         help="a line for each data-parallel rank's own loss behind each iteration's line",
     )
     add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
+    job_flags.add_wandb(add)
     add(
         "--json-log",
         metavar="FILE",

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from megatron_npu import devices
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.pretrain.checkpoint import checkpoint_files
+from megatron_npu.pretrain.flags.batch_ramp import Ramp
 
 NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
@@ -168,7 +169,7 @@ def iterations(args: Namespace) -> None:
     """Fill in the iterations that samples or epochs mean."""
     samples = samples_in_all(args)
     if samples is not None:
-        args.train_iters = samples // args.global_batch_size
+        args.train_iters = _iterations(args, 0, samples)
 
 
 def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
@@ -240,7 +241,13 @@ def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> N
     """Fill in the last iteration of a run by samples that goes on with, perhaps, another global batch."""
     samples = samples_in_all(args)
     if samples is not None:
-        args.train_iters = iteration + max(0, samples - consumed_samples) // args.global_batch_size
+        args.train_iters = iteration + _iterations(args, consumed_samples, samples)
+
+
+def _iterations(args: Namespace, begin: int, end: int) -> int:
+    """Return the whole global batches between two numbers of used samples."""
+    ramp = Ramp.of(args)
+    return max(0, end - begin) // args.global_batch_size if ramp is None else ramp.iterations(begin, end)
 
 
 def split(args: Namespace) -> None:

@@ -6,6 +6,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu.pretrain.flags.batch_ramp import Ramp
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -20,6 +22,7 @@ class RunPlan:
         seq_length: tokens of a sequence.
         has_data: whether there are any; a model can be saved without.
         load_from: the checkpoint that the run goes on from; None: it begins anew.
+        ramp: of the global batch, which then has its size at the end; None: there is none.
         fully_sharded: what shards the weights: ``megatron``, ``torch`` or None.
         vocabulary, padded_vocabulary: tokens, and rows of the embedding.
     """
@@ -37,6 +40,7 @@ class RunPlan:
     fully_sharded: str | None
     vocabulary: int
     padded_vocabulary: int
+    ramp: Ramp | None = None
 
     @staticmethod
     def of(args: Namespace) -> RunPlan:
@@ -55,7 +59,16 @@ class RunPlan:
             fully_sharded=args.fully_sharded,
             vocabulary=args.tokenizer_vocab_size,
             padded_vocabulary=args.padded_vocab_size,
+            ramp=Ramp.of(args),
         )
+
+    def batch_behind(self, samples: int) -> int:
+        """Return the sequences of the iteration that comes when so many have been used."""
+        return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
+
+    def micro_batches_of(self, samples: int) -> int:
+        """Return the forward passes of a rank that so many sequences of all ranks take."""
+        return samples // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def tokens(self) -> int:

@@ -83,6 +83,8 @@ class History:
                 del points[number]
 
     def _train(self, iteration: int, row: dict[str, Any]) -> None:
+        if not 0 <= (row.get("global_batch_size") or 0) < _MANY:
+            raise ValueError(f"global_batch_size {row['global_batch_size']!r}")
         first = iteration - len(row["losses"]) + 1
         for number, loss in enumerate(row["losses"], first):
             _note(self.losses, number, loss)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -32,11 +32,13 @@ class Interval:
     Attributes:
         losses: for each iteration [2], this process's sum of losses and number of tokens.
         norms: the norm of each iteration's gradient; None where there was none.
+        batches: the samples of each iteration, of all ranks.
         skipped: iterations whose update was left out.
     """
 
     losses: Rows = field(default_factory=Rows)
     norms: list[float | None] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
     skipped: int = 0
 
 
@@ -93,6 +95,8 @@ class Log(Sinks):
             row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
         self.write("train", iteration, row)
         self._curves(iteration, losses, row, [*_CURVES, *of_experts, *of_predictions])
+        if "global_batch_size" in row:
+            self.scalars(iteration, [("batch-size", row["global_batch_size"])])
 
     def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
         for rank, loss in losses.items():
@@ -107,21 +111,37 @@ class Log(Sinks):
             self.scalars(first + number, [("lm loss", loss)])
         self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
 
-    def validation(self, iteration: int, loss: float, trained: float | None = None) -> None:
+    def validation(
+        self,
+        iteration: int,
+        loss: float,
+        trained: float | None = None,
+        of_sets: Sequence[tuple[str, float]] = (),
+    ) -> None:
         """Report an evaluation.
 
         Args:
             iteration: after which the model was evaluated.
             loss: mean over the validation samples, in nats a token; its perplexity is reported, too.
+                Of several sets the mean of their losses.
             trained: the same over samples of training, if they were evaluated.
+            of_sets: prefix and loss of each of several sets.
         """
+        for number, (name, own) in enumerate(of_sets):
+            self.say(
+                f" validation-{number} loss at iteration {iteration} | lm loss value: {own:.6E} | "
+                f"lm loss PPL: {perplexity_of(own):.6E} | {name}"
+            )
+            self.scalars(iteration, [(f"lm loss validation-{number}", own)])
         perplexity = perplexity_of(loss)
         compared = "" if trained is None else f" training samples' lm loss value: {trained:.6E} |"
         self.say(
             f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
             f"lm loss PPL: {perplexity:.6E} |{compared}"
         )
-        row = {"loss": loss, "perplexity": perplexity}
+        row: dict[str, Any] = {"loss": loss, "perplexity": perplexity}
+        if of_sets:
+            row["sets"] = [{"data": name, "loss": own} for name, own in of_sets]
         curves = [("lm loss validation", loss), ("lm loss validation perplexity", perplexity)]
         if trained is not None:
             row["training_loss"] = trained
@@ -170,9 +190,11 @@ def _row(
     scale: float,
 ) -> dict[str, Any]:
     each, memory = seconds / len(losses), devices.current().memory()
+    together = sum(interval.batches)
     counted = [loss for loss in losses if math.isfinite(loss)]
     return {
         "consumed_samples": samples,
+        **({"global_batch_size": interval.batches[-1]} if args.rampup_batch_size else {}),
         **({} if args.epochs is None else {"epoch": samples / args.epoch_samples}),
         "loss": sum(counted) / len(counted) if counted else math.nan,
         "losses": losses,
@@ -181,8 +203,9 @@ def _row(
         "learning_rate": learning_rate,
         "loss_scale": scale,
         "elapsed_ms": each * 1e3,
-        "tokens_per_second": args.global_batch_size * args.seq_length / each,
-        "tflops_per_device": flops.of_step(args) / each / args.world_size / 1e12,
+        "tokens_per_second": together * args.seq_length / seconds,
+        "tflops_per_device": flops.of_step(args)
+        * (together / args.global_batch_size / seconds / args.world_size / 1e12),
         "peak_memory_bytes": memory.peak,
         "memory_bytes": memory.allocated,
         "utilization": devices.current().utilization(),
@@ -212,7 +235,7 @@ def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
         f" throughput per device (TFLOP/s): {row['tflops_per_device']:.4g} |"
         f" tokens per second: {row['tokens_per_second']:.1f} |"
         f" learning rate: {row['learning_rate']:.6E} |"
-        f" global batch size: {args.global_batch_size:5d} |"
+        f" global batch size: {row.get('global_batch_size', args.global_batch_size):5d} |"
         f" lm loss: {row['loss']:.6E} |{further} loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"

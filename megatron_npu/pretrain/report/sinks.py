@@ -1,4 +1,4 @@
-"""Where what a run says goes: console, JSON lines, TensorBoard, a progress bar, a picture; from rank 0."""
+"""Where rank 0 says what a run does: console, JSON lines, TensorBoard, Weights & Biases, a bar, a picture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import devices
-from megatron_npu.pretrain.report import history, superseded
+from megatron_npu.pretrain.report import history, superseded, wandb_run
 from megatron_npu.pretrain.report.json_lines import JsonLines
+
+ENDS = ("iterations", "exit-interval", "exit-duration", "signal")  # of a run that has not failed
 
 
 class Sinks:
@@ -25,12 +27,14 @@ class Sinks:
     def __init__(self, args: Namespace, iteration: int, start: dict[str, Any]) -> None:
         self.args = args
         self.on_rank_0 = args.rank == 0
+        self._went_well = False
         self.path = metrics_path(args) if self.on_rank_0 else None
         if self.path is not None:
             superseded.put_aside(self.path, iteration)
         self._reader = None if self.path is None else history.Reader(self.path)
         self._lines = JsonLines(self.path)
         self._board, self._bar = self._open_board(iteration), self._open_bar(iteration)
+        self._wandb = wandb_run.WandbRun.of(args) if self.on_rank_0 else None
         self.write("start", iteration, {"device": devices.current().title, **start})
 
     def _open_board(self, iteration: int) -> Any:
@@ -69,11 +73,13 @@ class Sinks:
         self._lines.write(event, iteration, values)
 
     def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
-        """Give numbers to TensorBoard; None is none."""
+        """Give numbers to TensorBoard and Weights & Biases; None is none."""
+        numbers = {name: value for name, value in values if value is not None}
         if self._board is not None:
-            for name, value in values:
-                if value is not None:
-                    self._board.add_scalar(name, value, iteration)
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log(iteration, numbers)
 
     def past(self) -> history.History:
         """Return what has been logged of the run and of those that it went on from; empty without a file."""
@@ -101,12 +107,15 @@ class Sinks:
     def end(self, reason: str) -> None:
         """Note that the run has ended: why, or the kind of the error that ended it."""
         self.write("end", self._iteration, {"ended_by": reason})
+        self._went_well = reason in ENDS
 
     def close(self) -> None:
         """Close the sinks."""
         for sink in (self._board, self._bar):
             if sink is not None:
                 sink.close()
+        if self._wandb is not None:
+            self._wandb.close(went_well=self._went_well)
 
 
 def metrics_path(args: Namespace) -> Path | None:

@@ -15,10 +15,15 @@ from megatron_npu.devices.rows import Rows
 from megatron_npu.pretrain.checkpoint import checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
 from megatron_npu.pretrain.data import datasets as data
+from megatron_npu.pretrain.data import validation
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.drawn_texts import Samples
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run import loss
+
+
+class _TimeIsUpError(Exception):
+    """The run has to end, and what is measured is given up."""
 
 
 class Evaluation:
@@ -31,9 +36,11 @@ class Evaluation:
         log: the run's log.
         batches: returns micro batches of a dataset, behind so many samples of it.
         forward: runs one global batch of them; returns this process's sum of losses and tokens, [2].
+        time_is_up: asked before each of them, by all ranks; a validation is given up then.
 
     Attributes:
-        loss: of the last validation; None: there was none.
+        loss: of the last validation, of several sets their mean; None: there was none.
+        losses: of each of several sets, by its prefix.
         test_loss: on --test-data-path; None: not measured yet.
     """
 
@@ -45,36 +52,57 @@ class Evaluation:
         log: Log,
         batches: Callable[[Dataset | None, int], data.Batches],
         forward: Callable[[data.Batches], torch.Tensor],
+        time_is_up: Callable[[], bool],
     ) -> None:
         self.args, self.datasets, self.log = args, datasets, log
         self._model, self._batches, self._forward = state.model, batches, forward
+        self._time_is_up = time_is_up
+        self._sets = validation.sets(args, datasets)
         self._samples = Samples(args, state.model) if args.sample_prompt else None
         self.loss: float | None = None
+        self.losses: dict[str, float] = {}
         self.test_loss: float | None = None
 
     def measure(self, position: Position) -> Position:
         """Do what is done every --eval-interval; return where the run stands then."""
-        position = self._validate(position)
+        try:
+            position = self._validate(position)
+        except _TimeIsUpError:
+            self.log.say(f" no validation at iteration {position.iteration}: --exit-duration-in-mins is over")
+            return position
         self._sample(position.iteration)
         return position
 
     def test(self, iteration: int) -> None:
         """Measure the loss on the samples of --test-data-path."""
-        if self.datasets.test is not None:
-            with self._evaluating():
-                self.test_loss = self._mean_loss(self.datasets.test, 0)
-            self.log.test(iteration, self.test_loss)
+        if self.datasets.test is None:
+            return
+        with self._evaluating():
+            try:
+                self.test_loss = self._mean_loss(self.datasets.test, 0, self.args.eval_iters)
+            except _TimeIsUpError:
+                return
+        self.log.test(iteration, self.test_loss)
 
     def _validate(self, position: Position) -> Position:
         """Measure the loss on the validation samples, and on those of training if a flag says so."""
-        if not self.args.eval_iters or self.datasets.valid is None:
+        if not self._sets:
             return position
+        count, trained = self.args.eval_iters, None
         with self._evaluating():
-            self.loss = self._mean_loss(self.datasets.valid, position.valid_samples)
-            # always the first samples, so that two evaluations can be compared
-            trained = self._mean_loss(self.datasets.train, 0) if self.args.eval_train_loss else None
-        self.log.validation(position.iteration, self.loss, trained)
-        return checkpoints.advance(position, valid=self.args.eval_iters * self.args.global_batch_size)
+            losses = [
+                self._mean_loss(each.dataset, 0 if each.is_whole else position.valid_samples, each.batches)
+                for each in self._sets
+            ]
+            if self.args.eval_train_loss and count:
+                # always the first samples, so that two evaluations can be compared
+                trained = self._mean_loss(self.datasets.train, 0, count)
+        self.loss = sum(losses) / len(losses)
+        pairs = [(each.name, loss) for each, loss in zip(self._sets, losses, strict=True) if each.name]
+        self.losses = dict(pairs)
+        self.log.validation(position.iteration, self.loss, trained, pairs)
+        used = 0 if self.args.full_validation else count * self.args.global_batch_size
+        return checkpoints.advance(position, valid=used)
 
     def _sample(self, iteration: int) -> None:
         """Draw the texts of --sample-prompt; that the model cannot is no reason to end its training."""
@@ -95,15 +123,23 @@ class Evaluation:
         with watchdog.phase("evaluating"), gathered(self.args, self._model), torch.no_grad():
             for chunk in self._model:
                 chunk.eval()
-            yield
-            for chunk in self._model:
-                chunk.train()
+            try:
+                yield
+            finally:
+                for chunk in self._model:
+                    chunk.train()
 
-    def _mean_loss(self, dataset: Dataset | None, consumed: int) -> float:
-        """Return the loss of --eval-iters global batches."""
+    def _mean_loss(self, dataset: Dataset | None, consumed: int, count: int) -> float:
+        """Return the loss of so many global batches.
+
+        Raises:
+            _TimeIsUpError: before the last of them.
+        """
         batches = self._batches(dataset, consumed)
         sums = Rows()
-        for _ in range(self.args.eval_iters):
+        for _ in range(count):
+            if self._time_is_up():
+                raise _TimeIsUpError
             sums.add(self._forward(batches)[None])
         (mean,) = loss.means(sums.all().sum(0)[None])
         return mean

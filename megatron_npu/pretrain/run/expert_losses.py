@@ -36,14 +36,14 @@ def _name(kind: str, version: str) -> str:
     return "load_balancing_loss" if old else _NAMES[kind]
 
 
-def take(args: Namespace, iterations: int) -> dict[str, list[float]]:
+def take(args: Namespace, micro_batches: int) -> dict[str, list[float]]:
     """Return each loss of each layer with experts, a mean over what happened since the last time.
 
     Unweighted, as Megatron logs them: of the losses of balance 1 is perfect. A collective: all ranks must
     call it.
 
     Args:
-        iterations: since the last time.
+        micro_batches: of a rank, since the last time.
     """
     from megatron.core import parallel_state
 
@@ -63,7 +63,7 @@ def take(args: Namespace, iterations: int) -> dict[str, list[float]]:
     # megatron-core's own reduction leaves data parallelism out of some of them, other ones in each version
     dist.all_reduce(own)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    own *= stages / (dist.get_world_size() * args.num_microbatches * iterations)
+    own *= stages / (dist.get_world_size() * micro_batches)
     return {
         name: [value for value, has in zip(row, layers, strict=True) if has]
         for name, row in zip(found, own.tolist(), strict=True)

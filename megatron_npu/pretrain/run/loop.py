@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,48 +26,15 @@ from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
 from megatron_npu.pretrain.run.clock import Clock
 from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.pretrain.run.evaluating import Evaluation
+from megatron_npu.pretrain.run.outcome import Outcome
 from megatron_npu.pretrain.run.pace import Pace
 from megatron_npu.pretrain.run.saving import Saving
-from megatron_npu.pretrain.run.termination import Termination
+from megatron_npu.pretrain.run.termination import Deadline, Termination
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OnGradients = Callable[[int, list[torch.nn.Module]], None]
-
-
-@dataclass
-class Outcome:
-    """How the loop ended.
-
-    Attributes:
-        position: where; until then, where it began.
-        loss_first, loss_last: training loss of the first and last iteration of this process's run.
-        validation_loss: of the last evaluation.
-        test_loss: of the evaluation at the end on --test-data-path.
-        seconds, steps: of training alone.
-        first_seconds, first_steps: the part of them up to the first log event, which includes warming up.
-        checkpoint: the last one written.
-        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
-    """
-
-    position: Position
-    loss_first: float | None = None
-    loss_last: float | None = None
-    validation_loss: float | None = None
-    test_loss: float | None = None
-    seconds: float = 0.0
-    steps: int = 0
-    first_seconds: float = 0.0
-    first_steps: int = 0
-    checkpoint: Path | None = None
-    ended_by: str = "iterations"
-
-    def seconds_per_step(self) -> float | None:
-        """Return how long a step takes, warming up left out where there is more; None without a step."""
-        if self.steps > self.first_steps:
-            return (self.seconds - self.first_seconds) / (self.steps - self.first_steps)
-        return self.seconds / self.steps if self.steps else None
 
 
 class Trainer:
@@ -82,6 +49,7 @@ class Trainer:
         log: the run's log.
         on_gradients: called in each iteration with its number and the chunks of the model, when every
             ``main_grad`` is complete and before the optimizer's step.
+        began: when the command began, on the clock of ``time.monotonic``; None: now.
     """
 
     goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
@@ -95,6 +63,7 @@ class Trainer:
         position: Position,
         log: Log,
         on_gradients: OnGradients | None = None,
+        began: float | None = None,
     ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -110,7 +79,10 @@ class Trainer:
         self.guard = Guard(args, state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         forward = functools.partial(self._forward, forward_only=True)
-        self.evaluation = Evaluation(args, state, datasets, log, self.batches, forward)
+        self.deadline = Deadline(args.exit_duration_in_mins, time.monotonic() if began is None else began)
+        self.evaluation = Evaluation(
+            args, state, datasets, log, self.batches, forward, self.deadline.has_passed
+        )
         self.saving = Saving(args, state, self.clock, log)
         self.forward_backward = get_forward_backward_func()
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
@@ -123,7 +95,8 @@ class Trainer:
             chunk.train()
         self._data = self.guard.batches(self.training_batches())
         with self.saving:
-            with Termination(self.args.exit_signal_handler) as termination:
+            heard = (signal.Signals[self.args.exit_signal], signal.SIGINT)
+            with Termination(self.args.exit_signal_handler, heard) as termination:
                 self.clock.start()
                 with watchdog.phase("between two steps"):
                     while self.position.iteration < self.plan.iterations:
@@ -186,19 +159,24 @@ class Trainer:
         for chunk in self.state.model:
             chunk.zero_grad_buffer()
         self.state.optimizer.zero_grad()
-        return self._forward(self._data, forward_only=False)
+        count = self.plan.micro_batches_of(self._batch())
+        return self._forward(self._data, forward_only=False, micro_batches=count)
+
+    def _batch(self) -> int:
+        """Return the sequences of all ranks in the iteration that the run stands before."""
+        return self.plan.batch_behind(self.position.train_samples)
 
     def _skip_data(self) -> None:
         """Pass over the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
         self._report()  # the iterations of a log event follow one another
         for batches in self._data or ():
-            for _ in range(self.plan.micro_batches):
+            for _ in range(self.plan.micro_batches_of(self._batch())):
                 next(batches)
         self._advance()
         self.log.say(f" iteration {self.position.iteration}: left out, with its data (--iterations-to-skip)")
 
     def _advance(self) -> None:
-        self.position = checkpoint.advance(self.position, train=self.plan.global_batch_size, iterations=1)
+        self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
         """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
@@ -229,6 +207,7 @@ class Trainer:
         """Note an iteration for the log; the run has come by it."""
         self.interval.losses.add(losses[None])
         self.interval.norms.append(norm)
+        self.interval.batches.append(self._batch())
         self.interval.skipped += not updated
         self._advance()
 
@@ -243,7 +222,7 @@ class Trainer:
         updated, norm, _ = optimizer.step()
         self._check_gradient(norm)
         if updated:
-            self.state.schedule.step(self.plan.global_batch_size)
+            self.state.schedule.step(self._batch())
         else:
             self._report_skipped_update()
         self._count(losses, None if norm is None else float(norm), updated=updated)
@@ -259,7 +238,13 @@ class Trainer:
             replicas.check_megatron(self.state.model)
         self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
 
-    def _forward(self, batches: list[Iterator[data.Batch]] | None, *, forward_only: bool) -> torch.Tensor:
+    def _forward(
+        self,
+        batches: list[Iterator[data.Batch]] | None,
+        *,
+        forward_only: bool,
+        micro_batches: int | None = None,
+    ) -> torch.Tensor:
         """Run one global batch; return this process's sum of losses and tokens, [2]."""
         model = self.state.model
         single = len(model) == 1
@@ -268,7 +253,7 @@ class Trainer:
             forward_step_func=self.forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=model[0] if single else model,
-            num_microbatches=self.plan.micro_batches,
+            num_microbatches=micro_batches or self.plan.micro_batches,
             seq_length=self.plan.seq_length,
             micro_batch_size=self.plan.micro_batch_size,
             forward_only=forward_only,
@@ -312,6 +297,8 @@ class Trainer:
         groups = self.state.optimizer.param_groups
         seconds = self.clock.lap()
         losses = loss.means(self.interval.losses.all())
+        samples = sum(self.interval.batches)
+        count = self.plan.micro_batches_of(samples)
         self.log.training(
             self.position.iteration,
             self.position.train_samples,
@@ -321,8 +308,8 @@ class Trainer:
             learning_rate=groups[0]["lr"] if groups else 0.0,
             scale=self.state.optimizer.get_loss_scale().item(),
             of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
-            of_experts=expert_losses.take(self.args, len(losses)),
-            of_predictions=prediction_losses.take(self.args, len(losses)),
+            of_experts=expert_losses.take(self.args, count),
+            of_predictions=prediction_losses.take(self.args, count),
         )
         self._check_losses(losses)
         slower = self.pace.note(seconds, len(losses))
@@ -331,8 +318,10 @@ class Trainer:
         if self.outcome.loss_first is None:
             self.outcome.loss_first = losses[0]
             self.outcome.first_seconds, self.outcome.first_steps = seconds, len(losses)
+            self.outcome.first_samples = samples
         self.outcome.loss_last = losses[-1]
         self.outcome.steps += len(losses)
+        self.outcome.samples += samples
         self.interval = Interval()
 
     def _evaluate(self) -> None:
@@ -342,6 +331,8 @@ class Trainer:
         iteration = self.position.iteration
         if termination.requested():
             self.outcome.ended_by = "signal"
+        elif self.deadline.has_passed():
+            self.outcome.ended_by = "exit-duration"
         elif self.args.exit_interval and iteration % self.args.exit_interval == 0:
             self.outcome.ended_by = "exit-interval"
         else:
@@ -366,6 +357,7 @@ class Trainer:
         self.outcome.seconds = self.clock.total
         self.outcome.checkpoint = self.saving.last
         self.outcome.validation_loss, self.outcome.test_loss = self.evaluation.loss, self.evaluation.test_loss
+        self.outcome.validation_losses = self.evaluation.losses
 
 
 def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:

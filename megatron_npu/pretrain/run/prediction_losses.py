@@ -18,13 +18,13 @@ def names(args: Namespace) -> list[str]:
     return [f"{PREFIX}{number}_loss" for number in range(1, (args.mtp_num_layers or 0) + 1)]
 
 
-def take(args: Namespace, iterations: int) -> dict[str, float]:
+def take(args: Namespace, micro_batches: int) -> dict[str, float]:
     """Return each loss, a mean over what happened since the last time; unweighted, in nats a token.
 
     A collective: all ranks must call it.
 
     Args:
-        iterations: since the last time.
+        micro_batches: of a rank, since the last time.
     """
     from megatron.core import parallel_state
 
@@ -37,7 +37,7 @@ def take(args: Namespace, iterations: int) -> dict[str, float]:
         values.zero_()
     dist.all_reduce(own)  # stages before the last have none
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    own *= stages / (dist.get_world_size() * args.num_microbatches * iterations)
+    own *= stages / (dist.get_world_size() * micro_batches)
     return dict(zip(found, own.tolist(), strict=True))
 
 

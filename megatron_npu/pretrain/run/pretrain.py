@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import flops, history, log, sinks
 from megatron_npu.pretrain.report.dashboard.process import shown
 from megatron_npu.pretrain.run import initialize, last_words, loop, resume_changes
+from megatron_npu.pretrain.run.outcome import Outcome
 from megatron_npu.process import collector, extension_locks
 
 if TYPE_CHECKING:
@@ -46,12 +48,13 @@ class Summary:
         iterations, consumed_samples: since the run first began.
         loss_first, loss_last: training loss of the first and last iteration since the run first began, in
             nats a token.
-        validation_loss, validation_perplexity: of the last evaluation.
+        validation_loss, validation_perplexity: of the last evaluation; of several sets their mean.
+        validation_losses: of each of several sets, by its prefix.
         test_loss: of the evaluation at the end on --test-data-path.
         tokens_per_second, tflops_per_device: of this part of the run, without its first log event; of the
             last log event of an earlier part if nothing was left to train.
         peak_memory_bytes: of rank 0.
-        ended_by: ``iterations``, ``exit-interval`` or ``signal``.
+        ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
         checkpoint, plot, metrics: paths.
     """
 
@@ -70,6 +73,7 @@ class Summary:
     loss_last: float | None
     validation_loss: float | None
     validation_perplexity: float | None
+    validation_losses: dict[str, float]
     test_loss: float | None
     tokens_per_second: float | None
     tflops_per_device: float | None
@@ -117,6 +121,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         DivergedError: the gradient is not a number any more.
         ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
+    began = time.monotonic()
     plugin.install()
     flags = validation.check(args)
     config = gpt.transformer_config(flags)
@@ -124,7 +129,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
         chunks = gpt.build(flags, config)
         datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
-        trainer = functools.partial(loop.Trainer, on_gradients=on_gradients)
+        trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
         collector.resume()
         return train_chunks(flags, config, chunks, datasets, trainer)[1]
 
@@ -136,7 +141,7 @@ def train_chunks(
     datasets: data.Datasets,
     trainer: Callable[..., loop.Trainer],
     journal_of: Callable[[Namespace, int], log.Log] = log.Log,
-) -> tuple[loop.Outcome, Summary]:
+) -> tuple[Outcome, Summary]:
     """Train chunks of a model inside ``initialize.session``; return how it went, and what it was.
 
     Args:
@@ -200,7 +205,7 @@ def _log_start(
     journal.say(
         f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "
         f"{sizes}, data parallel size {plan.data_parallel_size}; "
-        f"{plan.micro_batches} micro batches of {plan.micro_batch_size} x {plan.seq_length} tokens; "
+        f"{_micro_batches(plan)} micro batches of {plan.micro_batch_size} x {plan.seq_length} tokens; "
         f"vocabulary {plan.vocabulary}, padded to {plan.padded_vocabulary}"
     )
     if plan.load_from:
@@ -208,6 +213,12 @@ def _log_start(
         _say_changes(args, journal)
     elif args.load:
         journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
+
+
+def _micro_batches(plan: RunPlan) -> str:
+    """Return how many an iteration has; of a growing batch, from how many to how many."""
+    first = "" if plan.ramp is None else f"{plan.micro_batches_of(plan.ramp.start)} to "
+    return f"{first}{plan.micro_batches}"
 
 
 def _say_changes(args: Namespace, journal: log.Log) -> None:
@@ -218,7 +229,7 @@ def _say_changes(args: Namespace, journal: log.Log) -> None:
             journal.say(line)
 
 
-def _report(args: Namespace, size: gpt.Parameters, outcome: loop.Outcome, journal: log.Log) -> Summary:
+def _report(args: Namespace, size: gpt.Parameters, outcome: Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
     summary = _summary(args, size, outcome, journal.past(), journal.draw(), journal.path)
     if args.save and args.rank == 0:
@@ -231,16 +242,16 @@ def _report(args: Namespace, size: gpt.Parameters, outcome: loop.Outcome, journa
 def _summary(
     args: Namespace,
     size: gpt.Parameters,
-    outcome: loop.Outcome,
+    outcome: Outcome,
     past: history.History,
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
     device, plan = devices.current(), RunPlan.of(args)
     losses, throughputs = list(past.losses.values()), list(past.throughput.values())
-    tokens, step = plan.tokens, outcome.seconds_per_step()
-    throughput = tokens / step if step else throughputs[-1] if throughputs else None
-    operations = flops.of_step(args) / tokens
+    speed = outcome.samples_per_second()
+    throughput = speed * plan.seq_length if speed else throughputs[-1] if throughputs else None
+    operations = flops.of_step(args) / plan.tokens
     saved = outcome.checkpoint or plan.load_from
     loss = outcome.validation_loss
     return Summary(
@@ -259,6 +270,7 @@ def _summary(
         loss_last=losses[-1] if losses else outcome.loss_last,
         validation_loss=loss,
         validation_perplexity=None if loss is None else log.perplexity_of(loss),
+        validation_losses=outcome.validation_losses,
         test_loss=outcome.test_loss,
         tokens_per_second=throughput,
         tflops_per_device=throughput and throughput * operations / plan.world_size / 1e12,

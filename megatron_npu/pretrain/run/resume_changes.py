@@ -44,6 +44,7 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
     *_flags("another number of samples in each update; the schedule counts samples", "global_batch_size"),
+    *_flags("the sizes of the new ramp, at the run's number of samples", "rampup_batch_size"),
     *_flags("memory and speed; the numbers differ in their last digits", "micro_batch_size"),
     *_flags(_AT_ONCE, "attention_dropout", "hidden_dropout", "clip_grad"),
     *_flags(_AT_ONCE, "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum"),

@@ -12,6 +12,7 @@ from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run.clock import Clock
+from megatron_npu.pretrain.run.retention import Retention
 
 
 class Saving:
@@ -30,6 +31,7 @@ class Saving:
     def __init__(self, args: Namespace, state: State, clock: Clock, log: Log) -> None:
         self.args, self.state, self.clock, self.log = args, state, clock, log
         self.last: Path | None = None
+        self._retention = Retention(args, log.say)
         self._writers = AsyncSaves(args, self._saved) if args.async_save else None
 
     def save(self, position: Position) -> None:
@@ -82,6 +84,7 @@ class Saving:
         self.last = path
         self.log.say(f" saved {path}")
         self.log.write("checkpoint", iteration, {"path": str(path)})
+        self._retention.after(path, iteration)
 
     def __enter__(self) -> Saving:
         return self

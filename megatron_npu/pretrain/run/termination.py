@@ -1,8 +1,10 @@
-"""Signals that ask a run to save and end (``--exit-signal-handler``)."""
+"""What asks a run to save and end: signals (``--exit-signal-handler``), and the time that it may take."""
 
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -15,19 +17,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Remembers SIGTERM and Ctrl-C inside the block, so that the loop can end between two iterations.
+    """Remembers some signals inside the block, so that the loop can end between two iterations.
 
     A second signal of the same kind does what it always does: it ends the process at once.
+
+    Args:
+        enabled: whether it does so at all.
+        signals: which; SIGTERM and Ctrl-C.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self.enabled, self._signals = enabled, signals
         self._received = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Termination:
         if self.enabled:
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,8 +46,28 @@ class Termination:
 
     def requested(self) -> bool:
         """Return whether any process has received one; all ranks must call this."""
-        if not self.enabled or dist.get_world_size() == 1:
-            return self._received
-        anyone = torch.tensor(float(self._received), device=devices.current().torch_device())
-        dist.all_reduce(anyone, dist.ReduceOp.MAX)
-        return bool(anyone.item())
+        return _anywhere(self._received) if self.enabled else self._received
+
+
+class Deadline:
+    """The time that a run may take (``--exit-duration-in-mins``).
+
+    Args:
+        minutes: None: there is no limit, and nothing is asked.
+        began: when the command began, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, minutes: int | None, began: float) -> None:
+        self._end = None if minutes is None else began + 60 * minutes
+
+    def has_passed(self) -> bool:
+        """Return whether it has on any process, so that all end together; all ranks must call this."""
+        return self._end is not None and _anywhere(time.monotonic() > self._end)
+
+
+def _anywhere(here: bool) -> bool:
+    if dist.get_world_size() == 1:
+        return here
+    anyone = torch.tensor(float(here), device=devices.current().torch_device())
+    dist.all_reduce(anyone, dist.ReduceOp.MAX)
+    return bool(anyone.item())

@@ -24,6 +24,7 @@ def check(args: Namespace) -> None:
     _one_source(args)
     derive.split(args)
     derive.data(args, bool(args.mock_data or args.data_path or args.train_data_path))
+    _validation(args)
     if not args.has_data:
         if args.trains or not args.save:
             raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
@@ -67,9 +68,41 @@ def _one_source(args: Namespace) -> None:
         )
 
 
+def _validates(args: Namespace) -> bool:
+    return bool(args.eval_iters or args.full_validation)
+
+
+def _validation(args: Namespace) -> None:
+    """Check that sets which are read whole, or by themselves, can be.
+
+    Raises:
+        UsageError: they are made up, or have weights; or there are no sets to be told apart.
+    """
+    asked = [
+        flag
+        for flag in ("--full-validation", "--multiple-validation-sets")
+        if getattr(args, flag[2:].replace("-", "_"))
+    ]
+    if not asked:
+        return
+    if args.mock_data:
+        raise UsageError(f"{asked[0]} with --mock-data", "data of a known size", "Drop one.")
+    if args.multiple_validation_sets and not args.valid_data_path:
+        raise UsageError(
+            "--multiple-validation-sets without --valid-data-path",
+            "the prefixes of the sets",
+            "Give --train-data-path and --valid-data-path in place of --data-path.",
+        )
+    flag = "--valid-data-path" if args.train_data_path else "--data-path"
+    if blend(args.valid_data_path or args.data_path or [], flag)[0] is not None:
+        raise UsageError(
+            f"{asked[0]} with weights in {flag}", "prefixes alone, as upstream asks for", "Drop the weights."
+        )
+
+
 def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
     """Check the datasets of ``--train-data-path`` and its like."""
-    if args.eval_iters and not args.valid_data_path:
+    if _validates(args) and not args.valid_data_path:
         raise UsageError(
             "--train-data-path without --valid-data-path",
             "data for validation, too",
@@ -93,7 +126,7 @@ def _shared(args: Namespace, vocab_size: int) -> None:
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
     """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens for ever."""
     for name, part, needed in zip(
-        ("training", "validation"), parts, (args.trains, args.eval_iters), strict=False
+        ("training", "validation"), parts, (args.trains, _validates(args)), strict=False
     ):
         if needed and part <= 0:
             raise UsageError(

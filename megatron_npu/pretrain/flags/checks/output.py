@@ -16,7 +16,8 @@ from megatron_npu.pretrain.checkpoint import (
     whole_checkpoints,
 )
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
-from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags import derive, job_flags
+from megatron_npu.pretrain.flags.checks import nothing_without
 from megatron_npu.web.address import require_packages
 
 
@@ -27,6 +28,8 @@ def logging(args: Namespace) -> None:
         UsageError: they have none.
     """
     sinks(args)
+    wandb(args)
+    ends(args)
     if args.dashboard is not None:
         if not (args.json_log or args.save or args.tensorboard_dir):
             raise UsageError(
@@ -52,6 +55,35 @@ def sinks(args: Namespace) -> None:
     derive.plot(args)
 
 
+def wandb(args: Namespace) -> None:
+    """Check that Weights & Biases is there, and that its files have a place.
+
+    Raises:
+        UsageError: it is not, or they have none; or a flag of it lacks the project.
+    """
+    if not args.wandb_project:
+        nothing_without("--wandb-project", job_flags.add_wandb, args, "both", "Add it.")
+        return
+    if not is_installed("wandb"):
+        raise UsageError(
+            f"--wandb-project {args.wandb_project}, but wandb is not installed", "wandb", "pip install wandb"
+        )
+    if not (args.wandb_save_dir or args.save):
+        raise UsageError("--wandb-project", "--save or --wandb-save-dir, into which its files go", "Add one.")
+
+
+def ends(args: Namespace) -> None:
+    """Check that a signal is listened for where one is named.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
+        raise UsageError(
+            f"--exit-signal {args.exit_signal}", "--exit-signal-handler together with it", "Add it."
+        )
+
+
 def checkpoints(args: Namespace) -> None:
     """Find the checkpoint that the run goes on from; check that it fits, and that no other is written over.
 
@@ -60,6 +92,7 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+    _retention(args)
     if args.async_save and args.fully_sharded:
         raise UsageError(
             "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
@@ -88,6 +121,26 @@ def checkpoints(args: Namespace) -> None:
         if not args.finetune:
             derive.iterations_from(args, found.iteration, found.consumed_train_samples)
     _spare(args, found)
+
+
+def _retention(args: Namespace) -> None:
+    """Check that there will be checkpoints to remove, and that the interval hits some of them, as upstream.
+
+    Raises:
+        UsageError: there will be none.
+    """
+    for flag, value in (
+        ("--save-keep-last", args.save_keep_last),
+        ("--save-retain-interval", args.save_retain_interval),
+    ):
+        if value and not args.save_interval:
+            raise UsageError(f"{flag} {value}", "--save DIR --save-interval N together with it", "Add them.")
+    if args.save_retain_interval and args.save_retain_interval % args.save_interval:
+        raise UsageError(
+            f"--save-retain-interval {args.save_retain_interval}",
+            f"a multiple of --save-interval {args.save_interval}",
+            "Change one of the two.",
+        )
 
 
 def _rewinding(args: Namespace) -> None:
@@ -208,6 +261,7 @@ def places(args: Namespace) -> None:
     for flag, place in (
         ("--save", args.save),
         ("--tensorboard-dir", args.tensorboard_dir),
+        ("--wandb-save-dir", args.wandb_save_dir),
         ("--data-cache-path", args.data_cache_path),
     ):
         if place:

@@ -115,17 +115,42 @@ def batches(args: Namespace) -> None:
         UsageError: it does not.
     """
     derive.global_batch_size(args)
-    divides(
-        args.micro_batch_size * args.data_parallel_size,
-        "micro batch size x data-parallel size",
-        args.global_batch_size,
-        "--global-batch-size",
-    )
+    _ramp(args)
+    whole = args.micro_batch_size * args.data_parallel_size
+    sizes = _sizes(args)
+    for flag, size in sizes.items():
+        divides(whole, "micro batch size x data-parallel size", size, flag)
     derive.micro_batches(args)
     if args.virtual_pipeline_model_parallel_size is not None:
-        divides(
-            args.pipeline_model_parallel_size,
-            "the pipeline stages, which interleaving requires",
-            args.num_microbatches,
-            "the number of micro batches",
+        for flag, size in sizes.items():
+            divides(
+                args.pipeline_model_parallel_size,
+                "the pipeline stages, which interleaving requires",
+                size // whole,
+                "the number of micro batches" + f" of {flag} {size}" * (len(sizes) > 1),
+            )
+
+
+def _sizes(args: Namespace) -> dict[str, int]:
+    """Return what all sizes of the global batch are sums of."""
+    ramp = args.rampup_batch_size
+    steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
+    return {"--global-batch-size": args.global_batch_size, **steps}
+
+
+def _ramp(args: Namespace) -> None:
+    """Check that the steps of a growing batch lead from its start to its end."""
+    if args.rampup_batch_size is None:
+        return
+    start, increment, _ = args.rampup_batch_size
+    given = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
+    if args.train_samples is None:
+        raise UsageError(
+            given, "--train-samples together with it: a growing batch counts samples", "Give that instead."
+        )
+    if start >= args.global_batch_size or (args.global_batch_size - start) % increment:
+        raise UsageError(
+            f"{given} with --global-batch-size {args.global_batch_size}",
+            "a start below it, and whole increments from one to the other",
+            "Change one of them.",
         )

@@ -104,7 +104,8 @@ def _iteration(history: History) -> int:
 
 def _seconds_left(history: History) -> float | None:
     """Return how long training takes from here if it goes on like this; None if nobody knows."""
-    tokens = (history.start.get("global_batch_size") or 0) * (history.start.get("seq_length") or 0)
+    batch = history.last.get("global_batch_size") or history.start.get("global_batch_size") or 0
+    tokens = batch * (history.start.get("seq_length") or 0)
     speeds = list(history.throughput.values())[-_RECENT:]
     total = history.start.get("train_iters")
     speed = statistics.median(speeds) if speeds else 0

@@ -1,0 +1,76 @@
+"""What a validation reads: some samples behind those of the last one, or all; of one set, or of several."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.data.datasets import Datasets
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A set that has a loss of its own.
+
+    Attributes:
+        name: its prefix, where there are several; else nothing.
+        dataset: its samples.
+        batches: global batches of one validation.
+        is_whole: whether each validation reads all of it; else it goes on where the last one has ended.
+    """
+
+    name: str
+    dataset: Dataset
+    batches: int
+    is_whole: bool
+
+
+def sets(args: Namespace, datasets: Datasets) -> list[ValidationSet]:
+    """Return what each validation of a run reads; nothing without one.
+
+    Raises:
+        UsageError: a set that is to be read whole has no sample.
+    """
+    found = list(datasets.valid_sets)
+    if datasets.valid is not None:
+        found = [("", datasets.valid)]
+    if not args.full_validation:
+        return [ValidationSet(name, each, args.eval_iters, False) for name, each in found if args.eval_iters]
+    return [_whole(args, name, each) for name, each in found]
+
+
+def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
+    if not len(dataset):
+        raise UsageError(
+            f"--full-validation of {name or 'validation data'} with less than {args.seq_length + 1} tokens",
+            "at least one sample",
+            "Give more data, or leave the flag out.",
+        )
+    padded = Padded(dataset, args.global_batch_size)
+    return ValidationSet(name, padded, len(padded) // args.global_batch_size, True)
+
+
+class Padded(Dataset):
+    """A dataset with samples behind its last one that do not count, so that its global batches are whole.
+
+    Args:
+        dataset: of samples with a ``loss_mask``.
+        multiple: of which its length becomes one.
+    """
+
+    def __init__(self, dataset: Any, multiple: int) -> None:
+        self._dataset, self._length = dataset, -(-len(dataset) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number < len(self._dataset):
+            return self._dataset[number]
+        sample = dict(self._dataset[0])
+        return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}

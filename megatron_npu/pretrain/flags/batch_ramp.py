@@ -1,0 +1,46 @@
+"""A global batch that grows in steps while a run uses its first samples (``--rampup-batch-size``)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """How it grows, as megatron-core's calculator of micro-batches has it: by samples, never by iterations.
+
+    Attributes:
+        start: samples of the first global batches.
+        increment: that each step adds.
+        samples: used until the last step.
+        last: the size behind it, ``--global-batch-size``.
+    """
+
+    start: int
+    increment: int
+    samples: int
+    last: int
+
+    @staticmethod
+    def of(args: Namespace) -> Ramp | None:
+        """Return the ramp that the flags ask for; None: the size is the same in every iteration."""
+        words = getattr(args, "rampup_batch_size", None)
+        return Ramp(*words, args.global_batch_size) if words else None
+
+    def size(self, consumed: int) -> int:
+        """Return the samples of the global batch that comes when ``consumed`` have been used."""
+        if consumed > self.samples:
+            return self.last
+        steps = (self.last - self.start) // self.increment
+        return self.start + int(consumed / (self.samples / steps)) * self.increment  # upstream's rounding
+
+    def iterations(self, begin: int, end: int) -> int:
+        """Return the whole global batches between two numbers of used samples."""
+        count = 0
+        while begin <= self.samples and begin + (size := self.size(begin)) <= end:
+            begin += size
+            count += 1
+        if begin > self.samples:
+            count += max(0, end - begin) // self.last
+        return count

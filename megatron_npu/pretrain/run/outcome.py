@@ -1,0 +1,48 @@
+"""How a run of the driver ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_npu.pretrain.checkpoint.checkpoints import Position
+
+
+@dataclass
+class Outcome:
+    """How the loop ended.
+
+    Attributes:
+        position: where; until then, where it began.
+        loss_first, loss_last: training loss of the first and last iteration of this process's run.
+        validation_loss: of the last evaluation; of several sets their mean.
+        validation_losses: of each of several sets, by its prefix.
+        test_loss: of the evaluation at the end on --test-data-path.
+        seconds, steps: of training alone.
+        samples: of all ranks, in these steps.
+        first_seconds, first_steps, first_samples: the part of them up to the first log event, which includes
+            warming up.
+        checkpoint: the last one written.
+        ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
+    """
+
+    position: Position
+    loss_first: float | None = None
+    loss_last: float | None = None
+    validation_loss: float | None = None
+    validation_losses: dict[str, float] = field(default_factory=dict)
+    test_loss: float | None = None
+    seconds: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    first_seconds: float = 0.0
+    first_steps: int = 0
+    first_samples: int = 0
+    checkpoint: Path | None = None
+    ended_by: str = "iterations"
+
+    def samples_per_second(self) -> float | None:
+        """Return how many a step takes, warming up left out where there is more; None without a step."""
+        if self.steps > self.first_steps:
+            return (self.samples - self.first_samples) / (self.seconds - self.first_seconds)
+        return self.samples / self.seconds if self.steps else None

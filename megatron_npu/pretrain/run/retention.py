@@ -1,0 +1,51 @@
+"""Which checkpoints stay when a new one is whole (``--save-retain-interval``, ``--save-keep-last``)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_npu import watchdog
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums, removal
+from megatron_npu.pretrain.checkpoint import checkpoint_files, whole_checkpoints
+
+
+class Retention:
+    """Removes what is not to be kept, on rank 0. The newest, which has just been saved, always stays.
+
+    Without --save-keep-last, the one that was the latest before is all that is removed, as upstream does.
+
+    Args:
+        args: what ``validation.check`` returned.
+        say: prints a line.
+    """
+
+    def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:
+        self._keep, self._every = args.save_keep_last, args.save_retain_interval
+        self._root, self._say = args.save, say
+        self._acts = args.rank == 0 and bool(self._keep or self._every)
+        self._before = checkpoint_files.newest(self._root) if self._acts and self._root else None
+
+    @watchdog.phase(watchdog.SAVING)
+    def after(self, path: Path, iteration: int) -> None:
+        """Remove what is not to be kept, now that the checkpoint of an iteration is whole."""
+        if not self._acts:
+            return
+        before, self._before = self._before, path
+        found = whole_checkpoints.surplus(self._root, self._keep or 1, self._every, _is_whole, iteration)
+        for old in found:
+            if old.is_symlink() or not (self._keep or old == before):
+                continue
+            try:
+                removal.remove(old)
+            except UsageError as error:
+                self._say(f" {error}")
+            else:
+                self._say(f" removed {old}")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether all files are there with their sizes: their contents were read when they were saved."""
+    return not (whole_checkpoints.incomplete(folder) or checksums.of_other_sizes(folder))

@@ -1,0 +1,160 @@
+"""Weights & Biases: what is sent to it, and that nothing of it is touched where nobody asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.report import log
+from megatron_npu.pretrain.run import pretrain
+from tests.support import tiny
+
+WORDS = ("--wandb-project", "numbers", "--wandb-exp-name", "tiny", "--wandb-entity", "us", "--no-plot")
+
+
+class Fake(ModuleType):
+    """Notes what the package is asked for.
+
+    Attributes:
+        begun: keywords of ``init``.
+        logged: iteration and numbers.
+        ended: the codes of ``finish``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.ended: list[int] = []
+
+    def init(self, **keywords: Any) -> Fake:
+        self.begun.append(keywords)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self, exit_code: int) -> None:
+        self.ended.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = Fake()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+@pytest.fixture
+def train(flags, monkeypatch):
+    pytest.importorskip("megatron.core")
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    return lambda *words, **more: pretrain.train(arguments.parse(flags(*map(str, words))), **more)
+
+
+def test_a_run_is_sent(train, wandb, tmp_path):
+    train(*WORDS, "--save", tmp_path, "--log-interval", 2, "--eval-interval", 4)
+    (begun,) = wandb.begun
+    assert {name: begun[name] for name in ("project", "name", "entity")} == {
+        "project": "numbers",
+        "name": "tiny",
+        "entity": "us",
+    }
+    assert begun["dir"] == str(tmp_path / "wandb")
+    assert Path(begun["dir"]).is_dir()
+    assert (begun["config"]["hidden_size"], begun["config"]["lr"]) == (32, 0.01)
+    json.dumps(begun["config"])
+    steps = [step for step, _ in wandb.logged]
+    assert steps == sorted(steps), "it drops what comes late"
+    losses = {step: numbers["lm loss"] for step, numbers in wandb.logged if "lm loss" in numbers}
+    rows = tiny.rows(tmp_path / "metrics.jsonl")
+    assert losses == dict(enumerate((loss for row in rows for loss in row["losses"]), 1))
+    sent = {name: value for step, numbers in wandb.logged if step == 6 for name, value in numbers.items()}
+    assert {
+        "learning-rate",
+        "grad-norm",
+        "loss-scale",
+        "tokens-per-second",
+    } <= sent.keys()  # upstream's names
+    (last,) = (row for row in tiny.rows(tmp_path / "metrics.jsonl", "validation") if row["iteration"] == 6)
+    assert sent["lm loss validation"] == last["loss"]
+    assert wandb.ended == [0]
+
+
+def test_a_run_that_fails_has_failed_there(train, wandb, tmp_path):
+    def fail(iteration, model):
+        raise OSError("no further")
+
+    with pytest.raises(OSError, match="no further"):
+        train(*WORDS, "--wandb-save-dir", tmp_path / "mine", on_gradients=fail)
+    assert wandb.begun[0]["dir"] == str(tmp_path / "mine")
+    assert wandb.ended == [1]
+
+
+def test_what_it_cannot_do_is_one_line(train, wandb, tmp_path):
+    def refuse(**keywords):
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    wandb.init = refuse
+    with pytest.raises(UsageError, match=r"api_key not configured \(no-tty\).*WANDB_MODE=offline"):
+        train(*WORDS, "--save", tmp_path)
+
+
+def test_other_ranks_have_none(wandb):
+    args = Namespace(rank=1, wandb_project="p", json_log=None, save=None, tensorboard_dir=None)
+    log.Log(Namespace(**vars(args), world_size=2, train_iters=1, global_batch_size=1, seq_length=1), 0)
+    assert not wandb.begun
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"wandb_project": None}, "--wandb-exp-name without --wandb-project"),
+        ({"save": None}, "--save or --wandb-save-dir"),
+    ],
+)
+def test_half_of_it_is_refused(wandb, changes, named):
+    values = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_save_dir": None, "wandb_entity": None}
+    with pytest.raises(UsageError, match=named):
+        output.wandb(Namespace(**(values | {"save": "here"} | changes)))
+
+
+def test_where_it_is_absent_one_line_says_so(monkeypatch, flags):
+    monkeypatch.setattr(output, "is_installed", lambda name: name != "wandb")
+    args = arguments.parse(flags("--wandb-project", "p", "--save", "here"))
+    with pytest.raises(UsageError, match=r"wandb is not installed.*pip install wandb"):
+        output.wandb(args)
+
+
+def test_nothing_of_it_is_imported_unasked(train, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # an import is an error
+    assert train("--no-plot", "--train-iters", 1, "--eval-iters", 0).iterations == 1
+
+
+def test_the_real_package_keeps_a_run(flags, tmp_path):
+    """Offline: the file that it would send has the flags and the losses."""
+    pytest.importorskip("megatron.core")
+    if not is_installed("wandb"):
+        pytest.skip("wandb is not installed")
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    words = (*WORDS, "--wandb-save-dir", str(tmp_path), "--train-iters", "2", "--eval-iters", "0")
+    command = tiny.command("pretrain", *flags(*words))
+    done = tiny.run_python(command, {**os.environ, **tiny.environment(), **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = kept.read_bytes()
+    for word in (b"lm loss", b"learning-rate", b"hidden_size", b"numbers"):
+        assert word in content
