@@ -79,6 +79,13 @@ def test_the_flag_is_of_no_use_without_a_folder(train, tmp_path) -> None:
 
 
 def test_sharded_weights_are_refused() -> None:
-    args = Namespace(save_interval=None, save="folder", async_save=True, fully_sharded="torch")
+    args = Namespace(
+        save_interval=None,
+        save="folder",
+        async_save=True,
+        fully_sharded="torch",
+        save_keep_last=None,
+        save_retain_interval=None,
+    )
     with pytest.raises(UsageError, match="--async-save with weights that are sharded"):
         output.checkpoints(args)

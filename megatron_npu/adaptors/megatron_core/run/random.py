@@ -34,9 +34,11 @@ replace(
     why="upstream takes fp8=False, its own default, to ask for fp8: without TransformerEngine the "
     "recomputation of moe_act and mla_up_proj ends in a NameError",
 )
-def false_is_no_fp8(original: Callable[..., None], self: Any, fp8: Any = None) -> None:
+def false_is_no_fp8(
+    original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
+) -> None:
     """Pass None for no fp8."""
-    original(self, fp8 or None)
+    original(self, fp8 or None, *args, **kwargs)
 
 
 @around(
