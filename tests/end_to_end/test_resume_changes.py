@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import signal
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -181,26 +182,34 @@ def test_the_page_has_a_row_for_each_flag():
         assert any(f"| {row.effect} |" in line for line in cells), row.flag
 
 
-def test_steps_stand_once_after_a_kill(begun, train, tmp_path):
-    """Lines and curves of a run that was killed two iterations behind its checkpoint."""
+def test_steps_stand_once_after_a_kill(flags, train, tmp_path):
+    """Lines and curves of a run that SIGKILL ends while it computes iteration 6, with a checkpoint of 4."""
     folder, board = tmp_path / "run", tmp_path / "board"
-    words = (*COMMON, "--save", folder, "--load", folder, "--tensorboard-dir", board)
-    train(*words, "--save-interval", 2, "--log-interval", 3)  # logs 1, 3 and 6; as if killed before its end
-    for name in ("iter_0000004", "iter_0000006"):
-        shutil.rmtree(folder / name)
-    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    words = (*COMMON, "--save", folder, "--load", folder, "--tensorboard-dir", board, "--train-iters", 8)
+    worker = Path(__file__).with_name("killed_worker.py")
+    often = ("--save-interval", 4, "--log-interval", 5)  # logs 1 and 5
+    done = tiny.run_python([sys.executable, str(worker), "6", *flags(*words, *often)])
+    assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), done.stderr[-2000:]
+    assert [path.name for path in folder.glob("iter_*")] == ["iter_0000004"]
     first = tiny.rows(folder / "metrics.jsonl")
-    train(*words, "--log-interval", 3)
+    assert [row["iteration"] for row in first] == [1, 5]
+    assert not tiny.rows(folder / "metrics.jsonl", "end")
+    assert curve(board) == [1, 2, 3, 4, 5]
+    train(*words, "--log-interval", 5)
     rows = tiny.rows(folder / "metrics.jsonl")
     told = [row["iteration"] - len(row["losses"]) + 1 + n for row in rows for n in range(len(row["losses"]))]
-    assert told == [1, 2, 3, 4, 5, 6]
+    assert told == [1, 2, 3, 4, 5, 6, 7, 8]
     aside = [json.loads(line) for line in (folder / "metrics.superseded.jsonl").read_text().splitlines()]
-    assert aside == [row for row in first if row["iteration"] > 2]
-    assert sum(len(row["losses"]) for row in aside) > 4
+    assert aside == first[1:]
+    assert curve(board) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def curve(board: Path) -> list[int]:
+    """Return the steps of the losses that TensorBoard shows."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(next(Path(at) for at, _, files in os.walk(board) if files)))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
+    return [event.step for event in events.Scalars("lm loss")]
 
 
 def test_the_stock_scripts_arguments_are_in_a_checkpoint(begun):

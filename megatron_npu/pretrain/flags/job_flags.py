@@ -19,8 +19,8 @@ def add_ramp(add: Add) -> None:
         type=positive,
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
-        help="begin with a global batch of START sequences, and add INCREMENT at equal distances while SAMPLES "
-        "are used, up to --global-batch-size; with --train-samples",
+        help="begin with a global batch of START sequences, and add INCREMENT at equal distances while "
+        "SAMPLES are used, up to --global-batch-size; with --train-samples",
     )
 
 

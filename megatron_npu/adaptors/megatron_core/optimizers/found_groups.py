@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 _OPTIMIZER = "megatron.core.optimizer"
 _KEYS = "param_group_identifier_keys"
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+_PLACE = "_megatron_npu_place"
 _found = partial(
     around,
     versions=">=0.19",
@@ -33,34 +35,65 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Do not compare learning rates where groups differ without."""
+    """Do not compare learning rates where a run has others."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
-        return original(current_groups, state_dict_groups)
+        found = original(current_groups, state_dict_groups)
+    _forget_places(found)
+    return found
 
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Do not compare learning rates where groups differ without."""
+    """Do not compare learning rates where a run has others."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
-    with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
-        return original(self, state_dict)
+    try:
+        with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
+            return original(self, state_dict)
+    finally:
+        _forget_places(self.optimizer.param_groups)
 
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Let ``module`` look for groups by less in the block, where all of it finds none and less is enough."""
+    """Let ``module`` look for groups by less in the block, where all of it finds none.
+
+    Groups that differ in their rates alone are then told apart by their places among such groups: they are
+    made in the order of their overrides, that of the flags' own rates first.
+    """
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
-    found = set(_marks(keys, current)) <= set(_marks(keys, saved))
-    if found or not all(len(set(_marks(fewer, groups))) == len(groups) for groups in (current, saved)):
+    if set(_marks(keys, current)) <= set(_marks(keys, saved)) or not _are_alike(fewer, current, saved):
         yield
         return
-    setattr(holder, _KEYS, fewer)
+    for groups in (current, saved):
+        _note_places(fewer, groups)
+    setattr(holder, _KEYS, (*fewer, _PLACE))
     try:
         yield
     finally:
         setattr(holder, _KEYS, keys)
+        _forget_places(current)
+        _forget_places(saved)
+
+
+def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
+    """Return whether there are as many saved groups of each kind as this run has."""
+    counts = Counter(_marks(keys, saved))
+    return all(counts[mark] == count for mark, count in Counter(_marks(keys, current)).items())
+
+
+def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
+    """Write into each group how many of its kind come before it."""
+    before: Counter[tuple[Any, ...]] = Counter()
+    for group, mark in zip(groups, _marks(keys, groups), strict=True):
+        group[_PLACE] = before[mark]
+        before[mark] += 1
+
+
+def _forget_places(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        group.pop(_PLACE, None)
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
