@@ -101,6 +101,15 @@ def test_another_signal_is_listened_for(train):
     assert signal.getsignal(signal.SIGUSR1) == own
 
 
+def test_ctrl_c_named_twice_does_what_it_did_before():
+    before = signal.getsignal(signal.SIGINT)
+    with termination.Termination(True, (signal.SIGINT, signal.SIGINT)):
+        assert signal.getsignal(signal.SIGINT) != before
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == before, "a second one ends the process"
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_a_signal_that_nobody_listens_for_is_refused(refused, flags):
     assert "--exit-signal-handler together with it" in refused("pretrain", *flags("--exit-signal", "SIGUSR1"))
     assert "--exit-signal" in refused("pretrain", *flags("--exit-signal", "SIGKILL"))

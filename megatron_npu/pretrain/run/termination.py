@@ -27,7 +27,7 @@ class Termination:
     """
 
     def __init__(self, enabled: bool, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        self.enabled, self._signals = enabled, signals
+        self.enabled, self._signals = enabled, frozenset(signals)  # --exit-signal SIGINT names Ctrl-C twice
         self._received = False
         self._before: dict[signal.Signals, Any] = {}
 

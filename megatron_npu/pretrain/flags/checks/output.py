@@ -261,7 +261,7 @@ def places(args: Namespace) -> None:
     for flag, place in (
         ("--save", args.save),
         ("--tensorboard-dir", args.tensorboard_dir),
-        ("--wandb-save-dir", args.wandb_save_dir),
+        ("--wandb-save-dir", getattr(args, "wandb_save_dir", None)),  # `train` has none
         ("--data-cache-path", args.data_cache_path),
     ):
         if place:
