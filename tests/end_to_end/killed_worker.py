@@ -19,7 +19,7 @@ from megatron_npu.pretrain.run import initialize, pretrain
 
 def main() -> None:
     last = int(sys.argv[1])
-    tensorboard.SummaryWriter = functools.partial(tensorboard.SummaryWriter, flush_secs=0)
+    vars(tensorboard)["SummaryWriter"] = functools.partial(tensorboard.SummaryWriter, flush_secs=0)
 
     def die(iteration: int, chunks: list) -> None:
         if iteration == last:

@@ -26,7 +26,10 @@ class Ramp:
     def of(args: Namespace) -> Ramp | None:
         """Return the ramp that the flags ask for; None: the size is the same in every iteration."""
         words = getattr(args, "rampup_batch_size", None)
-        return Ramp(*words, args.global_batch_size) if words else None
+        if not words:
+            return None
+        start, increment, samples = words
+        return Ramp(start, increment, samples, args.global_batch_size)
 
     def size(self, consumed: int) -> int:
         """Return the samples of the global batch that comes when ``consumed`` have been used."""
