@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_npu.adaptors.megatron_core.decorators import backport
+from megatron_npu.adaptors.megatron_core.optimizers import found_groups
 
 _OPTIMIZER = "megatron.core.optimizer"
 _KEYS = "param_group_identifier_keys"
@@ -34,15 +35,20 @@ def tell_groups_apart(
 ) -> list[dict[str, Any]]:
     """Compare learning rates, too, where groups look alike without."""
     with _more_keys(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
-        return original(current_groups, state_dict_groups)
+        found = original(current_groups, state_dict_groups)
+    found_groups.forget_places(found)
+    return found
 
 
 @_groups(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
     """Compare learning rates, too, where groups look alike without."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
-    with _more_keys(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
-        return original(self, state_dict)
+    try:
+        with _more_keys(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
+            return original(self, state_dict)
+    finally:
+        found_groups.forget_places(self.optimizer.param_groups)
 
 
 @contextlib.contextmanager
@@ -57,6 +63,10 @@ def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str,
         yield
         return
     more = [key for key in _OVERRIDES if all(key in group for group in (*current, *saved))]
+    if not found_groups.are_found((*keys, *more), current, saved):  # the run goes on with other rates
+        with found_groups.by_places(holder, keys, current, saved):
+            yield
+        return
     setattr(holder, _KEYS, (*keys, *more))
     try:
         yield

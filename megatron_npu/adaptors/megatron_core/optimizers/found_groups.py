@@ -38,7 +38,7 @@ def find_groups(
     """Do not compare learning rates where a run has others."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
-    _forget_places(found)
+    forget_places(found)
     return found
 
 
@@ -50,22 +50,35 @@ def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, A
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
             return original(self, state_dict)
     finally:
-        _forget_places(self.optimizer.param_groups)
+        forget_places(self.optimizer.param_groups)
 
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Let ``module`` look for groups by less in the block, where all of it finds none.
-
-    Groups that differ in their rates alone are then told apart by their places among such groups: they are
-    made in the order of their overrides, that of the flags' own rates first.
-    """
+    """Let ``module`` look for groups by less in the block, where all of it finds none."""
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
-    if set(_marks(keys, current)) <= set(_marks(keys, saved)) or not _are_alike(fewer, current, saved):
+    if are_found(keys, current, saved):
         yield
         return
+    with by_places(holder, fewer, current, saved):
+        yield
+
+
+@contextlib.contextmanager
+def by_places(
+    holder: Any, fewer: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Let a module look for groups by fewer keys in the block, and by places where these are the same.
+
+    A place is one among groups that differ in their rates alone: they are made in the order of their
+    overrides, that of the flags' own rates first. Where there are not as many saved ones, nothing changes.
+    """
+    if not _are_alike(fewer, current, saved):
+        yield
+        return
+    keys = getattr(holder, _KEYS)
     for groups in (current, saved):
         _note_places(fewer, groups)
     setattr(holder, _KEYS, (*fewer, _PLACE))
@@ -73,8 +86,13 @@ def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[
         yield
     finally:
         setattr(holder, _KEYS, keys)
-        _forget_places(current)
-        _forget_places(saved)
+        forget_places(current)
+        forget_places(saved)
+
+
+def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
+    """Return whether there is a saved group for each, by these keys."""
+    return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 
 def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
@@ -91,7 +109,8 @@ def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
         before[mark] += 1
 
 
-def _forget_places(groups: list[dict[str, Any]]) -> None:
+def forget_places(groups: list[dict[str, Any]]) -> None:
+    """Remove what ``by_places`` has written into groups, or into copies of them."""
     for group in groups:
         group.pop(_PLACE, None)
 
