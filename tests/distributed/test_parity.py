@@ -128,3 +128,16 @@ def test_interleaved_chunks_are_saved_and_loaded_where_a_global_has_their_number
         for part, name in (("alone", "one"), ("half", "half"), ("rest", "rest"))
     ]
     assert deviation(found[1] + found[2], found[0]) < 1e-5
+
+
+def test_parts_of_a_sequence_are_counted_once_with_0_12(flags, tmp_path) -> None:
+    """Whose schedule multiplies a loss by the context-parallel size: Adam hides it, clipping does not."""
+    env = tiny.environment() | on_version.environment("0.12.1")
+    length = "--train-iters 3"
+    cut = f"{length} --context-parallel-size 2 {' '.join(curves.begin_with(tmp_path / 'start'))}"
+    whole = curves.from_one_start(tmp_path / "start", {"one": length})
+    for folder, cases, processes in (("one", whole, 1), ("two", {"cp2": cut}, 2)):
+        curves.run(tmp_path / folder, flags, cases, processes, env)
+    one, two = curves.read(tmp_path / "one", "one"), curves.read(tmp_path / "two", "cp2")
+    assert deviation(two.of("loss"), one.of("loss")) < 1e-6
+    assert deviation(two.of("grad_norm"), one.of("grad_norm")) < 1e-5

@@ -117,7 +117,7 @@ class Trainer:
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
         """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
-        return _forward_step(batches, chunk)
+        return _forward_step(batches, chunk, loss.times_counted(self.args))
 
     def _iterate(self) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
@@ -360,8 +360,10 @@ class Trainer:
         self.outcome.validation_losses = self.evaluation.losses
 
 
-def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) -> tuple[Any, Any]:
-    """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+def _forward_step(
+    batches: Iterator[data.Batch] | None, model: torch.nn.Module, times: int
+) -> tuple[Any, Any]:
+    """Run one micro batch through one chunk of the model, whose loss megatron-core counts so many times."""
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),
@@ -370,4 +372,4 @@ def _forward_step(batches: Iterator[data.Batch] | None, model: torch.nn.Module) 
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),  # of multi-token prediction, whose losses the model adds itself
     )
-    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses)
+    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses, times)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import torch
 import torch.distributed as dist
 
 
-def masked_sum(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def masked_sum(
+    mask: torch.Tensor, output: torch.Tensor, times: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of the losses, the number of tokens (int32), and both for the log, [2] fp32.
 
     The number of tokens tells megatron-core how to average: over the tokens of this process's part of the
@@ -16,12 +20,23 @@ def masked_sum(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
     Args:
         mask: [b, s], 1 for each token that counts and 0 for the others.
         output: [b, s], the loss of each token in nats.
+        times: how often megatron-core counts it (``times_counted``).
     """
     mask = mask.view(-1).float()
     loss = torch.dot(output.view(-1).float(), mask)
     tokens = mask.sum()
     # stack copies: megatron-core divides the loss in place
-    return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+    return loss / times, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+
+
+def times_counted(args: Namespace) -> int:
+    """Return how often megatron-core counts the loss of a part of the sequence.
+
+    0.12 takes it for that of the whole, which its own scripts add up over the context-parallel ranks, and
+    multiplies it by their number.
+    """
+    whole = args.megatron_version.startswith("0.12.") and not args.calculate_per_token_loss
+    return args.context_parallel_size if whole else 1
 
 
 def means(sums: torch.Tensor) -> list[float]:
