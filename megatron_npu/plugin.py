@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from megatron_npu.devices import Device
     from megatron_npu.devices.redirect import Redirection
 
-TASKS = ("zeroshot_gpt",)  # packages beside Megatron's tasks/main.py, which imports them by these names
+# packages of tasks/main.py of Megatron's trees, which imports them by these names
+TASKS = ("zeroshot_gpt", "tasks.orqa")
 
 _logger = logging.getLogger(__name__)
 # How to undo what installing, redirecting and activating have changed in this process. What may happen twice,

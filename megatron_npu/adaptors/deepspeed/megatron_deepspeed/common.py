@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_npu.adaptors.deepspeed import deepspeed_engine
 from megatron_npu.adaptors.deepspeed.flags_and_runs import connect_start
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around, records
-from megatron_npu.adaptors.shared import data, mixed_precision, random, simulated
+from megatron_npu.adaptors.shared import data, mixed_precision, questions, random, simulated
 from megatron_npu.adaptors.shared.arguments import accept_local_rank_with_a_dash
 
 around(
@@ -27,5 +27,6 @@ data.connect(
 deepspeed_engine.connect(records, "megatron.mpu")
 mixed_precision.connect(records, "Float16OptimizerWithFloat16Params")
 random.connect(records, "megatron.mpu.random")
+questions.connect(records, "tasks.orqa.natural_questions.nq", until="8387ae17 is its last commit: for ever")
 simulated.connect_old_tree(records, "megatron:print_rank_last")
 connect_start(records)

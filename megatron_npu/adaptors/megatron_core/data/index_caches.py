@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant
-from megatron_npu.adaptors.shared import data
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant, records
+from megatron_npu.adaptors.shared import data, questions
 from megatron_npu.safe_files import safe_numpy, safe_pickle
 from megatron_npu.safe_files.safe_numpy import DamagedIndexError
 
@@ -56,6 +56,9 @@ constant(
     why=data.WHY_EMBEDDINGS,
     upstream_bug=True,
     until="0.17, which has no such module",
+)
+questions.connect(
+    records, "tasks.orqa.unsupervised.nq", versions="==0.12.*", until="0.13, which has no such tasks"
 )
 _PART = 1 << 20  # entries that are looked at together
 

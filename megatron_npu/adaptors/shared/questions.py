@@ -1,0 +1,55 @@
+"""``tasks/orqa``: the questions of a file, whose answers upstream evaluates as Python."""
+
+from __future__ import annotations
+
+import ast
+import csv
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.patching.registry import Recorder
+
+
+def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") -> None:
+    """Record that answers are read, and not evaluated.
+
+    Args:
+        recorder: that of the tree.
+        module: the one that reads Natural Questions.
+        until: when it may be removed.
+        versions: of upstream, those that have it.
+    """
+    recorder.replace(
+        f"{module}:NQDataset.process_samples_from_single_path",
+        why="upstream evaluates the answers of --qa-data-dev and --qa-data-test, which runs whatever they hold",
+        upstream_bug=True,
+        until=until,
+        versions=versions,
+    )(read_questions)
+
+
+def read_questions(filename: str) -> list[dict[str, Any]]:
+    """Return the questions of a file of tab-separated values, and the answers of each, written as a list.
+
+    Raises:
+        UsageError: a line is not that.
+    """
+    with open(filename, encoding="utf-8") as file:
+        rows = csv.reader(file, delimiter="\t")
+        samples = [_sample(row, f"{filename}, line {rows.line_num}") for row in rows]
+    print(f" >> processed {len(samples)} samples.", flush=True)
+    return samples
+
+
+def _sample(row: list[str], place: str) -> dict[str, Any]:
+    try:
+        answers = ast.literal_eval(row[1])
+    except (IndexError, ValueError, SyntaxError, MemoryError, RecursionError):
+        answers = None
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise UsageError(
+            f"{place}: no question and its answers",
+            "a question, a tab, and a list of texts in Python's notation, ['Paris', 'the capital of France']",
+            "Correct the file; nothing in it is evaluated.",
+        )
+    return {"question": row[0], "answers": answers}
