@@ -207,7 +207,7 @@ def _activate() -> Context:
     stacks.print_on_signal()
     found = megatrons.find()
     found.require_supported()
-    stock_tools.refuse(_main_file())
+    stock_tools.refuse(_main_file(), sys.argv[1:])
     device = _redirect_torch()
     if found.name.startswith("megatron_deepspeed"):
         _undoing.enter_context(_kept_environment(*deepspeed_device.VARIABLES))

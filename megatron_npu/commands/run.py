@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """
     options = parser().parse_args(argv)
     script = _script(options.command)
-    stock_tools.refuse(script)
+    stock_tools.refuse(script, options.command[1:])
     if options.cpu_devices:
         os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
     visible_devices.name_for_ascend()

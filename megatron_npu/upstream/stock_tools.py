@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import early_import
 
 _DEEPEST = 5  # folders between a tree and a script of it, examples/inference/gpt among them
+_REMOTE_CODE = "the code in the folder of the model that it reads (trust_remote_code=True)"
+# scripts that run what a stranger's file holds, and what they run
+_RUN_CODE = {
+    "tools/hf2megads_weight_converter.py": _REMOTE_CODE,
+    "examples/multimodal/model_converter/internvit_converter.py": _REMOTE_CODE,
+    "examples/multimodal/model_converter/vision_model_tester.py": _REMOTE_CODE,
+    "examples/gptoss/01_convert_from_hf.py": _REMOTE_CODE,
+    "examples/gptoss/03_convert_to_hf.py": _REMOTE_CODE,
+}
+_MULTIMODAL = "examples/multimodal/run_text_generation.py"  # with --task MMMU, its options alone
 
 
 def tree_of(script: Path) -> Path | None:
@@ -32,16 +44,23 @@ def blames_program(error: BaseException, program: Path) -> bool:
     return getattr(error, "blames_caller", False) and not is_stock(program)
 
 
-def refuse(script: Path) -> None:
-    """Refuse a stock script that would end in the middle, whatever the plug-in does.
+def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
+    """Refuse a stock script that would end in the middle, whatever the plug-in does, or run a file's code.
+
+    Args:
+        script: that is to run.
+        arguments: of its command line.
 
     Raises:
-        UsageError: it is the converter of checkpoints of megatron-core, without TransformerEngine.
+        UsageError: it is the converter of checkpoints of megatron-core, without TransformerEngine; or it
+            runs code of what it reads, and ``MEGATRON_NPU_TRUST_FILES`` does not say that it may.
     """
     tree = tree_of(script)
-    if tree is None or not (tree / "megatron" / "core" / "package_info.py").is_file():
+    if tree is None:
         return
-    if script.resolve() != tree / "tools" / "checkpoint" / "convert.py":
+    name = script.resolve().relative_to(tree).as_posix()
+    _refuse_code(name, script, arguments)
+    if not (tree / "megatron" / "core" / "package_info.py").is_file() or name != "tools/checkpoint/convert.py":
         return
     if early_import.is_absent("transformer_engine"):
         raise UsageError(
@@ -49,4 +68,17 @@ def refuse(script: Path) -> None:
             "the package, whose version its saver asks for whatever the flags",
             "A torch_dist checkpoint needs no conversion for another layout; `megatron-npu convert` writes "
             "the format torch, and Hugging Face's.",
+        )
+
+
+def _refuse_code(name: str, script: Path, arguments: Sequence[str]) -> None:
+    what = _RUN_CODE.get(name)
+    if name == _MULTIMODAL and any(argument.endswith("MMMU") for argument in arguments):
+        what = "the options of MMMU's questions, which it evaluates as Python"
+    if what is not None and not settings.TRUST_FILES.enabled():
+        raise UsageError(
+            f"{script} runs {what}",
+            f"a script that reads files as data, or {settings.TRUST_FILES.name}=1",
+            f"Set {settings.TRUST_FILES.name}=1 if you trust what it reads as you trust your own programs; "
+            "`megatron-npu convert` reads models of Transformers without their code.",
         )

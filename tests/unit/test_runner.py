@@ -113,6 +113,26 @@ def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Pat
     stock_tools.refuse(script)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("tools/hf2megads_weight_converter.py", []),
+        ("examples/multimodal/model_converter/internvit_converter.py", []),
+        ("examples/multimodal/run_text_generation.py", ["--task", "MMMU"]),
+    ],
+)
+def test_a_script_that_runs_code_of_files_is_refused_unless_they_are_trusted(
+    tree: Path, name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = script_in(tree, name)
+    with pytest.raises(UsageError, match=r" runs .*; .*MEGATRON_NPU_TRUST_FILES=1"):
+        run.main([str(script), *arguments])
+    monkeypatch.setenv("MEGATRON_NPU_TRUST_FILES", "1")
+    stock_tools.refuse(script, arguments)
+    monkeypatch.delenv("MEGATRON_NPU_TRUST_FILES")
+    stock_tools.refuse(script_in(tree, "examples/multimodal/run_text_generation.py"), ["--task", "TextVQA"])
+
+
 REDIRECTED = """
 import multiprocessing
 import helper
