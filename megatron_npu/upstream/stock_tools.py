@@ -60,9 +60,10 @@ def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
         return
     name = script.resolve().relative_to(tree).as_posix()
     _refuse_code(name, script, arguments)
-    if not (tree / "megatron" / "core" / "package_info.py").is_file() or name != "tools/checkpoint/convert.py":
+    if name != "tools/checkpoint/convert.py":
         return
-    if early_import.is_absent("transformer_engine"):
+    is_core = (tree / "megatron" / "core" / "package_info.py").is_file()
+    if is_core and early_import.is_absent("transformer_engine"):
         raise UsageError(
             f"{script} without TransformerEngine",
             "the package, whose version its saver asks for whatever the flags",

@@ -21,7 +21,7 @@ def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") 
     """
     recorder.replace(
         f"{module}:NQDataset.process_samples_from_single_path",
-        why="upstream evaluates the answers of --qa-data-dev and --qa-data-test, which runs whatever they hold",
+        why="upstream evaluates the answers of --qa-data-dev and --qa-data-test, which runs what they hold",
         upstream_bug=True,
         until=until,
         versions=versions,

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data import dataset_folders
 from megatron_npu.data.preprocessing.jsonl import BATCH_BYTES, Batch
 
 # the ending of a file -> what `datasets` calls its format
@@ -61,6 +62,8 @@ class Rows:
         datasets = _library()
         try:
             rows = _load(datasets, name, config, split)
+        except UsageError:
+            raise
         except Exception as error:  # the library, and the libraries below it, raise of all kinds
             raise _refused(name, split, error) from error
         return cls(rows, f"{name} ({split})", tuple(keys))
@@ -131,9 +134,11 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
             raise ValueError(f"a file that ends in none of {', '.join(_FORMATS)}")
         return datasets.load_dataset(kind, data_files={split: str(path)}, split=split, streaming=True)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        dataset_folders.require_own_files(path, f"--hf-dataset {name}")
         saved = datasets.load_from_disk(str(path))
         return saved[split] if isinstance(saved, dict) else saved
-    return datasets.load_dataset(name, config, split=split, streaming=True)
+    with dataset_folders.own_files_alone(name, f"--hf-dataset {name}"):
+        return datasets.load_dataset(name, config, split=split, streaming=True)
 
 
 def _refused(name: str, split: str, error: Exception) -> UsageError:

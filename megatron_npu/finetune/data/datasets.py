@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data import dataset_folders
 from megatron_npu.finetune.data import text_files
 from megatron_npu.finetune.data.parts import Parts
 
@@ -125,6 +126,7 @@ def _read(name: str, config: str | None, files: Mapping[str, list[Path]]) -> Map
             if files:
                 return _files(library, files)
             if saved:
+                dataset_folders.require_own_files(path, f"--data-path {name}")
                 found = library.load_from_disk(str(path))
                 return found if "dataset_dict.json" in saved else {"train": found}
             if path.suffix in _FORMATS and not path.exists():
@@ -154,12 +156,16 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
     (``hf download --repo-type dataset``) and brought here.
     """
     try:
-        return library.load_dataset(name, config, cache_dir=_cache_of_a_folder(library, Path(name)))
+        with dataset_folders.own_files_alone(name, f"--data-path {name}"):
+            return library.load_dataset(name, config, cache_dir=_cache_of_a_folder(library, Path(name)))
+    except UsageError:
+        raise
     except Exception:
         copy = None if Path(name).exists() else _downloaded(name)
         if copy is None:
             raise
-        return library.load_dataset(copy, config)
+        with dataset_folders.own_files_alone(copy, f"--data-path {name}"):
+            return library.load_dataset(copy, config)
 
 
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:

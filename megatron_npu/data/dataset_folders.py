@@ -1,0 +1,101 @@
+"""A folder of data is what lies in it: no file there makes ``datasets`` read elsewhere, or ask an address.
+
+The head of a ``README.md`` names data files, ``state.json`` those that ``save_to_disk`` has written. The
+package takes paths out of the folder and addresses there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+
+_LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``state.json``
+
+
+def require_own_files(folder: Path, given: str) -> None:
+    """Check that a folder of ``save_to_disk``, or of several, names files and folders of its own alone.
+
+    Args:
+        folder: with a ``state.json`` or a ``dataset_dict.json``; one that is none is left to the package.
+        given: the flag and its value, for the message.
+
+    Raises:
+        UsageError: it names another.
+    """
+    splits = _texts(_content(folder / "dataset_dict.json").get("splits"))
+    for split in splits:
+        _require(_is_own(split), folder / "dataset_dict.json", split, given)
+    for part in [folder, *(folder / split for split in splits)]:
+        content = _content(part / "state.json")
+        entries = [entry for name in _LISTS for entry in content.get(name) or [] if isinstance(entry, dict)]
+        for name in _texts([entry.get("filename") for entry in entries]):
+            _require(_is_own(name), part / "state.json", name, given)
+
+
+@contextlib.contextmanager
+def own_files_alone(name: str, given: str) -> Iterator[None]:
+    """Let ``datasets`` find data files in a folder alone; those of a name of the hub, at addresses alone.
+
+    Args:
+        name: the folder, or the name of the hub.
+        given: the flag and its value, for the message.
+    """
+    from datasets import data_files
+
+    resolve = data_files.resolve_pattern
+    folder = Path(name).resolve() if Path(name).is_dir() else None
+
+    def resolve_inside(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
+        place = f"{folder}/README.md" if folder else f"the card of {name}"
+        _require(_is_inside(pattern, base_path, folder), place, pattern, given)
+        return resolve(pattern, base_path, *args, **kwargs)
+
+    data_files.resolve_pattern = resolve_inside
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+
+
+def _is_inside(pattern: str, base: str, folder: Path | None) -> bool:
+    """Return whether files of ``pattern``, from ``base`` on, may be read; see ``own_files_alone``."""
+    if folder is None:
+        return "://" in pattern or ("://" in base and _is_own(pattern))
+    if "://" in f"{base}{pattern}" or "::" in pattern:
+        return False
+    return Path(os.path.abspath(Path(base, pattern))).is_relative_to(folder) or (
+        Path(os.path.abspath(base)).resolve().is_relative_to(folder) and _is_own(pattern)
+    )
+
+
+def _is_own(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "://" not in name
+
+
+def _require(own: bool, place: object, name: str, given: str) -> None:
+    if not own:
+        raise UsageError(
+            f"{given}: {place} names {name!r}, which is not in that folder",
+            "a folder whose files name each other alone",
+            "Put the file into the folder, or give the file itself, if you want it to be read.",
+        )
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return what a file of JSON holds; nothing where that is for ``datasets`` to refuse."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _texts(values: Any) -> list[str]:
+    return [value for value in values or [] if isinstance(value, str)] if isinstance(values, list) else []
