@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
-from tests.finetune import sentences
+from tests.finetune import sentences, tiny_models
 from tests.support import tiny, train_runs
 
 pytest.importorskip("megatron.core")
@@ -254,6 +255,25 @@ def test_a_causal_model_learns_the_same_data(folder, tmp_path):
     train([*flags_for(folder, "gpt2"), "--json-log", str(tmp_path / "log")])
     losses = [row["loss"] for row in tiny.rows(tmp_path / "log")]
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_a_vocabulary_that_does_not_fit_is_said(folder, tmp_path, capsys, model, share):
+    """Data whose tokens are mostly the one for unknown words, as a wrong vocabulary makes them."""
+    sentences.write(tmp_path / "text")
+    stream = tmp_path / "text.bin"
+    tokens = np.fromfile(stream, np.uint16)
+    tokens[np.random.default_rng(1).random(len(tokens)) < share] = 1
+    tokens.tofile(stream)
+    vocabulary = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
+    if model == "gpt2":
+        tiny_models.gpt2(tmp_path / "gpt")  # its tokenizer's id of unknown words is 1, too
+        vocabulary = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "gpt")]
+    few = ["--train-iters", "1", "--eval-iters", "0", "--json-log", str(tmp_path / "log")]
+    train([*flags_for(folder, model), *vocabulary, "--data-path", str(tmp_path / "text"), *few])
+    told = "% of the tokens of the training data are unknown to the vocabulary of"
+    assert (told in capsys.readouterr().err) is (share > 0)
 
 
 def test_a_known_name_needs_no_file_and_flags_win_over_it(folder, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,8 @@ Samples are those of megatron-core's own datasets, whose indices lie beside the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.finetune.data.labels import IGNORED
 from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
 from megatron_npu.finetune.rapidformer import state
@@ -90,7 +92,10 @@ def build_train_valid_test_datasets_for_huggingface(
         classification_head=binary_head,
     )
     parts = datasets.build(BERTMaskedWordPieceDataset, train_valid_test_num_samples, config)
-    return _each(parts, lambda part: MaskedPairs(part, pieces, binary_head))
+    built = _each(parts, lambda part: MaskedPairs(part, pieces, binary_head))
+    around = {pieces.cls, pieces.sep, pieces.pad, IGNORED}
+    _warn_of_unknown_tokens(built[0], _asked, pieces.unknown, around)
+    return built
 
 
 class MaskedPairs(Dataset):
@@ -152,7 +157,10 @@ def build_causal_datasets_for_huggingface(
     parts = _windows(
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length - 1, seed
     )
-    return _each(parts, CausalWindows)
+    built = _each(parts, CausalWindows)
+    unknown = tokenizers.build(state.get_args()).unknown
+    _warn_of_unknown_tokens(built[0], lambda sample: sample["input_ids"], unknown)
+    return built
 
 
 class CausalWindows(Dataset):
@@ -289,6 +297,35 @@ def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) ->
 def _require_probability(flag: str, value: float) -> None:
     if not 0 < value < 1:
         raise UsageError(f"{flag} {value}", "a number between 0 and 1", "Change it.")
+
+
+def _asked(sample: dict[str, Tensor]) -> Tensor:
+    """Return the tokens of a masked pair as they were before they were masked, [s] int64."""
+    return sample["labels"].where(sample["labels"] != IGNORED, sample["input_ids"])
+
+
+def _warn_of_unknown_tokens(
+    part: Any, tokens: Callable[[Any], Tensor], unknown: int | None, around: Iterable[int] = ()
+) -> None:
+    """Say where most tokens of the first samples are the one of what the vocabulary does not have.
+
+    Args:
+        part: what is trained on, if anything is.
+        tokens: a sample -> its tokens.
+        unknown: the id of that one.
+        around: ids that stand for no word.
+    """
+    args = state.get_args()
+    if part is None or unknown is None or args.rank != 0:
+        return
+    found = torch.cat([tokens(part[i]) for i in range(min(len(part), unknown_tokens.SAMPLES))])
+    found = found[~torch.isin(found, torch.tensor([*around], dtype=torch.int64))]
+    named = args.vocab_file or args.tokenizer_model or args.pretrained_model_name_or_path
+    count = int((found == unknown).sum())
+    if told := unknown_tokens.warning(
+        count, found.numel(), "the training data", f"the vocabulary of {named}"
+    ):
+        print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
 
 def _each(parts: datasets.Datasets, wrap: Any) -> Parts:

@@ -18,6 +18,7 @@ class WordPieces:
     Attributes:
         inv_vocab: id to piece; one that goes on a word begins with ``##``.
         cls, sep, mask, pad: ids.
+        unknown: the id of what the vocabulary does not have; None: it has none.
     """
 
     inv_vocab: dict[int, str]
@@ -25,6 +26,7 @@ class WordPieces:
     sep: int
     mask: int
     pad: int
+    unknown: int | None = None
     unique_identifiers: OrderedDict[str, Any] = field(default_factory=OrderedDict)
 
     @property
@@ -54,12 +56,12 @@ def word_pieces(args: Namespace) -> WordPieces:
             )
         ids = bert_wordpiece.read_vocabulary(args.vocab_file)
         special = {name: ids[f"[{name.upper()}]"] for name in ("cls", "sep", "mask", "pad")}
-        kind = args.tokenizer_type
+        kind, unknown = args.tokenizer_type, ids.get(bert_wordpiece.UNKNOWN)
     else:
         found = _of_transformers(args)
         ids = found.get_vocab()
         special = {name: getattr(found, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
-        kind = type(found).__name__
+        kind, unknown = type(found).__name__, found.unk_token_id
     if None in special.values() or not any(piece.startswith("##") for piece in ids):
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type}",
@@ -68,7 +70,7 @@ def word_pieces(args: Namespace) -> WordPieces:
         )
     pieces = {number: piece for piece, number in ids.items()}
     names = OrderedDict(type=kind, size=len(pieces), **special)
-    return WordPieces(pieces, **special, unique_identifiers=names)
+    return WordPieces(pieces, **special, unknown=unknown, unique_identifiers=names)
 
 
 def _of_transformers(args: Namespace) -> Any:

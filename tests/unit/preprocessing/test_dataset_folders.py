@@ -90,7 +90,7 @@ def address() -> Iterator[tuple[str, list[str]]]:
             asked.append(self.path)
             self.send_error(404)
 
-        do_HEAD = do_GET  # noqa: N815: as the library calls it
+        do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, *args: Any) -> None:
             pass
