@@ -129,17 +129,24 @@ class _Site:
         """Return the body.
 
         Raises:
-            BadRequestError: it is too large, comes too slowly, or says that it is no JSON.
+            BadRequestError: it is too large, comes too slowly or not before the server stops, or says that
+                it is no JSON.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page of another site could send without being asked for leave
             raise BadRequestError("the Content-Type is not application/json", status=415)
+        reading = asyncio.ensure_future(self._read(request))
+        until = time.monotonic() + _PATIENCE
         try:
-            return await asyncio.wait_for(self._read(request), _PATIENCE)
-        except TimeoutError as error:
-            raise BadRequestError(f"the body took more than {_PATIENCE:g} s", status=408) from error
+            while not (await asyncio.wait({reading}, timeout=_LOOKING))[0]:
+                self.engine.require_going()
+                if time.monotonic() > until:
+                    raise BadRequestError(f"the body took more than {_PATIENCE:g} s", status=408)
+            return reading.result()
         except ClientDisconnect as error:
             raise BadRequestError("the client went away", status=499) from error
+        finally:
+            reading.cancel()  # of no effect where it has ended
 
     async def _read(self, request: Request) -> bytes:
         body, total = bytearray(), 0

@@ -114,12 +114,20 @@ class Engine:
         Raises:
             BadRequestError: too many wait already (429), or the server is stopping (503).
         """
-        if self._stopping:
-            raise _stopping()
+        self.require_going()
         if len(self._open) > self._most:
             raise BadRequestError(f"{self._most} requests wait already; try again later", status=429)
         self._open.add(id(job))
         self._queue.put(job)
+
+    def require_going(self) -> None:
+        """Check that the server is to answer.
+
+        Raises:
+            BadRequestError: it is stopping (503).
+        """
+        if self._stopping:
+            raise _stopping()
 
     def stop(self) -> None:
         """End the text that is drawn at its next token, refuse what waits, and have ``run`` return."""

@@ -7,6 +7,7 @@ import json
 import queue
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -307,6 +308,22 @@ def test_who_goes_away_ends_the_text_and_who_comes_too_late_is_told(server):
     assert len(choices(second.get(timeout=LONGEST))) == 1
     waiter.join()
     assert server.idle()["tokens"] - before < 30_000, "nobody waited for the 32,000 tokens"
+
+
+def test_bodies_that_never_come_do_not_outlive_the_server(trained):
+    server = started(trained)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    for client in clients:
+        client.sendall(head + b'Content-Length: 1000\r\n\r\n{"prompt"')
+    server.ask("/health")
+    server.process.send_signal(signal.SIGTERM)
+    out, errors = server.process.communicate(timeout=LONGEST)
+    assert server.process.returncode == 0
+    assert errors == "", errors[:2000]
+    assert {client.recv(1 << 16)[:12] for client in clients} == {b"HTTP/1.1 503"}
+    for client in clients:
+        client.close()
 
 
 def test_the_end_cuts_what_is_drawn(trained):
