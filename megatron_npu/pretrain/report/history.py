@@ -72,8 +72,9 @@ class History:
     def _restart(self, row: dict[str, Any]) -> None:
         """Forget what came after the iteration at which a run begins."""
         for name in _COUNTED:
-            if not 0 <= (row.get(name) or 0) < _MANY:
-                raise ValueError(f"{name} {row[name]!r}")
+            value = row.get(name)
+            if value is not None and not (type(value) is int and 0 <= value < _MANY):
+                raise ValueError(f"{name} {value!r}")
         self.start, self.last, self.end = row, {}, {}
         self._forget_after(row["iteration"])
 

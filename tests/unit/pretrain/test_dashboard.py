@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -85,6 +86,35 @@ def test_the_state_of_a_run(metrics):
     append(metrics, START | {"iteration": 1})  # it goes on from there
     state = state_of(run)
     assert (state["iteration"], state["ended_by"], state["curves"]["loss"]["x"]) == (1, None, [1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {name: value}
+            for name in ("epoch", "tflops_per_device")
+            for value in ("x", math.nan, [1], 10**400)
+        ),
+        {"loss": "low"},
+        {"consumed_samples": True},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_value_that_is_none_is_left_out_alone(metrics, change):
+    append(metrics, train_row(4, [3.0, 2.0], **change))
+    text = snapshot.Run(metrics, "my-run").snapshot(at_once=True)[1]
+    state = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert state["latest"][next(iter(change))] is None
+    assert (state["iteration"], state["curves"]["loss"]["y"][-1]) == (4, 2.0)
+
+
+@pytest.mark.parametrize("change", [{"device": 3}, {"world_size": "x"}, {"train_iters": []}], ids=str)
+def test_what_a_run_began_with_is_looked_at(metrics, change):
+    append(metrics, START | change, train_row(4, [3.0, 2.0]))
+    state = state_of(snapshot.Run(metrics, "my-run"))
+    assert state[next(iter(change))] in (None, START[next(iter(change))])
+    assert state["iteration"] == 4
 
 
 def test_a_state_has_a_number_of_its_own_and_is_not_made_twice(metrics, monkeypatch):

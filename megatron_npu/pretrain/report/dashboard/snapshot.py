@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import threading
 import time
@@ -17,7 +18,7 @@ POINTS = 1000  # of a curve; more than a screen has pixels for
 SAMPLES = 20  # texts, the newest
 _PAUSE = 20  # a snapshot is taken again after so many times what the last one cost
 _RECENT = 10  # log events whose speed says how long the rest takes
-_FACTS = ("world_size", "device", "train_iters", "global_batch_size", "seq_length")
+_COUNTS = ("world_size", "train_iters", "global_batch_size", "seq_length")
 
 
 class Run:
@@ -48,7 +49,7 @@ class Run:
                 if self._reader.update() or not self._text:
                     self._version += 1
                     state = _state(self._reader.history) | {"name": self.name, "updated": self._updated()}
-                    self._text = json.dumps(state)
+                    self._text = json.dumps(state, allow_nan=False)
                 self._next = time.monotonic() + _PAUSE * (time.monotonic() - begin)
             return self._version, self._text
 
@@ -62,15 +63,16 @@ class Run:
 def _state(history: History) -> dict[str, Any]:
     last = history.last
     return {
-        **{name: history.start.get(name) for name in _FACTS},
+        **{name: _number(history.start.get(name)) for name in _COUNTS},
+        "device": _text(history.start.get("device")),
         "iteration": _iteration(history),
-        "ended_by": history.end.get("ended_by"),
+        "ended_by": _text(history.end.get("ended_by")),
         "seconds_left": _seconds_left(history),
         "latest": {
-            "loss": last.get("loss"),
+            "loss": _number(last.get("loss")),
             "validation": _newest(history.validation),
             **{
-                name: last.get(name)
+                name: _number(last.get(name))
                 for name in (
                     "learning_rate",
                     "tokens_per_second",
@@ -96,6 +98,18 @@ def _state(history: History) -> dict[str, Any]:
         },
         "samples": _samples(history),
     }
+
+
+def _number(value: Any) -> float | None:
+    """Return a value that the page may write as a number; None for another, of whoever wrote the file."""
+    try:
+        return value if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:  # an int that no float can hold
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _iteration(history: History) -> int:
