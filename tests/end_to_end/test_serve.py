@@ -318,7 +318,7 @@ def test_bodies_that_never_come_do_not_outlive_the_server(trained):
         client.sendall(head + b'Content-Length: 1000\r\n\r\n{"prompt"')
     server.ask("/health")
     server.process.send_signal(signal.SIGTERM)
-    out, errors = server.process.communicate(timeout=LONGEST)
+    _, errors = server.process.communicate(timeout=LONGEST)
     assert server.process.returncode == 0
     assert errors == "", errors[:2000]
     assert {client.recv(1 << 16)[:12] for client in clients} == {b"HTTP/1.1 503"}
