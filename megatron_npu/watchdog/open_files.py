@@ -1,4 +1,4 @@
-"""Whether ranks may open the connections that they meet by."""
+"""Whether ranks may open the connections that they meet by, and the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from megatron_npu.base.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-_OWN = 64  # files of a rank's own: libraries, data, checkpoints, pipes
+_OWN = 100  # files of a rank's own: data, sockets of its groups, pipes to those that write checkpoints
 _PER_RANK = 2  # connections to the store, in the rank that holds it: torch's and the watchdog's
 
 
 def require_open_files(ranks: int) -> None:
-    """Raise the limit of open files to what ranks need at least for their meeting, if it is lower.
+    """Raise the limit of open files to what a rank needs at least, if it is lower.
 
-    Where the store may open none, torch's clients try again for ten minutes, and print a page each time.
+    Where the store may open none, torch's clients try again for ten minutes, and print a page each time;
+    where a rank that is alone may open no socket, gloo ends it with a traceback.
 
     Args:
-        ranks: of the run; one alone meets nobody.
+        ranks: of the run.
 
     Raises:
         UsageError: the hard limit is lower, too.
@@ -28,8 +29,6 @@ def require_open_files(ranks: int) -> None:
         import resource
     except ImportError:  # Windows
         return
-    if ranks == 1:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used, more = _used(soft), _OWN + _PER_RANK * ranks
     if _allows(soft, used + more):
@@ -37,7 +36,7 @@ def require_open_files(ranks: int) -> None:
     if not _allows(hard, used + more):
         raise UsageError(
             f"a limit of {hard} open files (ulimit -Hn), {used} of which are in use",
-            f"{more} more for {ranks} ranks",
+            f"{more} more for {ranks} rank{'s' * (ranks > 1)}",
             "Raise it where the run is started: ulimit -n, limits.conf, docker run --ulimit nofile=65536.",
         )
     logger.info("the limit of open files is %d now; it was %d", used + more, soft)

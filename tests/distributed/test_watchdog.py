@@ -181,15 +181,15 @@ def test_too_few_open_files_are_raised_or_refused() -> None:
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/dev/fd"))
-    if hard < used + 80:  # or -1: infinite
+    if hard < used + 120:  # or -1: infinite
         pytest.skip(f"the case: a hard limit of open files that is no more than {hard}")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
         watchdog.require_open_files(1)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == used + 10
+        assert used + 96 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 106
         watchdog.require_open_files(2)
-        assert used + 60 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 80
-        with pytest.raises(UsageError, match=rf"a limit of {hard} open files .* {64 + 2 * hard} more"):
+        assert used + 100 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 110
+        with pytest.raises(UsageError, match=rf"a limit of {hard} open files .* {100 + 2 * hard} more"):
             watchdog.require_open_files(hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

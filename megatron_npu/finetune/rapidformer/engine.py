@@ -268,12 +268,12 @@ def join(args: Namespace) -> None:
     # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
     backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    watchdog.require_open_files(args.world_size)
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         watchdog.begin()
         return
     watchdog.require_fresh_store()
-    watchdog.require_open_files(args.world_size)
     try:
         with watchdog.meeting():
             dist.init_process_group(backend, timeout=timeout)

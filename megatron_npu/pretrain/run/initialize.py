@@ -92,11 +92,11 @@ def _init_process_group(args: Namespace) -> None:
     """
     backend = devices.current().backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    watchdog.require_open_files(args.world_size)
     if args.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         watchdog.require_fresh_store()
-        watchdog.require_open_files(args.world_size)
         with watchdog.meeting():
             dist.init_process_group(backend, timeout=timeout)
 
