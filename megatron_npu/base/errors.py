@@ -19,6 +19,26 @@ _OF_FILES = (
 )
 
 
+# What a system says no with that starts no process or thread more: of fork, of C++, and of Python's threads.
+_NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
+
+
+def is_of_processes(error: BaseException) -> bool:
+    """Return whether the system has refused to start a process or a thread."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EAGAIN
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_PROCESS)
+
+
+def no_processes() -> UsageError:
+    """Return the error for that."""
+    return UsageError(
+        "the system starts no more processes or threads",
+        "some hundreds for each rank (groups of ranks, kernels and readers of data have their own)",
+        "Raise their number: ulimit -u, limits.conf, docker run --pids-limit. Or lower --num-workers.",
+    )
+
+
 def is_of_files(error: OSError) -> bool:
     """Return whether a file system has refused something: a full disk, a folder of somebody else."""
     return error.errno in _OF_FILES
@@ -58,8 +78,12 @@ class LoaderWorkerError(RuntimeError):
 
     Args:
         what: torch's line, with the number of the process.
+        remedy: what the user can do about it.
     """
 
-    def __init__(self, what: str) -> None:
-        remedy = "Was there not enough memory? Lower --num-workers, and go on from the last checkpoint."
+    def __init__(
+        self,
+        what: str,
+        remedy: str = "Was there not enough memory? Lower --num-workers, and go on from the last checkpoint.",
+    ) -> None:
         super().__init__(f"{what.rstrip('.')}. {remedy}")

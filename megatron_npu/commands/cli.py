@@ -164,8 +164,13 @@ def main(argv: list[str] | None = None) -> int:
         launcher_report.tell(line)
         print(line, file=sys.stderr)
         return 2
-    except OSError as error:
-        if argv[0] == "run" or not errors.is_of_files(error):  # a script keeps its traceback
+    except (OSError, RuntimeError) as error:
+        if argv[0] == "run":  # a script keeps its traceback
+            raise
+        if errors.is_of_processes(error):
+            print(f"megatron-npu {argv[0]}: error: {errors.no_processes()}", file=sys.stderr)
+            return 2
+        if not (isinstance(error, OSError) and errors.is_of_files(error)):
             raise
         print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import multiprocessing
 import os
@@ -45,9 +46,39 @@ def _failures() -> Iterator[Replacement]:
     """
     yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
+    yield iterator, "__init__", _starting(iterator.__init__)
     yield iterator, "_next_data", _telling(iterator._next_data)
     yield iterator, "_try_get_data", _try_to_take
     yield worker, "ManagerWatchdog", _Watchdog
+
+
+_REMEDIES = {
+    errno.EAGAIN: "Raise the number of processes (ulimit -u, docker --pids-limit), or lower --num-workers.",
+    errno.EMFILE: "Raise the number of open files (ulimit -n), or lower --num-workers.",
+    errno.ENOMEM: "There is not enough memory for so many: lower --num-workers.",
+    errno.ENOSPC: "/dev/shm, where their queues are, is full: give it more (docker run --shm-size), or lower "
+    "--num-workers.",
+}
+
+
+def _starting(method: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's start of workers; it raises ``LoaderWorkerError`` where the system starts no more."""
+
+    @functools.wraps(method)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except OSError as error:
+            for begun in getattr(self, "_workers", ()):
+                begun.kill()
+                begun.join()
+            self._shutdown = True  # else torch's own end asks for what has not been made
+            if error.errno not in _REMEDIES:
+                raise
+            what = f"the processes of --num-workers cannot be started: {error.strerror}"
+            raise LoaderWorkerError(what, _REMEDIES[error.errno]) from error
+
+    return start
 
 
 class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
