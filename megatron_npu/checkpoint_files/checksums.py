@@ -9,7 +9,9 @@ they are as they were saved.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +103,8 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """
     rank, ranks = _place()
     entries, faults = _entries(folder)
+    if rank == 0 and not entries and not faults:
+        _tell_of_none(folder)
     own = [name for name, reader in _readers(entries, ranks).items() if reader == rank]
     large = [name for name in own if int(entries[name][0]) > _SMALL]
     faults += _faults(folder, entries, set(own) - set(large))
@@ -119,6 +123,16 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
             _require_none(folder, [later.result()], remedy)
             raise
     _require_none(folder, found, remedy)
+
+
+@functools.cache
+def _tell_of_none(folder: Path) -> None:
+    print(
+        f"megatron_npu: {folder} has no {NAME}, so that damage to its files may not be seen; "
+        "`megatron-npu checkpoint sum` writes it for one that you trust",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:

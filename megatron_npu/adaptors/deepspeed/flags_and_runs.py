@@ -112,7 +112,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
 def _newest(given: argparse.Namespace, root: str) -> Path | None:
     """Return the checkpoint that is to be loaded, None if the trackers name none."""
     if not given.deepspeed:
-        return of_scripts.of_tracker(root)
+        return of_scripts.to_load(root)
     # of DeepSpeed's ds_to_universal, beside the other
     universal = getattr(given, "universal_checkpoint", False)
     tracker = Path(root, f"{_TAG}_universal" if universal else _TAG)

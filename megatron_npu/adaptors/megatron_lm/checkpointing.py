@@ -111,7 +111,7 @@ def compare_checksums(
     args = get_args()
     _, root = _directory(*rest, **kwargs)
     chosen = checksums.newest_whole(root) if getattr(args, "load_last_good", False) else None
-    place = of_scripts.folder(root, chosen) if chosen else of_scripts.of_tracker(root)
+    place = of_scripts.to_load(root, chosen)
     token = _CHOSEN.set(chosen)
     try:
         with of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None):

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_npu.base import files
-from megatron_npu.checkpoint_files import checksums
+from megatron_npu.checkpoint_files import checksums, trackers
 
 WHY = "upstream loads files with flipped bits without a word, and trains on with other weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"
@@ -167,6 +167,21 @@ def is_release(root: str | Path) -> bool:
     """Return whether the tracker under ``root`` names weights that no run has written."""
     place = of_tracker(root)
     return place is not None and place.name == RELEASE
+
+
+def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
+    """Return the checkpoint that a script loads, None if there is none; say where there are newer ones.
+
+    Args:
+        root: the folder of the checkpoints.
+        chosen: the iteration that a flag names; None: the tracker does.
+    """
+    if chosen:
+        return folder(root, chosen)
+    place = of_tracker(root)
+    if place is not None:
+        trackers.tell_of_newer(place.resolve())
+    return place
 
 
 def of_tracker(root: str | Path) -> Path | None:

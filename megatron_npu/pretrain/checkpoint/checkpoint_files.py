@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import trackers
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
@@ -92,6 +93,7 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
             "the name of a checkpoint in the same directory",
             "Write the iteration of one that is complete into the file.",
         )
+    trackers.tell_of_newer(path.resolve())
     return path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums, trackers
 from megatron_npu.commands import cli
 from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files, checkpoint_folder
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
@@ -36,6 +37,26 @@ def test_what_is_written_is_found(tmp_path, found):
 
 def test_without_a_tracker_there_is_none(tmp_path, found):
     assert checkpoint_description.find(tmp_path) is None
+
+
+def test_a_tracker_that_is_behind_is_said_once(tmp_path, found, capsys):
+    checkpoint_description.describe(found.path, found)
+    later = [checkpoint_files.directory(tmp_path, number) for number in (20, 30, 40)]
+    for place in later:
+        place.mkdir()
+    checkpoint_files.set_latest(tmp_path, 10)
+    assert checkpoint_files.newest(tmp_path) == found.path
+    assert capsys.readouterr().err == "", "without checksums they were perhaps not finished"
+    trackers.tell_of_newer.cache_clear()
+    for place in later[:2]:
+        checksums.write(place)
+    for _ in range(2):
+        assert checkpoint_files.newest(tmp_path) == found.path
+    told = capsys.readouterr().err
+    assert "names iteration 10, and there are newer checkpoints: 20, 30. If nobody" in told
+    assert told.count("warning") == 1
+    checkpoint_files.newest(tmp_path, 20)
+    assert capsys.readouterr().err == "", "the user has named that one"
 
 
 @pytest.mark.parametrize("text", ["", "release", "99", "10"])

@@ -169,7 +169,7 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
     Raises:
         UsageError: a file of that one is damaged that a script reads before.
     """
-    place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
+    place = of_scripts.to_load(root, step)
     if place is None or not (place / _DECLARED).is_file():
         return place
     checksums.require_whole(place, (_DECLARED, "common.pt", ".metadata"), of_scripts.REMEDY)

@@ -176,7 +176,7 @@ def _require_described(root: Path, step: int | None) -> None:
     tracker = root / of_scripts.TRACKER
     if not step and not tracker.is_file():  # upstream says that it begins anew
         return
-    place = of_scripts.folder(root, step) if step else of_scripts.of_tracker(root)
+    place = of_scripts.to_load(root, step)
     if place is None:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()[:80]
         raise UsageError(

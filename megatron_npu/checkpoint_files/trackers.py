@@ -1,0 +1,39 @@
+"""A tracker that names an older checkpoint than there is: a damaged one, or one that a user has set back."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+from megatron_npu.checkpoint_files import checksums
+
+
+@functools.cache
+def tell_of_newer(place: Path) -> None:
+    """Say once, on rank 0, that there are newer checkpoints than the one that a tracker names.
+
+    Only those count that have checksums, which are written last.
+
+    Args:
+        place: the folder of that one, ``iter_0000003``.
+    """
+    own = _iteration(place)
+    if own is None or os.environ.get("RANK", "0") != "0":
+        return
+    others = (each for each in place.parent.glob("iter_*") if (each / checksums.NAME).is_file())
+    newer = sorted(number for number in map(_iteration, others) if number is not None and number > own)
+    if newer:
+        print(
+            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, and there are "
+            f"newer checkpoints: {', '.join(map(str, newer))}. If nobody has set it back, write {newer[-1]} "
+            "there.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _iteration(place: Path) -> int | None:
+    number = place.name.removeprefix("iter_")
+    return int(number) if number.isdecimal() else None
