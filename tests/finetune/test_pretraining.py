@@ -266,6 +266,7 @@ def test_a_vocabulary_that_does_not_fit_is_said(folder, tmp_path, capsys, model,
     tokens = np.fromfile(stream, np.uint16)
     tokens[np.random.default_rng(1).random(len(tokens)) < share] = 1
     tokens.tofile(stream)
+    (tmp_path / "text.sums.json").unlink()
     vocabulary = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
     if model == "gpt2":
         tiny_models.gpt2(tmp_path / "gpt")  # its tokenizer's id of unknown words is 1, too

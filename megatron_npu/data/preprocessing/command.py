@@ -16,16 +16,19 @@ from tqdm import tqdm
 
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.data.preprocessing import corpus, indexed_dataset, tokenizer_files, windows
+from megatron_npu.data.preprocessing import corpus, dataset_sums, indexed_dataset, tokenizer_files, windows
 from megatron_npu.data.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.data.preprocessing.sentences import Sentences
 from megatron_npu.data.tokenization import flags, gigatoken_bpe
 from megatron_npu.data.tokenization import unknown as unknown_tokens
 
+_VERIFY = "--verify"
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; Megatron's own flags of the tool, and a few more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
+    result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
     add(
         "--input",
@@ -105,6 +108,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: an input, the tokenizer's files or the place of the output are unfit.
     """
+    if argv[:1] == [_VERIFY]:
+        return _verify(argv)
     arguments = parser().parse_args(argv)
     try:
         with _terminated_like_interrupted():
@@ -113,6 +118,23 @@ def main(argv: Sequence[str]) -> int:
         print("megatron-npu preprocess: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0
+
+
+def _verify(argv: Sequence[str]) -> int:
+    """Compare datasets with their checksums, all bytes of them; return 1 where one is damaged or has none."""
+    result = Parser("megatron-npu preprocess", description="Compare datasets with their checksums.")
+    result.add_argument(_VERIFY, nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
+    code = 0
+    for prefix in result.parse_args(argv).verify:
+        try:
+            indexed_dataset.validate(prefix)
+            known = dataset_sums.require(prefix, whole=True)
+            told = "as it was written" if known else f"no checksums ({dataset_sums.path_of(prefix)})"
+        except UsageError as error:
+            known, told = False, str(error)
+        code |= not known
+        print(f"{prefix}: {told}", flush=True)
+    return int(code)
 
 
 def preprocess(arguments: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ import numpy as np
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import dataset_sums
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -73,6 +74,7 @@ class Writer:
         self._partial_files = {end: files.partial_file(name) for end, name in names.items()}
         self._sequence_lengths = array("i")
         self._sequences_of_documents = array("q")
+        self._sums = {"bin": dataset_sums.Summer(), "idx": dataset_sums.Summer()}
         self._bin = _create(self._partial_files["bin"])
 
     def __enter__(self) -> Writer:
@@ -95,6 +97,7 @@ class Writer:
             sequences: [documents] int64, sequences of each document.
         """
         self._bin.write(tokens)
+        self._sums["bin"].add(tokens)
         self._sequence_lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self._sequences_of_documents.frombytes(sequences.astype(np.int64, copy=False).tobytes())
         self.tokens += len(tokens) // self.dtype.itemsize
@@ -110,6 +113,7 @@ class Writer:
         with _create(self._partial_files["idx"]) as stream:
             for piece in self._index():
                 stream.write(piece)
+                self._sums["idx"].add(piece)
             files.sync(stream)
 
     def _index(self) -> Iterator[bytes]:
@@ -127,6 +131,8 @@ class Writer:
 def publish(writers: Sequence[Writer]) -> None:
     """Give finished datasets their names, all or none; the ``.idx`` comes last, for it never stands alone.
 
+    Their checksums come behind it: without them nothing is compared.
+
     An older dataset of the same name is replaced, and is never seen with half of the new one. Should a
     rename fail, the names that were touched by then are removed, and with them what had been there.
     """
@@ -134,10 +140,13 @@ def publish(writers: Sequence[Writer]) -> None:
     try:
         for writer in writers:
             data, index = Path(f"{writer.prefix}.bin"), Path(f"{writer.prefix}.idx")
-            touched += [index, data]
+            sums = dataset_sums.path_of(writer.prefix)
+            touched += [sums, index, data]
+            sums.unlink(missing_ok=True)
             index.unlink(missing_ok=True)
             os.replace(writer._partial_files["bin"], data)
             os.replace(writer._partial_files["idx"], index)
+            dataset_sums.write(writer.prefix, {name: summer.sums() for name, summer in writer._sums.items()})
             files.sync_directory(index.parent)
     except BaseException:
         for path in touched:
@@ -191,8 +200,8 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
         vocab_size: number of ids of the tokenizer; None: any id will do.
 
     Raises:
-        UsageError: a file is missing, truncated, of another kind, or contradicts the other; no tokens; an
-            id outside the vocabulary.
+        UsageError: a file is missing, truncated, of another kind, or contradicts the other or the checksums
+            beside it; no tokens; an id outside the vocabulary.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
@@ -207,6 +216,7 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
     _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
     if not tokens:
         raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
+    dataset_sums.require(prefix)
     largest, sampled = _check_tokens(data, dtype, vocab_size)
     return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
 

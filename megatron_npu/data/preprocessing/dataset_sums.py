@@ -1,0 +1,137 @@
+"""Checksums beside a dataset, ``<prefix>.sums.json``: written with it, compared when it is first read.
+
+A bit that flips in a ``.bin`` is another token, which nothing else notices. They find damage, not malice.
+XXH3 with 64 bits for each block of 4 MiB, so that of a large file a part can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import xxhash
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+ENDING = "sums.json"
+ALGORITHM = "xxh3_64"
+BLOCK = 1 << 22  # bytes
+_AT_FIRST = 64  # blocks that are compared when a run begins, evenly spread: 256 MiB
+
+
+class Sums(TypedDict):
+    """Of a file: how many bytes it has, and the digest of each block."""
+
+    size: int
+    blocks: list[str]
+
+
+class Summer:
+    """Takes in the bytes of a file while it is written."""
+
+    def __init__(self) -> None:
+        self._size, self._blocks, self._digest = 0, list[str](), xxhash.xxh3_64()
+
+    def add(self, data: bytes) -> None:
+        """Take in the next bytes."""
+        view = memoryview(data)
+        while len(view):
+            part = view[: BLOCK - self._size % BLOCK]
+            self._digest.update(part)
+            self._size += len(part)
+            view = view[len(part) :]
+            if self._size % BLOCK == 0:
+                self._end_block()
+
+    def sums(self) -> Sums:
+        """Return those of all bytes; nothing may be added behind it."""
+        if self._size % BLOCK:
+            self._end_block()
+        return {"size": self._size, "blocks": self._blocks}
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._digest.hexdigest())
+        self._digest.reset()
+
+
+def path_of(prefix: str | Path) -> Path:
+    """Return where the checksums of a dataset are."""
+    return Path(f"{prefix}.{ENDING}")
+
+
+def write(prefix: str | Path, sums: Mapping[str, Sums]) -> None:
+    """Write the checksums of a dataset's files, by their endings."""
+    content = {"algorithm": ALGORITHM, "block": BLOCK, "files": sums}
+    files.write(path_of(prefix), json.dumps(content))
+    path_of(prefix).chmod(0o640)  # as the files themselves, whatever the umask
+
+
+def require(prefix: str | Path, *, whole: bool = False) -> bool:
+    """Compare a dataset with its checksums; return whether it has any.
+
+    Args:
+        prefix: path without ``.bin`` and ``.idx``.
+        whole: all of it, and not of each file 256 MiB at most.
+
+    Raises:
+        UsageError: it has other bytes than were written, or its checksums cannot be read.
+    """
+    found = path_of(prefix)
+    if not found.is_file():
+        return False
+    try:
+        faults = [
+            fault for name, sums in _read(found).items() for fault in _faults(prefix, name, sums, whole)
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{found} cannot be read ({error})", "the checksums of a dataset", f"Remove {found}."
+        ) from error
+    if faults:
+        raise UsageError(
+            f"the data are damaged: {'; '.join(faults)}",
+            f"files as they were written ({found})",
+            f"Copy or preprocess them again. Remove {found} if another program has made them anew.",
+        )
+    return True
+
+
+def _read(path: Path) -> dict[str, Sums]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if (content["algorithm"], content["block"]) != (ALGORITHM, BLOCK):
+        raise ValueError(f"algorithm {content['algorithm']!r}")
+    return {name: content["files"][name] for name in ("idx", "bin")}
+
+
+def _faults(prefix: str | Path, ending: str, sums: Sums, whole: bool) -> Iterator[str]:
+    path = Path(f"{prefix}.{ending}")
+    size = path.stat().st_size
+    if size != sums["size"]:
+        yield f"{path} has {size} bytes instead of {sums['size']}"
+        return
+    with open(path, "rb", buffering=0) as stream:
+        for number in _numbers(len(sums["blocks"]), whole):
+            stream.seek(number * BLOCK)
+            if xxhash.xxh3_64(_block(stream)).hexdigest() != sums["blocks"][number]:
+                yield f"{path} has other content than was written, at byte {number * BLOCK} or behind"
+                return
+
+
+def _numbers(blocks: int, whole: bool) -> Iterator[int]:
+    if whole or blocks <= _AT_FIRST:
+        return iter(range(blocks))
+    return (number * (blocks - 1) // (_AT_FIRST - 1) for number in range(_AT_FIRST))
+
+
+def _block(stream: Any) -> bytearray:
+    """Return the next block; what is mapped or cached is read by one call, a file of a network by several."""
+    block = bytearray(BLOCK)
+    view, got = memoryview(block), 0
+    while got < BLOCK and (count := stream.readinto(view[got:])):
+        got += count
+    view.release()
+    del block[got:]
+    return block
