@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.checkpoint_files import stranger_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files. torch reads them without running what they contain (weights_only).
@@ -51,11 +52,13 @@ class Source:
         folder: with ``model.safetensors`` or ``pytorch_model.bin``, or with shards and their index.
 
     Raises:
-        UsageError: there are none, or they are broken.
+        UsageError: there are none, or they are broken, or not what the hub has.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        stranger_weights.require_as_downloaded(folder)
+        self._looked_at: set[str] = set()
         self._files = {name: file for file in _files(folder) for name in self._names_in(file)}
 
     def _names_in(self, file: Path) -> list[str]:
@@ -78,7 +81,14 @@ class Source:
         return _DTYPES.get(kind, kind)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, on the host."""
+        """Return a tensor, on the host; say once where it cannot be a trained model's."""
+        tensor = self._read(name)
+        if name not in self._looked_at:
+            self._looked_at.add(name)
+            stranger_weights.tell_of_implausible(self._files[name], [(name, tensor)])
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
         file = self._files[name]
         if file.suffix == ".bin":
             return _unpickled(file)[name]
@@ -96,7 +106,7 @@ class Source:
     def in_pieces(self, name: str) -> Iterator[Tensor]:
         """Yield the rows of a tensor, some at a time; what is mapped of the file is released in between."""
         file = self._files[name]
-        whole = self.read(name)
+        whole = self._read(name)
         if file.suffix == ".bin" or whole.dim() == 0:
             yield whole
             return

@@ -6,6 +6,7 @@ Transformers is imported when one of them is asked for: flags and help texts kno
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import stranger_weights
 from megatron_npu.safe_files import safe_load
 
 T = TypeVar("T")
@@ -85,7 +87,38 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
     Raises:
         UsageError: there are no weights.
     """
-    return _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, **NO_CODE))
+    _require_as_downloaded(name)
+    found = _loaded(name, lambda: auto.from_pretrained(name, config=config, dtype=torch.float32, **NO_CODE))
+    return _looked_at(name, found)
+
+
+def _require_as_downloaded(name: str) -> None:
+    """Compare the weights of a folder or of the hub's cache with the hub's checksums, where there are any."""
+    from transformers.utils import cached_file
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    place = (
+        name
+        if Path(name).is_dir()
+        else cached_file(
+            name,
+            "config.json",
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    )
+    if place is not None:
+        stranger_weights.require_as_downloaded(Path(place) if Path(place).is_dir() else Path(place).parent)
+
+
+def _looked_at(name: str, model: T) -> T:
+    """Return a model; say on rank 0 which of its weights cannot be a trained one's."""
+    if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
+        stranger_weights.tell_of_implausible(name, model.named_parameters())
+    return model
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
@@ -125,12 +158,14 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
     auto = _auto(head)
     # from version 5 on the weights would come in the type they are stored in; a stored head may be of other
     # labels than these
-    return _loaded(
+    _require_as_downloaded(name)
+    found = _loaded(
         name,
         lambda: auto.from_pretrained(
             name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **NO_CODE
         ),
     )
+    return _looked_at(name, found)
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:

@@ -1,0 +1,94 @@
+"""Weights of a stranger's model: whether they are what was downloaded, and can be a trained model's at all.
+
+A ``model.safetensors`` has no checksum in it. The hub has one of each large file (SHA-256): its cache names
+files by it, and ``hf download --local-dir`` leaves it beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base.errors import UsageError
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_BLOCK = 1 << 20
+MOST = 1e5  # the weights of trained models stay far below; a flipped bit of an exponent leaps over it
+_PATTERNS = ("*.safetensors", "*.bin")
+
+
+def require_as_downloaded(folder: Path) -> int:
+    """Compare the weights in a folder with the hub's checksums, where it has any; return how many files had.
+
+    Raises:
+        UsageError: a file is not what was downloaded.
+    """
+    known = 0
+    for file in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
+        digest = _of_the_hub(file)
+        if digest is None:
+            continue
+        known += 1
+        if _sha256(file) != digest:
+            raise UsageError(
+                f"{file} is damaged: its SHA-256 is not the hub's",
+                f"the file that was downloaded ({digest[:16]}…)",
+                "Remove it, and download it again.",
+            )
+    return known
+
+
+def _of_the_hub(file: Path) -> str | None:
+    """Return the digest by which the hub's cache, or a download into a folder, knows a file."""
+    if file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
+        return file.resolve().name
+    note = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
+    try:
+        lines = note.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
+
+
+def _sha256(file: Path) -> str:
+    digest, block = hashlib.sha256(), bytearray(_BLOCK)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Say which weights hold a number that none of a trained model is; return their names.
+
+    Args:
+        where: they come from.
+        weights: of each its name and its values, on any device.
+    """
+    found = {name: largest for name, tensor in weights if (largest := _largest(tensor)) > MOST}
+    if found:
+        name, largest = next(iter(found.items()))
+        more = f", and so {len(found) - 1} more" if len(found) > 1 else ""
+        print(
+            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; weights of trained "
+            f"models stay below {MOST:g}. Is the file damaged?",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [*found]
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value; infinity where one is no number."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return 0.0
+    least, most = torch.aminmax(tensor.detach())
+    largest = max(-float(least), float(most))
+    return math.inf if math.isnan(float(least) + float(most)) else largest
