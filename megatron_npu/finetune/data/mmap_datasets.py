@@ -22,7 +22,7 @@ from megatron_npu.finetune.data.labels import IGNORED
 from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
 from megatron_npu.finetune.rapidformer import state
 from megatron_npu.pretrain.data import datasets, tokenizers
-from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares
+from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares, tell_of_repeated
 from megatron_npu.pretrain.flags.checks import machine
 
 _MAX_NGRAM = 3  # words that are masked together at most, as Megatron's pretrain_bert.py has it
@@ -269,6 +269,7 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
     if not given:
         raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Give one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))
+    tell_of_repeated(prefixes)
     return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_npu.base.errors import UsageError
@@ -27,6 +30,27 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
             f"Write for example {flag} 0.7 first 0.3 second.",
         )
     return known, list(words[1::2])
+
+
+def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None:
+    """Say on rank 0 which datasets are named more than once, under whatever names.
+
+    Each is drawn from on its own, so that a sample comes as often as the weights say, together, and in an
+    epoch several times.
+
+    Args:
+        prefixes: of a blend.
+        flag: that names them.
+    """
+    places = Counter(os.path.realpath(f"{prefix}.bin") for prefix in prefixes)
+    often = [place.removesuffix(".bin") for place, count in places.items() if count > 1]
+    if often and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megatron_npu: warning: {flag} names {', '.join(often)} more than once; its samples count by "
+            "all of its weights together",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _number(text: str) -> float | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.data.datasets import ResumableBatchSampler
 from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
-from megatron_npu.pretrain.data.sources import blend
+from megatron_npu.pretrain.data.sources import blend, tell_of_repeated
 
 sizes = st.integers(1, 4)
 
@@ -77,3 +77,14 @@ def test_a_broken_blend_is_refused(words):
     for flag in ("--data-path", "--valid-data-path"):
         with pytest.raises(UsageError, match=f"^{flag} "):
             blend(words, flag)
+
+
+def test_a_dataset_that_a_blend_has_twice_is_said(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.bin").touch()
+    (tmp_path / "c.bin").symlink_to(tmp_path / "a.bin")
+    tell_of_repeated([f"{tmp_path}/a", f"{tmp_path}/b"])
+    assert capsys.readouterr().err == ""
+    for again in ("a", "c", "../" + tmp_path.name + "/a"):
+        tell_of_repeated([f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/{again}"], "--valid-data-path")
+        assert f"--valid-data-path names {tmp_path}/a more than once" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
 from megatron_npu.pretrain.data import epochs, tokenizers
-from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares
+from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares, tell_of_repeated
 from megatron_npu.pretrain.flags import derive
 from megatron_npu.pretrain.report import drawn_texts
 
@@ -110,7 +110,9 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
         )
     for part in PARTS:
         flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []
-        for prefix in blend(words, flag)[1]:
+        prefixes = blend(words, flag)[1]
+        tell_of_repeated(prefixes, flag)
+        for prefix in prefixes:
             indexed_dataset.validate(prefix, vocab_size)
 
 
@@ -118,7 +120,9 @@ def _shared(args: Namespace, vocab_size: int) -> None:
     """Check the datasets of ``--data-path``, and that the split leaves documents of each to what is read."""
     shares = split_shares(args.split)
     _require_parts(args, shares, "")
-    for prefix in blend(args.data_path or [])[1]:
+    prefixes = blend(args.data_path or [])[1]
+    tell_of_repeated(prefixes)
+    for prefix in prefixes:
         sequences = indexed_dataset.validate(prefix, vocab_size).sequences
         _require_parts(args, sizes_of_parts(shares, sequences), f" of the {sequences} in {prefix}")
 
