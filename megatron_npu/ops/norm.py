@@ -135,7 +135,9 @@ def _layer_norm_native(
 
 @_layer_norm.on("cpu", note="torch's kernel¹; backward of bf16 ours⁴, of fp16 in fp32 tiles")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    if not zero_centered and input.dtype is weight.dtype is bias.dtype is torch.float32:
+    # the sums over rows of torch's backward depend on the number of threads
+    any_order = not torch.are_deterministic_algorithms_enabled()
+    if any_order and not zero_centered and input.dtype is weight.dtype is bias.dtype is torch.float32:
         return F.layer_norm(input, weight.shape, weight, bias, eps)
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
@@ -218,9 +220,12 @@ def _norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, factor and bias by torch's kernel for layer norm, all in one dtype."""
+    sums = not torch.are_deterministic_algorithms_enabled()  # torch's depend on the number of threads
     dx, d_factor, d_bias = torch.ops.aten.native_layer_norm_backward(
-        grad, input, factor.shape, mean, rstd, factor, factor, [True, True, True]
+        grad, input, factor.shape, mean, rstd, factor, factor, [True, sums, sums]
     )
+    if not sums:
+        d_factor, d_bias = (grad * ((input - mean) * rstd)).sum(0), grad.sum(0)
     if rms:  # only layer norm subtracts the mean, so only it loses this part
         dx.add_((grad @ factor).div_(input.size(-1))[:, None] * rstd)
     return dx, d_factor, d_bias
