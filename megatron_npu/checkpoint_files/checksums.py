@@ -103,8 +103,6 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """
     rank, ranks = _place()
     entries, faults = _entries(folder)
-    if rank == 0 and not entries and not faults:
-        _tell_of_none(folder)
     own = [name for name, reader in _readers(entries, ranks).items() if reader == rank]
     large = [name for name in own if int(entries[name][0]) > _SMALL]
     faults += _faults(folder, entries, set(own) - set(large))
@@ -123,6 +121,8 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
             _require_none(folder, [later.result()], remedy)
             raise
     _require_none(folder, found, remedy)
+    if rank == 0 and not entries:  # what the block has refused is told in one line
+        _tell_of_none(folder)
 
 
 @functools.cache
