@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_npu import adaptors
+from megatron_npu.adaptors.shared.decorators import OURS
 from megatron_npu.base import settings
 from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
@@ -68,6 +69,16 @@ def install() -> None:
         spawned_processes.arm()
         _undoing.callback(empty_spawn.leave)
         empty_spawn.watch()
+
+
+def cure_numbers() -> None:
+    """Cure the wrong numbers of upstream that a program of this project would show as its own.
+
+    Of a stock script they stay upstream's until the user asks (``MEGATRON_NPU_BACKPORT``).
+    """
+    if not OURS.get():
+        _undoing.callback(OURS.reset, OURS.set(True))
+    engine().reconsider()
 
 
 def installed() -> bool:

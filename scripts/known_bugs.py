@@ -27,7 +27,8 @@ def numbers() -> str:
     for bug in known_bugs.bugs("megatron_core"):
         if bug.wrong_numbers:
             marks = " | ".join("bug" if bug.is_in(version) else "" for version in VERSIONS)
-            lines.append(f"| {_cell(bug.effect)} | {marks} | {bug.until} | {_places(bug)} |")
+            own = " (in our own trainings always cured)" if bug.cured_in_own_programs else ""
+            lines.append(f"| {_cell(bug.effect)}{own} | {marks} | {bug.until} | {_places(bug)} |")
     return "\n".join(lines)
 
 

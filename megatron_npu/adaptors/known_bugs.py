@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_npu import adaptors
-from megatron_npu.adaptors.shared.decorators import is_backport
+from megatron_npu.adaptors.shared.decorators import is_backport, is_cured_in_own_programs
 from megatron_npu.patching.patch import Patch
 from megatron_npu.patching.registry import registry
 from megatron_npu.patching.versions import admits
@@ -27,6 +27,7 @@ class Bug:
         devices: where it shows.
         wrong_numbers: the cure changes losses, gradients or what is logged of them, and is applied with
             ``MEGATRON_NPU_BACKPORT=1`` only; others are cured always.
+        cured_in_own_programs: the trainings of this project have the cure without that.
     """
 
     effect: str
@@ -35,6 +36,7 @@ class Bug:
     versions: tuple[str, ...]
     devices: tuple[str, ...]
     wrong_numbers: bool
+    cured_in_own_programs: bool = False
 
     def is_in(self, version: str) -> bool:
         """Return whether ``version`` has the bug."""
@@ -62,4 +64,5 @@ def _bug(patches: list[Patch]) -> Bug:
         versions=tuple(dict.fromkeys(patch.versions for patch in patches)),
         devices=first.devices,
         wrong_numbers=is_backport(first),
+        cured_in_own_programs=is_cured_in_own_programs(first),
     )

@@ -32,7 +32,8 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
     print(f"{found.name} {found.version} in {found.root}")
     for bug in present:
         print(f"{_state(bug, wanted)}: {', '.join(bug.targets)}")
-        for line in (bug.effect, f"until {bug.until}"):
+        own = ["cured in megatron-npu's own trainings"] if bug.cured_in_own_programs and not wanted else []
+        for line in (bug.effect, f"until {bug.until}", *own):
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(

@@ -14,6 +14,7 @@ from megatron_npu.patching.attribute_patch import ChangeLog
 from megatron_npu.patching.import_hook import Finder, Run, is_initializing, when_initialized
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.module_patch import IN_FORCE, Context, ModulePatch
+from megatron_npu.patching.patch import Patch
 from megatron_npu.patching.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,16 @@ class Engine:
         for name in self.registry.modules():
             self._catch_up(name)
         self._incomplete = False
+
+    def reconsider(self) -> None:
+        """Apply what was off when its module was patched, and is wanted by now."""
+        if self._context is None:
+            return
+        for module in list(self._patched.values()):
+            patches = self._meant(module, self._context)
+            off = [patch for patch in patches if self._ledger.row(patch).state == "off"]
+            patching = ModulePatch(module, self._context, self._ledger, self._log, self.covers, late=True)
+            self._offers.extend(patching.apply(off))
 
     def undo(self) -> None:
         """Restore everything that was changed, in reverse order, names taken by value included.
@@ -202,8 +213,10 @@ class Engine:
         context = self._context
         if context is None:  # on_first is still running; it will catch up
             return
-        patches = self.registry.for_module(module.__name__)
-        meant = [patch for patch in patches if patch.is_for(context.upstream, context.version)]
         patching = ModulePatch(module, context, self._ledger, self._log, self.covers, late)
-        self._offers.extend(patching.apply(meant))
+        self._offers.extend(patching.apply(self._meant(module, context)))
         self._patched[module.__name__] = module
+
+    def _meant(self, module: ModuleType, context: Context) -> list[Patch]:
+        patches = self.registry.for_module(module.__name__)
+        return [patch for patch in patches if patch.is_for(context.upstream, context.version)]

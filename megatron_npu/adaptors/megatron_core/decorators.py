@@ -15,6 +15,7 @@ records = decorators.recorder("megatron_core")
 replace, around, wrap = records.replace, records.around, records.wrap
 constant, watch = records.constant, records.watch
 backport = partial(around, upstream_bug=True, condition=decorators.backports_not_wanted)
+own_backport = partial(around, upstream_bug=True, condition=decorators.own_backports_not_wanted)
 
 
 def transformer_engine_present() -> str | None:

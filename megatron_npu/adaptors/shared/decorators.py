@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 from megatron_npu.base import settings
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.patching.patch import NotAsked, Patch
 from megatron_npu.patching.registry import Recorder, registry
 
 WITHOUT_CUDA = ("npu", "cpu")
+
+OURS = ContextVar("ours", default=False)
+"""Whether a program of this project trains, rather than a script of somebody else's."""
 
 # The end of a ``why`` whose gain nobody has measured on an NPU.
 LAUNCHES_COUNTED = "; launches counted on the simulated NPU, no time measured on one"
@@ -33,6 +38,16 @@ def backports_not_wanted() -> str | None:
     return NotAsked(f"wrong numbers are upstream's own; {variable.name}=1 cures them")
 
 
+def own_backports_not_wanted() -> str | None:
+    """As ``backports_not_wanted``, of one that the programs of this project want without being asked."""
+    return None if OURS.get() else backports_not_wanted()
+
+
 def is_backport(patch: Patch) -> bool:
-    """Return whether ``patch`` is applied only where the user asks for right numbers."""
-    return patch.condition is backports_not_wanted
+    """Return whether ``patch`` is applied only where right numbers are wanted."""
+    return patch.condition in (backports_not_wanted, own_backports_not_wanted)
+
+
+def is_cured_in_own_programs(patch: Patch) -> bool:
+    """Return whether ``patch`` is such a one, and in place in every training of this project's own."""
+    return patch.condition is own_backports_not_wanted

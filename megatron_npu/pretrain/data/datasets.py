@@ -20,7 +20,7 @@ from megatron_npu.data.sequence_parts import part_of_this_rank
 from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
-from megatron_npu.pretrain.data.sources import PARTS, blend
+from megatron_npu.pretrain.data.sources import PARTS, blend, split_text
 
 Batch = dict[str, torch.Tensor]
 Batches = list[Iterator[Batch]] | None  # of each chunk of the model
@@ -137,7 +137,7 @@ def _source(args: Namespace, read: Mapping[str, bool]) -> dict[str, Any]:
     if args.train_data_path:
         words = {part: getattr(args, f"{part}_data_path") if read[part] else None for part in PARTS}
         return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
-    return {"blend": _blend(args.data_path, "--data-path"), "split": args.split}
+    return {"blend": _blend(args.data_path, "--data-path"), "split": split_text(args.split)}
 
 
 def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[float] | None] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
     if all(weight is None for weight in weights):
         return None, list(words)
     known = [weight for weight in weights if weight is not None]
-    if len(words) % 2 or len(known) < len(weights) or min(known) <= 0:
+    if len(words) % 2 or len(known) < len(weights) or not all(0 < weight < math.inf for weight in known):
         raise UsageError(
             f"{flag} {' '.join(words)}",
             "prefixes, or a weight above 0 before each prefix",
@@ -70,11 +72,22 @@ def split_shares(text: str) -> list[float]:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+    fit = all(0 <= share < math.inf for share in shares)  # which nan is not
+    if not 1 <= len(shares) <= 3 or not fit or sum(shares) <= 0:
         raise UsageError(
             f"--split {text!r}", "up to three numbers with commas between", "For example 969,30,1."
         )
     return [*shares, 0.0, 0.0][:3]
+
+
+def split_text(text: str) -> str:
+    """Return a split that ``split_shares`` takes as megatron-core reads it: numbers of digits and dots alone.
+
+    One that has nothing else stays as it is, for it is part of the name of the indices that are kept.
+    """
+    if re.fullmatch(r"[\d.,\s]+", text):
+        return text
+    return ",".join(f"{share:.12f}" for share in split_shares(text))
 
 
 def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_npu import devices, watchdog
+from megatron_npu import devices, plugin, watchdog
 from megatron_npu.ops.compiled import building
 
 
@@ -30,7 +30,7 @@ def silence_known_warnings() -> None:
 
 @contextlib.contextmanager
 def session(args: Namespace) -> Iterator[None]:
-    """Hold everything that a run needs around it: groups, current device, seeds.
+    """Hold everything that a run needs around it: right numbers, groups, current device, seeds.
 
     Args:
         args: what ``validation.check`` returned.
@@ -40,6 +40,7 @@ def session(args: Namespace) -> Iterator[None]:
     # Megatron relies on the order in which kernels are queued; one hardware queue keeps it (cuda only)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     watchdog.end_with_launcher()
+    plugin.cure_numbers()
     devices.current().set_current(args.local_rank)
     building.prepare()
     joined = dist.is_initialized()  # a caller's own group is left as it is

@@ -309,7 +309,7 @@ class Trainer:
             scale=self.state.optimizer.get_loss_scale().item(),
             of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
             of_experts=expert_losses.take(self.args, count),
-            of_predictions=prediction_losses.take(self.args, count),
+            of_predictions=prediction_losses.take(self.args),
         )
         self._check_losses(losses)
         slower = self.pace.note(seconds, len(losses))

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron_npu import devices
 
 PREFIX = "mtp_"  # of the losses' names
+TOKENS = (
+    "megatron_npu_tokens"  # of megatron-core's tracker: what adaptors add to its sums (0.19 renamed those)
+)
 
 
 def names(args: Namespace) -> list[str]:
@@ -18,27 +21,21 @@ def names(args: Namespace) -> list[str]:
     return [f"{PREFIX}{number}_loss" for number in range(1, (args.mtp_num_layers or 0) + 1)]
 
 
-def take(args: Namespace, micro_batches: int) -> dict[str, float]:
-    """Return each loss, a mean over what happened since the last time; unweighted, in nats a token.
+def take(args: Namespace) -> dict[str, float]:
+    """Return each loss, a mean over the tokens since the last time; unweighted, in nats a token.
 
     A collective: all ranks must call it.
-
-    Args:
-        micro_batches: of a rank, since the last time.
     """
-    from megatron.core import parallel_state
-
     found = names(args)
     if not found:
         return {}
-    own = torch.zeros(len(found), dtype=torch.float32, device=devices.current().torch_device())
-    for values in _tracked():
-        own += values
+    own = torch.zeros(2, len(found), dtype=torch.float32, device=devices.current().torch_device())
+    for row, values in zip(own, _tracked(), strict=False):
+        row += values
         values.zero_()
-    dist.all_reduce(own)  # stages before the last have none
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    own *= stages / (dist.get_world_size() * micro_batches)
-    return dict(zip(found, own.tolist(), strict=True))
+    dist.all_reduce(own)  # stages before the last have none; all tensor-parallel ranks have the same
+    losses, tokens = own
+    return dict(zip(found, (losses / tokens).tolist(), strict=True))
 
 
 def forget(args: Namespace) -> None:
@@ -48,9 +45,9 @@ def forget(args: Namespace) -> None:
 
 
 def _tracked() -> list[torch.Tensor]:
-    """Return the sums of this process, in no tensor or one; 0.19 has renamed them."""
+    """Return the sums of losses of this process, and of how many tokens; nothing before the last stage."""
     tracker = _tracker()
-    return [tracker[name] for name in ("values", "loss_values") if name in tracker]
+    return [tracker[name] for name in ("values", "loss_values", TOKENS) if name in tracker]
 
 
 def _tracker() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import backports_numbers  # beside this file: a tree of Megatron has tests of its own
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -256,6 +257,7 @@ def everything() -> dict[str, Any]:
         "decoupled rates": decoupled_rates(),
         "overridden rates": overridden_rates(),
         "updates": updates(),
+        **backports_numbers.everything(),
     }
 
 

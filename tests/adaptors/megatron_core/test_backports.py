@@ -13,6 +13,7 @@ import torch
 
 from megatron_npu.adaptors import known_bugs
 from megatron_npu.adaptors.megatron_core.backports import parallel
+from megatron_npu.adaptors.shared import decorators
 from megatron_npu.base import settings
 from megatron_npu.commands import cli
 from megatron_npu.patching.registry import registry
@@ -37,6 +38,19 @@ RIGHT = {
     "decoupled rates": ("#4705", [0.1, 0.2]),
     "overridden rates": ("filed upstream", [0.2, 0.1]),
     "updates": ("#5976", [1.0, 0.0]),
+    "gathered logits": ("#7452/2", [0.7417, -0.5237]),
+    "smoothed loss": ("#7464", 0.9417),
+    "offset counts": ("#7530", True),
+    "further gradient": ("#7452/3", 1.5),
+    "further logged": ("#7452/3", 1.5),
+    "recompute group": ("#7452/4", True),
+    "padding of rank": ("#7452/5", [True, True]),
+    "embeddings of rank": ("#7452/7", [0.0, 1.0]),
+    "projection group": ("#7452/6", True),
+    "output norm": ("#7452/11", 2.0),
+    "second stage": ("#7452/12", [f"module.decoder.layers.{number}.weight" for number in (2, 3, 2, 3)]),
+    "counted places": ("#6981", [2, 4, 4]),
+    "splits": ("#7512", [[0.5, 0.5, 0.0], "UsageError", "UsageError", [0.9, 0.1, 0.0]]),
 }
 
 
@@ -78,6 +92,19 @@ def test_without_the_variable_the_ledger_says_that_they_are_left_out(monkeypatch
     assert {patch.reason_to_skip("npu") for patch in backports} == {None}
 
 
+def test_a_training_of_our_own_wants_some_without_being_asked(monkeypatch) -> None:
+    known_bugs.bugs("megatron_core")
+    monkeypatch.delenv(settings.BACKPORT.name, raising=False)
+    reset = decorators.OURS.set(True)
+    wanted = {patch.until for patch in registry.patches if decorators.is_cured_in_own_programs(patch)}
+    try:
+        backports = [patch for patch in registry.patches if known_bugs.is_backport(patch)]
+        assert {patch.until for patch in backports if patch.reason_to_skip("cpu") is None} == wanted
+    finally:
+        decorators.OURS.reset(reset)
+    assert {until.rpartition(" ")[2] for until in wanted} == {"#7452/3", "#7452/9", "#6981"}
+
+
 @pytest.mark.parametrize("instances", [1, 2])
 def test_reductions_wait_for_the_stream_that_computes(instances, monkeypatch) -> None:
     """Upstream's own, up to 0.16, waits for the default stream (#3693)."""
@@ -104,7 +131,8 @@ def test_the_doctor_lists_the_bugs_of_a_megatron(capsys, monkeypatch) -> None:
     text = capsys.readouterr().out
     assert "fully_shard_optimizer" in text
     assert "#5338" not in text  # fixed in 0.19.0
-    assert "2 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
+    assert "14 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
+    assert text.count("cured in megatron-npu's own trainings") == 4
     monkeypatch.setenv(settings.BACKPORT.name, "1")
     assert cli.main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

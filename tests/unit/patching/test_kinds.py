@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.patching.module_patch import PatchError
+from megatron_npu.patching.patch import NotAsked
 from tests.unit.patching.conftest import UpstreamTree
 
 T = "stockpkg.model:"
@@ -184,3 +185,28 @@ def test_skipped_for_another_device_and_by_condition(upstream: UpstreamTree) -> 
     model = upstream.load("model")
     assert (model.LIMIT, model.Core.scale) == (3, 2)
     assert engine.ledger.summary() == "0 applied, 0 drifted, 2 skipped (apex is here; for npu, not cpu)"
+
+
+def test_what_was_off_is_applied_when_it_is_wanted_later(upstream: UpstreamTree) -> None:
+    """Names that others took by value are repaired, and all of it is undone in the end."""
+    asked: list[NotAsked | None] = [NotAsked("off")]
+    for times in (2, 3):
+
+        @upstream.registry.around(
+            T + "gelu", why=f"w{times}", condition=lambda times=times: asked[-1] if times == 3 else None
+        )
+        def scaled(original: Any, *args: Any, times: int = times) -> Any:
+            return times * original(*args)
+
+    upstream.write({"stockpkg/user.py": "from stockpkg.model import gelu"})
+    engine = upstream.engine()
+    model, user = upstream.load("model"), upstream.load("user")
+    engine.reconsider()
+    assert model.gelu(1) == 4
+    asked.append(None)
+    engine.reconsider()
+    engine.reconsider()  # once is enough
+    assert model.gelu(1) == user.gelu(1) == 12
+    assert {row.state for row in engine.ledger.rows} == {"applied"}
+    engine.undo()
+    assert model.gelu(1) == user.gelu(1) == 2

@@ -51,7 +51,6 @@ def accept_what_forward_has(
     with _instead(config, hidden):
         original(*given.args, **given.kwargs)
     self.layer_options = layer_options(self, given.arguments["cp_comm_type"])
-    _mend_offset(self)
     if v_channels is not None:  # the size of upstream's own result, and the default scale
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
     if k_channels is not None and given.arguments["softmax_scale"] is None:
@@ -74,12 +73,19 @@ def _window_is_ours(config: Any) -> bool:
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 
-def _mend_offset(self: Any) -> None:
-    """Give the learnable offset of ``--softmax-type`` (since 0.15) what upstream leaves out.
-
-    Each tensor-parallel rank has those of its heads: without the mark the norm of the gradients counts those
-    of the first rank alone. 0.15 has nothing written into it.
-    """
+@around(
+    f"{_TARGET}.__init__",
+    versions=">=0.15",
+    order=1,
+    upstream_bug=True,
+    until="no version up to 0.19.2, #7530",
+    why="the learnable offset of --softmax-type has no mark of tensor parallelism: the norm of the gradients "
+    "counts the heads of the first rank alone, and gradients are clipped less than asked for; 0.15 has "
+    "nothing written into it",
+)
+def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Mark it, for each tensor-parallel rank has that of its heads; give it its first values."""
+    original(self, *args, **kwargs)
     offset = getattr(self, "softmax_offset", None)
     if not isinstance(offset, torch.nn.Parameter):
         return

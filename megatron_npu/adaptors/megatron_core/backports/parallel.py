@@ -1,6 +1,7 @@
-"""Reductions that are lost, forgotten, made twice or begun too early.
+"""Reductions that are lost, forgotten, made twice or begun too early; a whole row taken for a rank's part.
 
-Connects ``megatron.core.tensor_parallel``, ``distributed`` and ``transformer.multi_token_prediction``.
+Connects ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
+``transformer.multi_token_prediction``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import backport
@@ -38,6 +40,66 @@ def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Ten
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     return gather_from_tensor_model_parallel_region(input_)
+
+
+@backport(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
+    until="no version up to 0.19.2, #7452/2",
+    why="a model that is given labels and gathers its logits (parallel_output=False, or "
+    "runtime_gather_output=True) has a loss that is too large by the logarithm of the tensor-parallel size, "
+    "and a wrong gradient: the whole row is taken for a rank's part of the vocabulary",
+    order=1,
+)
+def compute_loss_of_own_part(
+    original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Any
+) -> Tensor:
+    """Give this rank's part of logits that were gathered to the loss; the others' have no gradient here.
+
+    Args:
+        original: upstream's.
+        self: the model.
+        labels: [b, s].
+        logits: [s, b, v], or this rank's part, [s, b, v / ranks]; or what a later product makes them of.
+
+    Returns:
+        [b, s].
+    """
+    from megatron.core import parallel_state
+
+    groups = getattr(self, "pg_collection", None) or getattr(self, "model_comm_pgs", None)  # since 0.14
+    group = getattr(groups, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1 and isinstance(logits, Tensor) and logits.size(-1) == self.vocab_size:
+        logits = logits.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+    return original(self, labels, logits)
+
+
+# --- gated delta nets ----------------------------------------------------------------------------------
+
+_delta = partial(
+    backport,
+    until="no version up to 0.19.2, #7452/11",
+    why="the norm in front of the output of a gated delta net has one weight for the heads of all "
+    "tensor-parallel ranks, and without sequence parallelism a gradient of this rank's heads alone: copies "
+    "of the weight drift apart",
+)
+
+
+@_delta("megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__", versions=">=0.16,<0.19")
+@_delta("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.__init__", versions=">=0.19")
+def sum_gradient_of_output_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Let that gradient be summed as soon as it is there; with sequence parallelism upstream does it."""
+    original(self, *args, **kwargs)
+    group = self.pg_collection.tp
+    if group.size() == 1 or self.config.sequence_parallel:
+        return
+
+    def summed(gradient: Tensor) -> Tensor:
+        whole = gradient.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    for parameter in self.out_norm.parameters():
+        parameter.register_hook(summed)
 
 
 # --- experts' parameters that no tensor-parallel rank duplicates ---------------------------------------

@@ -22,7 +22,13 @@ _WHY = "upstream holds an fp32 softmax of the whole logits from forward to backw
 
 
 _cross_entropy = partial(
-    replace, "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", why=_WHY
+    replace,
+    "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
+    upstream_bug=True,
+    until="it is needed for its memory; the bug is in every version up to 0.19.2, #7464",
+    why=_WHY
+    + "; upstream's label smoothing is over a rank's part of the vocabulary, so that loss and gradient "
+    "depend on the tensor-parallel size",
 )
 
 

@@ -1,0 +1,59 @@
+"""``megatron.core.pipeline_parallel.schedules``: means over the tokens of all context-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_npu.adaptors.megatron_core.decorators import own_backport
+
+
+@own_backport(
+    "megatron.core.pipeline_parallel.schedules:forward_step",
+    until="no version up to 0.19.2, #7452/9",
+    why="with context parallelism, and without --calculate-per-token-loss, the gradient is the mean of those "
+    "of the ranks' parts of a sequence, however many tokens of a part count: --eod-mask-loss, or padding",
+)
+def weigh_parts(
+    original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Weigh the loss of each part by its share of the tokens."""
+    from megatron.core import parallel_state
+
+    config = inspect.signature(original).bind(forward_step_func, *args, **kwargs).arguments["config"]
+    if (
+        config.calculate_per_token_loss
+        or getattr(config, "hybrid_context_parallel", False)  # whose groups change from sequence to sequence
+        or not parallel_state.is_initialized()
+        or parallel_state.get_context_parallel_world_size() == 1
+    ):
+        return original(forward_step_func, *args, **kwargs)
+
+    @functools.wraps(forward_step_func)
+    def weighed(*step: Any, **more: Any) -> Any:
+        output, loss_func = forward_step_func(*step, **more)
+        return output, functools.partial(_weigh, loss_func)
+
+    return original(weighed, *args, **kwargs)
+
+
+def _weigh(loss_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what ``loss_func`` does, its loss scaled; upstream divides it by the part's tokens.
+
+    Where tokens of all parts are told, nothing is changed.
+    """
+    from megatron.core import parallel_state
+
+    outputs = loss_func(*args, **kwargs)
+    if len(outputs) != 3:
+        return outputs
+    loss, tokens, *rest = outputs
+    whole = tokens.detach().clone().float()
+    group = parallel_state.get_context_parallel_group()
+    dist.all_reduce(whole, group=group)
+    share = tokens * group.size() / whole.clamp(min=1)
+    return loss * share, tokens.clamp(min=1), *rest  # up to 0.15 it is divided by none, too

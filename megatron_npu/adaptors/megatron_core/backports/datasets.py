@@ -1,0 +1,55 @@
+"""``megatron.core.datasets``: a loss mask that samples share, a split that is read otherwise than written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import backport, own_backport
+from megatron_npu.base.errors import UsageError
+
+
+@own_backport(
+    "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+    until="no version up to 0.19.2, #6981",
+    why="samples share one loss mask: the padded places of the first one count in no later one; up to 0.14 "
+    "those of any one (#1711)",
+)
+def give_out_copy_of_mask(
+    original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Give the sample a mask of its own, and let the kept one be of a sample without padding."""
+    sample = original(self, *args, **kwargs)
+    if self.masks_and_position_ids_are_cacheable:  # every place counts then
+        sample["loss_mask"] = sample["loss_mask"].clone()
+        self.cached_loss_mask.fill_(1.0)
+    return sample
+
+
+@backport(
+    "megatron.core.datasets.blended_megatron_dataset_config:parse_and_normalize_split",
+    until="no version up to 0.19.2, #7512",
+    why="--split finds its numbers by digits and dots alone: -1,1,0 is 1,1,0, nan,1,0 is 1,0,0, and 1e3,1,0 "
+    "an AssertionError",
+)
+def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
+    """Read each number as Python does; refuse what is none.
+
+    Raises:
+        UsageError: a part is no number, is below 0 or is not finite.
+    """
+    if not re.search(r"[^\W\d]|[+-]", split):  # with any separators, as upstream takes them
+        return original(split)
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        shares = [math.nan]
+    if not all(0 <= share < math.inf for share in shares):
+        raise UsageError(
+            f"--split {split!r}", "numbers from 0 on, with commas between", "For example 969,30,1."
+        )
+    return original(",".join(f"{share:.12f}" for share in shares))

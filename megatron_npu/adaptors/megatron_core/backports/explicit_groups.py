@@ -1,0 +1,151 @@
+"""Modules that are given their tensor-parallel group, and ask for the global one in a place or two.
+
+Connects ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. Where both are the same
+group, as in every stock script, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import backport
+
+_UNTIL = "no version up to 0.19.2, #7452/{}"
+
+
+class _Instead:
+    """A module or package, some names of which are others.
+
+    Args:
+        holder: the module.
+        others: its names, and what they mean here.
+    """
+
+    def __init__(self, holder: Any, **others: Any) -> None:
+        self._holder = holder
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._holder, name)
+
+
+@contextlib.contextmanager
+def _with(module: str, name: str, **others: Any) -> Iterator[None]:
+    """Let ``name`` in ``module`` be itself with ``others`` in it, in the block."""
+    holder = importlib.import_module(module)
+    kept = getattr(holder, name)
+    setattr(holder, name, _Instead(kept, **others))
+    try:
+        yield
+    finally:
+        setattr(holder, name, kept)
+
+
+_MTP = "megatron.core.transformer.multi_token_prediction"
+
+
+@backport(
+    f"{_MTP}:MultiTokenPredictionLayer._checkpointed_forward",
+    versions=">=0.17",
+    until=_UNTIL.format(4),
+    why="a layer of --mtp-num-layers that was given a tensor-parallel group of its own recomputes FP8 "
+    "activations, where they are distributed, from those of the global group: of other replicas",
+)
+def recompute_in_own_group(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give the checkpoint the layer's group."""
+    if self.tp_group is None:
+        return original(self, *args, **kwargs)
+    with _with(_MTP, "parallel_state", get_tensor_model_parallel_group=lambda *_, **__: self.tp_group):
+        return original(self, *args, **kwargs)
+
+
+_GPT = "megatron.core.models.gpt.gpt_model"
+_LLAVA = "megatron.core.models.multimodal.llava_model"
+
+
+@backport(
+    f"{_GPT}:GPTModel._preprocess",
+    versions=">=0.16",
+    until=_UNTIL.format(5),
+    why="a GPTModel that was given a tensor-parallel group of its own deals the padding mask of its experts "
+    "out to the ranks of the global group, with sequence parallelism",
+)
+def deal_out_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Deal it out to the ranks of the model's group."""
+    return _dealt(_GPT, self.pg_collection.tp, original, self, *args, **kwargs)
+
+
+@backport(
+    f"{_LLAVA}:LLaVAModel._process_embedding_token_parallel",
+    versions=">=0.14",
+    until=_UNTIL.format(7),
+    why="a LLaVAModel that was given a tensor-parallel group of its own deals its sequences out to the ranks "
+    "of the global group, with sequence parallelism: tokens of other samples are trained on",
+)
+def deal_out_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Deal them out to the ranks of the model's group."""
+    groups = getattr(self, "pg_collection", None) or self.model_comm_pgs  # 0.14
+    return _dealt(_LLAVA, groups.tp, original, self, *args, **kwargs)
+
+
+def _dealt(module: str, group: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.core import tensor_parallel
+
+    scatter = tensor_parallel.scatter_to_sequence_parallel_region
+
+    def dealt(tensor: Tensor, group: Any = group) -> Tensor:
+        return scatter(tensor, group=group)
+
+    with _with(module, "tensor_parallel", scatter_to_sequence_parallel_region=dealt):
+        return original(*args, **kwargs)
+
+
+_crossed = partial(
+    backport,
+    "megatron.core.transformer.attention:CrossAttention.__init__",
+    until=_UNTIL.format(6),
+    why="a CrossAttention that was given a tensor-parallel group of its own makes queries, keys and values "
+    "in the global group: with sequence parallelism it gathers tokens of other replicas",
+)
+
+
+@_crossed(versions=">=0.16")
+def project_in_own_group(
+    original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Tell both layers the group; the third is told by upstream."""
+    given = inspect.signature(original).bind(self, config, submodules, *args, **kwargs).arguments
+    groups = given.get("pg_collection")
+    original(self, config, _in_group(submodules, groups, partial), *args, **kwargs)
+
+
+@_crossed(versions=">=0.13,<0.16")
+def specify_in_own_group(
+    original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Tell both layers the group; up to 0.15 they are specifications, or classes that stand for one."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    def specified(layer: Any, **more: Any) -> Any:
+        spec = layer if isinstance(layer, ModuleSpec) else ModuleSpec(layer)
+        return dataclasses.replace(spec, params={**spec.params, **more})
+
+    given = inspect.signature(original).bind(self, config, submodules, *args, **kwargs).arguments
+    groups = given.get("pg_collection") or given.get("model_comm_pgs")  # up to 0.14
+    original(self, config, _in_group(submodules, groups, specified), *args, **kwargs)
+
+
+def _in_group(submodules: Any, groups: Any, told: Callable[..., Any]) -> Any:
+    """Return the specification of a CrossAttention whose layers are ``told`` the group."""
+    if groups is None:
+        return submodules
+    layers = {name: told(getattr(submodules, name), tp_group=groups.tp) for name in ("linear_q", "linear_kv")}
+    return dataclasses.replace(submodules, **layers)

@@ -1,0 +1,61 @@
+"""``megatron.training.checkpointing``: names of layers in checkpoints of Megatron's FSDP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import backport
+
+_LAYER = re.compile(r"(?P<block>(?:^|.*\.)(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..*|$)")
+
+
+@backport(
+    "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
+    versions=">=0.16",
+    until="no version up to 0.19.2, #7452/12",
+    why="checkpoints of --use-megatron-fsdp name layers by their numbers in a pipeline stage: loaded with "
+    "another --pipeline-model-parallel-size, a stage gets the layers of the first one",
+)
+def name_layers_globally(
+    original: Callable[..., dict[str, Any]], args: Any, raw_state_dict: dict[str, Any], model: Any
+) -> dict[str, Any]:
+    """Name them by their numbers in the model; the first stage's are the same.
+
+    The tensors stay the parameters' own, which a checkpoint is read into.
+    """
+    state = original(args, raw_state_dict, model)
+    numbers = _numbers(model)
+    if all(local == number for (_, local), number in numbers.items()):
+        return state
+    return {
+        **state,
+        **{part: _renamed(state[part], numbers) for part in ("model", "optimizer") if part in state},
+    }
+
+
+def _numbers(model: Any) -> dict[tuple[str, int], int]:
+    """Return each layer's number in the model, from 0 on, by block and number in this stage."""
+    numbers = {}
+    for name, module in model.named_modules():
+        found = _LAYER.fullmatch(name)
+        if found and not found["rest"] and hasattr(module, "layer_number"):
+            block = found["block"].rsplit(".", 3)[-3]
+            numbers[block, int(found["number"])] = module.layer_number - 1
+    return numbers
+
+
+def _renamed(state: Any, numbers: dict[tuple[str, int], int]) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {_name(key, numbers): _renamed(value, numbers) for key, value in state.items()}
+
+
+def _name(key: Any, numbers: dict[tuple[str, int], int]) -> Any:
+    found = _LAYER.fullmatch(key) if isinstance(key, str) else None
+    if found is None:
+        return key
+    local = int(found["number"])
+    block = found["block"].rsplit(".", 3)[-3]
+    return f"{found['block']}{numbers.get((block, local), local)}{found['rest']}"

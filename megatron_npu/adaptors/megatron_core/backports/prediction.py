@@ -1,0 +1,255 @@
+"""``megatron.core.transformer.multi_token_prediction``: losses over the tokens of the whole global batch.
+
+A further token's loss has fewer tokens than the main one: the last of each sequence have no further one, and
+a mask moves along. What is divided by the tokens of one micro-batch on one rank weighs micro-batches, not
+tokens. The schedules below look at the masks of all micro-batches before the first one is computed, so that
+each loss can be divided by its own tokens of the global batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import own_backport
+
+_PREDICTION = "megatron.core.transformer.multi_token_prediction"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_HELPER = f"{_PREDICTION}:MTPLossLoggingHelper"
+_TOKENS, _TIMES = (
+    "megatron_npu_tokens",
+    "megatron_npu_times",
+)  # of the tracker; ``prediction_losses`` reads both
+
+
+class Counts(NamedTuple):
+    """Tokens of a global batch that count: of the main loss, and of each further token's."""
+
+    main: Tensor
+    further: Sequence[Tensor]
+
+
+class Count(NamedTuple):
+    """What the last mask that was moved by one token holds: its tokens, and what was told of them."""
+
+    own: Tensor
+    told: Tensor
+
+
+_ahead: ContextVar[Counts | None] = ContextVar("ahead", default=None)
+_told: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("told", default=None)
+_last: ContextVar[Count | None] = ContextVar("last", default=None)
+
+# --- the gradient ---------------------------------------------------------------------------------------
+
+_weighed = functools.partial(
+    own_backport,
+    versions=">=0.17",
+    until="no version up to 0.19.2, #7452/3",
+    why="the gradient of a further token (--mtp-num-layers) is weighed by the tokens of a micro-batch on one "
+    "rank: with --calculate-per-token-loss, or with context parallelism, it depends on the size of the "
+    "micro-batch and on the layout, where valid tokens are not the same in number",
+)
+
+
+@_weighed(f"{_PREDICTION}:process_mtp_loss")
+def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Divide each loss by its tokens of the global batch, times those of the main loss.
+
+    Every gradient is divided by the latter in the end. Where nobody has counted (a model that no schedule
+    of megatron-core runs, or packed sequences) the loss stays a sum: it is over the tokens of the main loss
+    then, as it is up to 0.16. Without --calculate-per-token-loss it is divided by its tokens of the
+    micro-batch, those of all context-parallel ranks.
+    """
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    values = given.arguments
+    config, parts = values["config"], values["cp_group"]
+    whole = parts is None or parts.size() == 1
+    if values["labels"] is None or (whole and not config.calculate_per_token_loss):
+        return original(*args, **kwargs)
+    mask = values["loss_mask"]
+    values["loss_mask"] = torch.ones_like(values["labels"]).float() if mask is None else mask.float()
+    if config.calculate_per_token_loss:
+        one = torch.ones((), device=values["loss_mask"].device)
+        factor, further = _ahead.get() or Counts(one, [one] * config.mtp_num_layers)
+        rest = iter(further)
+        reset = _told.set(lambda _: next(rest))
+    else:
+        factor = parts.size()  # gradients are averaged over the parts in the end
+        reset = _told.set(functools.partial(_of_all_parts, group=parts))
+    values["config"] = copy.copy(config)
+    values["config"].calculate_per_token_loss = False  # divides by what roll_tensor tells
+    values["config"].mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
+    try:
+        return original(*given.args, **given.kwargs)
+    finally:
+        _told.reset(reset)
+
+
+def _of_all_parts(own: Tensor, group: Any) -> Tensor:
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _look_ahead(
+    original: Callable[..., Any],
+    *,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    forward_only: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Count the tokens of all micro-batches, then run them."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    counts = None
+    if (
+        config.calculate_per_token_loss
+        and getattr(config, "mtp_num_layers", None)
+        and not forward_only
+        and parallel_state.is_initialized()
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    ):
+        counts, data_iterator = _counted(data_iterator, num_microbatches, seq_length, config.mtp_num_layers)
+    reset = _ahead.set(counts)
+    try:
+        return original(
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            forward_only=forward_only,
+            **kwargs,
+        )
+    finally:
+        _ahead.reset(reset)
+
+
+for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    _weighed(f"{_SCHEDULES}:forward_backward_{_name}", order=1)(_look_ahead)
+
+
+def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Counts | None, Any]:
+    """Return the tokens of a global batch, and an iterator that gives its micro-batches once more.
+
+    A collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same tokens:
+    quotients of the counts are meant, not the counts.
+    """
+    from megatron.core import parallel_state
+
+    chunks = list(source) if isinstance(source, list) else [source]
+    own = torch.zeros(1 + depths, dtype=torch.float64)
+    if chunks[-1] is not None:
+        batches = [next(chunks[-1]) for _ in range(number)]
+        for batch in batches:
+            own += _tokens(batch, seq_length, depths)
+        chunks[-1] = iter(batches)
+    total = own.float().to(devices.current().torch_device())
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    main, *further = total
+    counts = Counts(main, further) if main.item() else None
+    return counts, chunks if isinstance(source, list) else chunks[0]
+
+
+def _tokens(batch: Any, seq_length: int, depths: int) -> Tensor:
+    """Return how many tokens of a micro-batch count for each loss: [1 + depths]; zeros: it does not tell."""
+    found = torch.zeros(1 + depths, dtype=torch.float64)
+    mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
+    if mask is None or "cu_seqlens" in batch:
+        return found
+    if mask.size(-1) == seq_length:
+        parts = [mask[..., depth:].sum() for depth in range(1 + depths)]
+    else:  # this context-parallel rank's part
+        parts = [mask.sum(), *_rolled(mask, depths)]
+    return torch.stack([part.double().cpu() for part in parts])
+
+
+def _rolled(mask: Tensor, depths: int) -> Iterator[Tensor]:
+    from megatron.core import parallel_state
+
+    roll = importlib.import_module(_PREDICTION).roll_tensor
+    for _ in range(depths):
+        mask, count = roll(mask, shifts=-1, dims=-1, cp_group=parallel_state.get_context_parallel_group())
+        yield count
+
+
+# --- the log --------------------------------------------------------------------------------------------
+
+_logged = functools.partial(
+    own_backport,
+    until="no version up to 0.19.2, #7452/3",
+    why="the losses of --mtp-num-layers in the log are means of the means of micro-batches on each rank: "
+    "they depend on the size of the micro-batch and on the layout, where valid tokens are not the same in "
+    "number",
+)
+
+
+@_logged(f"{_PREDICTION}:roll_tensor")
+def note_tokens(
+    original: Callable[..., tuple[Tensor, Tensor]], tensor: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Note the tokens of a mask; tell those of the global batch, where ``weigh_tokens`` knows them."""
+    rolled, count = original(tensor, *args, **kwargs)
+    told = _told.get()
+    expected = told(count) if told is not None and tensor.is_floating_point() else count
+    _last.set(Count(count, expected))
+    return rolled, expected
+
+
+@_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
+@_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
+def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Save the sum of the losses, and how many tokens it is over."""
+    layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
+    last = _last.get()
+    if layer is None or last is None:
+        return original(loss, *args, **kwargs)
+    own, told = last
+    total = torch.where(own > 0, loss.detach() * told.clamp(min=1), torch.zeros_like(loss))
+    original(total, *args, **kwargs)
+    tracker = _tracker()
+    values = _values(tracker)
+    tokens = tracker.setdefault(_TOKENS, torch.zeros_like(values))
+    tokens[layer] += own
+    tracker[_TIMES] = tracker.get(_TIMES, 0) + (layer == 0)
+
+
+@_logged(f"{_HELPER}.track_mtp_metrics")
+def log_means_of_tokens(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Make the sums means over the tokens of all micro-batches and ranks; upstream's mean leaves them so."""
+    from megatron.core import parallel_state
+
+    tracker = _tracker()
+    if _TOKENS in tracker:
+        values, tokens = _values(tracker), tracker[_TOKENS]
+        both = torch.stack([values, tokens])
+        dist.all_reduce(both, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        # the log divides by the number of micro-batches
+        values.copy_(both[0] / both[1].clamp(min=1) * tracker.pop(_TIMES, 1))
+        del tracker[_TOKENS]
+    original(*args, **kwargs)
+
+
+def _tracker() -> dict[str, Any]:
+    return importlib.import_module(_PREDICTION).MTPLossLoggingHelper.tracker
+
+
+def _values(tracker: Mapping[str, Any]) -> Tensor:
+    return tracker["loss_values" if "loss_values" in tracker else "values"]  # 0.19 has renamed them
