@@ -65,3 +65,15 @@ def test_numbers_are_those_of_the_whole_batch(found, case) -> None:
     for name in ("loss", "grad_norm", "mtp_1_loss", "mtp_2_loss"):
         assert len(whole.of(name)) == 2
         assert deviation(parts.of(name), whole.of(name)) < 2e-6, name
+
+
+def test_parts_of_sequences_in_the_oldest_version(tmp_path) -> None:
+    """0.12 has another idea of whose tokens the loss is divided by: gradients were twice as large."""
+    environment = environment_of(wheel("0.12.1"))
+    words = f"{MODEL} --micro-batch-size 8".replace("--mtp-num-layers 2", "")
+    flags = [*tiny.flags_for(write_dataset(tmp_path / "text")), *words.split()]
+    curves.run(tmp_path / "one", flags, {"whole": ""}, 1, environment)
+    curves.run(tmp_path / "two", flags, {"cp2": "--context-parallel-size 2"}, 2, environment)
+    whole, parts = curves.read(tmp_path / "one", "whole"), curves.read(tmp_path / "two", "cp2")
+    for name in ("loss", "grad_norm"):
+        assert deviation(parts.of(name), whole.of(name)) < 2e-6, name

@@ -117,7 +117,7 @@ class Trainer:
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
         """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
-        return _forward_step(batches, chunk, loss.times_counted(self.args))
+        return _forward_step(batches, chunk, loss.wants_tokens_of_all_parts(self.args))
 
     def _iterate(self) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
@@ -361,9 +361,9 @@ class Trainer:
 
 
 def _forward_step(
-    batches: Iterator[data.Batch] | None, model: torch.nn.Module, times: int
+    batches: Iterator[data.Batch] | None, model: torch.nn.Module, of_all_parts: bool
 ) -> tuple[Any, Any]:
-    """Run one micro batch through one chunk of the model, whose loss megatron-core counts so many times."""
+    """Run one micro batch through one chunk of the model; the loss is told the tokens ``of_all_parts``."""
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),
@@ -372,4 +372,4 @@ def _forward_step(
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),  # of multi-token prediction, whose losses the model adds itself
     )
-    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses, times)
+    return output, lambda losses: loss.masked_sum(batch["loss_mask"], losses, of_all_parts)

@@ -8,8 +8,17 @@ import torch
 import torch.distributed as dist
 
 
+def wants_tokens_of_all_parts(args: Namespace) -> bool:
+    """Return whether megatron-core wants the tokens of all context-parallel ranks' parts to divide by.
+
+    Up to 0.12 it multiplies by the number of parts, in a mean over each micro batch.
+    """
+    version = tuple(map(int, args.megatron_version.split(".")[:2]))
+    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and version < (0, 13)
+
+
 def masked_sum(
-    mask: torch.Tensor, output: torch.Tensor, times: int = 1
+    mask: torch.Tensor, output: torch.Tensor, of_all_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of the losses, the number of tokens (int32), and both for the log, [2] fp32.
 
@@ -20,23 +29,18 @@ def masked_sum(
     Args:
         mask: [b, s], 1 for each token that counts and 0 for the others.
         output: [b, s], the loss of each token in nats.
-        times: how often megatron-core counts it (``times_counted``).
+        of_all_parts: let the number of tokens be that of all context-parallel ranks.
     """
     mask = mask.view(-1).float()
     loss = torch.dot(output.view(-1).float(), mask)
     tokens = mask.sum()
     # stack copies: megatron-core divides the loss in place
-    return loss / times, tokens.to(torch.int), torch.stack([loss.detach(), tokens])
+    logged = torch.stack([loss.detach(), tokens])
+    if of_all_parts:
+        from megatron.core import parallel_state
 
-
-def times_counted(args: Namespace) -> int:
-    """Return how often megatron-core counts the loss of a part of the sequence.
-
-    0.12 takes it for that of the whole, which its own scripts add up over the context-parallel ranks, and
-    multiplies it by their number.
-    """
-    whole = args.megatron_version.startswith("0.12.") and not args.calculate_per_token_loss
-    return args.context_parallel_size if whole else 1
+        dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return loss, tokens.to(torch.int), logged
 
 
 def means(sums: torch.Tensor) -> list[float]:
