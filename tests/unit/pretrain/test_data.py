@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.data import sources
 from megatron_npu.pretrain.data.datasets import ResumableBatchSampler
 from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
 from megatron_npu.pretrain.data.sources import blend, tell_of_repeated
@@ -88,3 +89,18 @@ def test_a_dataset_that_a_blend_has_twice_is_said(tmp_path, capsys):
     for again in ("a", "c", "../" + tmp_path.name + "/a"):
         tell_of_repeated([f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/{again}"], "--valid-data-path")
         assert f"--valid-data-path names {tmp_path}/a more than once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [("969, 30, 1", "969, 30, 1"), ("1e3,1000,0", "1000.000000000000,1000.000000000000,0.000000000000")],
+)
+def test_a_split_is_handed_on_in_digits_and_dots(text, read) -> None:
+    assert sources.split_text(text) == read
+
+
+@pytest.mark.parametrize("weight", ["nan", "inf", "0", "-1"])
+def test_weights_of_a_blend_are_finite_and_above_0(weight) -> None:
+    with pytest.raises(UsageError, match="a weight above 0 before each prefix"):
+        sources.blend([weight, "one", "1e-6", "other"])
+    assert sources.blend(["1e-6", "one", "0.999999", "other"]) == ([1e-6, 0.999999], ["one", "other"])
