@@ -15,10 +15,9 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_npu.process import stacks
-from megatron_npu.watchdog import place
+from megatron_npu.watchdog import place, verdicts
 from megatron_npu.watchdog.board import Beat, Board, Process
 from megatron_npu.watchdog.deaths import Deaths
-from megatron_npu.watchdog.phases import WAITING
 from megatron_npu.watchdog.stillness import Stillness
 
 _PERIOD = 1.0  # seconds between two words
@@ -26,7 +25,6 @@ _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then 
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
-_SHOWN = 8  # stacks in one verdict
 _CAUSES = 8  # of an error, that are looked at
 _EXIT = 1
 
@@ -190,11 +188,26 @@ class Rank:
             return
         time.sleep(_TOGETHER)
         (beat,) = self._board.beats([process.rank])
-        how = f"ended with {error}" if error else "ended without a word (killed?)"
-        self._judge(f"{process} {how}; last seen {beat}")
+        self._judge(verdicts.of_end(process, error, beat))
 
     def _find_silent(self) -> None:
         """Name the ranks that failed or say nothing any more, where a collective has failed in this one."""
+        others = self._others_without_end()
+        if self._told.is_set():
+            return
+        before = self._last_words(others)
+        self._wait_and_beat(_LOOK * _PERIOD)
+        if self._told.is_set():
+            return
+        silent = verdicts.silent(others, before, self._last_words(others))
+        gone = [told for told in silent if self._board.left(told[0].rank) is None]
+        if gone:
+            self._judge(verdicts.of_silent(gone))
+        self._failing.clear()
+        self._looked.set()
+
+    def _others_without_end(self) -> list[Process]:
+        """Return the others that have not ended; one that has ended with an error is named."""
         others = []
         for process in self._processes:
             error = self._board.left(process.rank)
@@ -202,22 +215,10 @@ class Rank:
                 self._ended(process)
             elif error is None and process.rank != self._rank:
                 others.append(process)
-        if self._told.is_set():
-            return
-        before = self._board.beats([each.rank for each in others]) if others else []
-        self._wait_and_beat(_LOOK * _PERIOD)
-        if self._told.is_set():
-            return
-        after = self._board.beats([each.rank for each in others]) if others else []
-        silent = [
-            (process, beat)
-            for process, beat, later in zip(others, before, after, strict=True)
-            if beat.number == later.number and self._board.left(process.rank) is None
-        ]
-        if silent:
-            self._judge("; ".join(f"{who} is gone, last seen {beat}" for who, beat in silent))
-        self._failing.clear()
-        self._looked.set()
+        return others
+
+    def _last_words(self, processes: list[Process]) -> list[Beat]:
+        return self._board.beats([each.rank for each in processes]) if processes else []
 
     def _wait_and_beat(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -245,10 +246,7 @@ class Rank:
             if self._board.left(self._neighbour) is not None:
                 return self._next_neighbour()
             silence = time.monotonic() - self._heard[1]
-            self._judge(
-                f"{self._processes[self._neighbour]} has said nothing for {silence:.0f} s: it is stopped, or "
-                f"its machine is gone; last seen {beat}{beat.stack()}"
-            )
+            self._judge(verdicts.of_neighbour(self._processes[self._neighbour], beat, silence))
         return None
 
     def _see_whether_anybody_moves(self) -> None:
@@ -256,18 +254,10 @@ class Rank:
         if self._stillness.still < self._limit or not self._processes:
             return
         living = [each for each in self._processes if self._board.left(each.rank) is None]
-        beats = self._board.beats([each.rank for each in living])
         moved = max(self._limit - 2 * _PERIOD, self._limit / 2)  # since then: words are as old as that
-        if any(beat.still < moved or beat.phase == WAITING for beat in beats):
-            return
-        least = min(beat.step for beat in beats)
-        waited_for = [
-            (process, beat)
-            for process, beat in zip(living, beats, strict=True)
-            if not beat.collective or beat.step == least < max(other.step for other in beats)
-        ] or list(zip(living, beats, strict=True))
-        told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
-        self._judge(f"no rank has moved for {self._limit:.0f} s: {told}{_stacks(waited_for)}")
+        late = verdicts.late(living, self._board.beats([each.rank for each in living]), moved)
+        if late:
+            self._judge(verdicts.of_late(late, self._limit))
 
     def _judge(self, verdict: str) -> None:
         if not self._stopping.is_set():
@@ -300,7 +290,6 @@ class Rank:
     def _without_store(self, error: Exception) -> None:
         """Watch no longer; end the process if it waits in vain for whoever has held the store."""
         self._alone = True
-        first = self._processes[0] if self._processes else "rank 0"
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -310,11 +299,9 @@ class Rank:
                 stands, since = now, time.monotonic()
             if self._has_own_error or not (self._failing.is_set() or time.monotonic() - since > _PATIENCE):
                 continue
-            if gone or self._first_ends(_PERIOD / 4):  # as in ``_look``
-                how = "has ended (killed, or with an error of its own), and the store of the run with it"
-                return self._tell(f"{first} {how}")
-            kind = type(error).__name__
-            return self._tell(f"the store of the run is gone, and with it perhaps {first} ({kind})")
+            gone = gone or self._first_ends(_PERIOD / 4)  # as in ``_look``
+            first = next(iter(self._processes), None)
+            return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
         return None
 
     def _first_ends(self, seconds: float) -> bool:
@@ -336,11 +323,3 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 def _rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun's agent: it outlives the ranks
-
-
-def _stacks(waited_for: list[tuple[Process, Beat]]) -> str:
-    """Return where ranks stand; where a host waits for its device, only that tells who keeps the others."""
-    if len(waited_for) == 1:
-        return waited_for[0][1].stack()
-    shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:_SHOWN])
-    return shown + ("\n …" if len(waited_for) > _SHOWN else "")

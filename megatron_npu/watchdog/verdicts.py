@@ -1,0 +1,85 @@
+"""Who is late, and what is said of it: from what ranks have told, without store, thread or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_npu.watchdog.board import Beat, Process
+from megatron_npu.watchdog.phases import WAITING
+
+SHOWN = 8  # stacks in one verdict
+
+Told = tuple[Process, Beat]
+
+
+def of_end(process: Process, error: str | None, beat: Beat) -> str:
+    """Return what is said of a process that has ended with ``error``; None: without a word."""
+    how = f"ended with {error}" if error else "ended without a word (killed?)"
+    return f"{process} {how}; last seen {beat}"
+
+
+def silent(others: Sequence[Process], before: Sequence[Beat], after: Sequence[Beat]) -> list[Told]:
+    """Return the ranks whose word is the same at two looks, with that word."""
+    told = zip(others, before, after, strict=True)
+    return [(process, beat) for process, beat, later in told if beat.number == later.number]
+
+
+def of_silent(gone: Sequence[Told]) -> str:
+    """Return what is said of ranks that say nothing any more while another has failed."""
+    return "; ".join(f"{process} is gone, last seen {beat}" for process, beat in gone)
+
+
+def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
+    """Return what is said of a rank that the next one has heard nothing of."""
+    return (
+        f"{process} has said nothing for {seconds:.0f} s: it is stopped, or its machine is gone; last seen "
+        f"{beat}{beat.stack()}"
+    )
+
+
+def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
+    """Return those that the others wait for, where nobody has moved.
+
+    A rank outside of a collective keeps those inside of one, and of those inside the ones in an earlier step
+    keep the others. Where that tells none from the others, all are named.
+
+    Args:
+        living: ranks that have not ended.
+        beats: the last word of each.
+        still: seconds without a move from which on a rank counts as one that stands.
+
+    Returns:
+        Nobody if one has moved since, or waits for what is outside of the run.
+    """
+    if any(beat.still < still or beat.phase == WAITING for beat in beats):
+        return []
+    told = list(zip(living, beats, strict=True))
+    steps = [beat.step for beat in beats]
+    keeping = [
+        (process, beat)
+        for process, beat in told
+        if not beat.collective or beat.step == min(steps) < max(steps)
+    ]
+    return keeping or told
+
+
+def of_late(waited_for: Sequence[Told], limit: float) -> str:
+    """Return what is said of them: who, where they are, and their stacks."""
+    told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
+    return f"no rank has moved for {limit:.0f} s: {told}{_stacks(waited_for)}"
+
+
+def _stacks(waited_for: Sequence[Told]) -> str:
+    """Return where ranks stand; where a host waits for its device, only that tells who keeps the others."""
+    if len(waited_for) == 1:
+        return waited_for[0][1].stack()
+    shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:SHOWN])
+    return shown + ("\n …" if len(waited_for) > SHOWN else "")
+
+
+def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:
+    """Return what is said where the store of the run is gone, which rank 0 holds."""
+    who = first or "rank 0"
+    if has_ended:
+        return f"{who} has ended (killed, or with an error of its own), and the store of the run with it"
+    return f"the store of the run is gone, and with it perhaps {who} ({type(error).__name__})"
