@@ -22,6 +22,7 @@ from megatron_npu.evaluation.passages import Cut, Example, read_examples
 from megatron_npu.generation import sample_files, trained_model
 from megatron_npu.generation.sampling.sampler import Sampler
 from megatron_npu.options.attention_flags import AttentionFlags, add_attention_flags
+from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.run import initialize, layout
 
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--results", metavar="FILE", help="write what each passage came to there, as JSON lines")
     add("--micro-batch-size", type=positive, default=4, help="passages read at once")
-    add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
+    add_shared(add, "--use-flash-attn")
     add_attention_flags(result)
     result.set_defaults(**dict.fromkeys(AttentionFlags.names()))  # those of the run
     return result

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base.arg_parser import Number, Parser, beta, positive, seed, whole
+from megatron_npu.base.arg_parser import Number, Parser, positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import flags
 from megatron_npu.finetune import tasks
 from megatron_npu.finetune.data import data_flags
 from megatron_npu.finetune.run import layout, ranks
+from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.options.switches import add_switches
 from megatron_npu.pretrain.flags.checks import output
 
@@ -121,16 +122,29 @@ def _check(args: argparse.Namespace) -> None:
             "See `megatron-npu train --help`.",
         )
     if args.user_script is None:
-        for name in ("pretrained_model_name_or_path", "data_path"):
-            if getattr(args, name) is None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"--task {args.task} without {flag}", "both", f"Add {flag}.")
-        if layout.is_cut(args):
-            raise layout.cannot_be_cut(args, f"--task {args.task}")
+        _check_task(args)
     elif not Path(args.user_script).is_file():
         raise UsageError(
             f"--user-script {args.user_script}: no such file", "a Python file", "Correct the path."
         )
+    _check_schedule(args)
+    data_flags.refuse_repeated_columns(args.columns)
+    if args.min_lr > args.lr:
+        raise UsageError(
+            f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
+        )
+
+
+def _check_task(args: argparse.Namespace) -> None:
+    for name in ("pretrained_model_name_or_path", "data_path"):
+        if getattr(args, name) is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--task {args.task} without {flag}", "both", f"Add {flag}.")
+    if layout.is_cut(args):
+        raise layout.cannot_be_cut(args, f"--task {args.task}")
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
     if args.epochs is None and args.train_iters is None and args.user_script is None:
         raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
@@ -140,11 +154,6 @@ def _check(args: argparse.Namespace) -> None:
             f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
             "a warm-up that ends before the decay does",
             "Correct one of the two.",
-        )
-    data_flags.refuse_repeated_columns(args.columns)
-    if args.min_lr > args.lr:
-        raise UsageError(
-            f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
         )
 
 
@@ -215,33 +224,20 @@ def _training(add: Add) -> None:
         help="passes through the training data; with --train-iters, what comes first ends the training",
     )
     add("--train-iters", type=positive, help="iterations; with --epochs, what comes first ends the training")
-    add("--seed", type=seed, default=1234, help="of weights, dropout and the order of samples")
-    add(
-        "--exit-interval",
-        type=positive,
-        help="save and end at the iterations that N divides (default: never)",
-    )
-    add("--exit-signal-handler", action="store_true", help="save and end after SIGTERM or Ctrl-C")
-    add(
-        "--check-weight-hash-across-dp-replicas-interval",
-        type=positive,
-        metavar="N",
-        help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
-    )
+    add_shared(add, "--seed", "--exit-interval", "--exit-signal-handler")
+    add_shared(add, "--check-weight-hash-across-dp-replicas-interval")
 
 
 def _optimizer(add: Add) -> None:
-    add("--lr", type=_rate, default=5e-5, help="highest learning rate")
-    add("--min-lr", type=_rate, default=0.0, help="learning rate that the decay ends with")
+    add_shared(add, "--lr", type=_rate, default=5e-5)
+    add_shared(add, "--min-lr", type=_rate)
     add("--lr-decay-style", choices=_DECAYS, default="linear", help="shape of the decay after the warm-up")
-    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: the last)")
-    add("--lr-warmup-iters", type=whole, default=0, help="iterations from 0 up to --lr")
+    add_shared(add, "--lr-decay-iters")
+    add_shared(add, "--lr-warmup-iters", help="iterations from 0 up to --lr")
     add("--lr-warmup-fraction", type=_fraction, help="the same as a part of the decay iterations")
-    add("--weight-decay", type=_rate, default=0.01, help="of matrices; biases and norms have none")
-    add("--clip-grad", type=_rate, default=1.0, help="largest norm of the gradient; 0: no limit")
-    add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
-    add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
-    add("--adam-eps", type=_above_0, default=1e-8, help="added to the root of that mean")
+    add_shared(add, "--weight-decay", "--clip-grad", type=_rate)
+    add_shared(add, "--adam-beta1", "--adam-beta2")
+    add_shared(add, "--adam-eps", type=_above_0)
 
 
 def _data(add: Add) -> None:
@@ -252,11 +248,7 @@ def _data(add: Add) -> None:
         vocab_file="BERT's vocab.txt or GPT-2's vocab.json",
     )
     add("--vocab-size", type=positive, help="of the NullTokenizer, without its end of document")
-    add(
-        "--data-cache-path",
-        metavar="DIR",
-        help="where the indices of .bin and .idx are kept (default: beside the data)",
-    )
+    add_shared(add, "--data-cache-path")
     add("--data-impl", choices=["mmap", "infer"], default="mmap", help="format of .bin and .idx")
     add("--mmap-warmup", action="store_true", help="accepted: the operating system reads ahead by itself")
     add(
@@ -272,25 +264,17 @@ def _data(add: Add) -> None:
         help="part of the tokens that a masked model is asked for",
     )
     add("--short-seq-prob", type=_fraction, default=0.1, help="part of the samples that are shorter")
-    add("--reset-position-ids", action="store_true", help="count positions from each document's begin")
-    add("--reset-attention-mask", action="store_true", help="let no token see another document")
-    add("--eod-mask-loss", action="store_true", help="count no loss at ends of documents")
+    add_shared(add, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
     add("--num-workers", type=whole, default=0, help="processes beside each rank that prepare batches")
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save", metavar="DIR", help="where checkpoints, the log and the trained model are written")
-    add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
-    add(
-        "--load-last-good",
-        action="store_true",
-        help="go on from the newest checkpoint in --load whose files are whole, and say which are not",
-    )
-    add("--save-interval", type=positive, help="iterations between two checkpoints (default: one at the end)")
+    add_shared(add, "--save", help="where checkpoints, the log and the trained model are written")
+    add_shared(add, "--load", "--load-last-good", "--save-interval")
 
 
 def _logging(add: Add) -> None:
-    add("--log-interval", type=positive, default=10, help="iterations between two lines")
+    add_shared(add, "--log-interval", default=10)
     add("--log-level", choices=["debug", "info", "warning"], default="info", help="of get_logger()")
     add(
         "--eval-interval",
@@ -298,15 +282,10 @@ def _logging(add: Add) -> None:
         help="iterations between two evaluations (default: after each epoch, and at the end)",
     )
     add("--eval-iters", type=whole, default=100, help="global batches of an evaluation of a pre-training")
-    add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
-    add(
-        "--json-log",
-        metavar="FILE",
-        help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
-    )
-    add(
+    add_shared(add, "--tensorboard-dir", "--json-log")
+    add_shared(
+        add,
         "--plot",
-        action=argparse.BooleanOptionalAction,
         help="a PNG of loss and learning rate (default: with --save or --tensorboard-dir, if matplotlib is "
         "installed)",
     )
@@ -318,7 +297,7 @@ def _launch(add: Add) -> None:
         type=positive,
         help="processes to start on this machine (default: one for each device that it may use)",
     )
-    add("--distributed-timeout-minutes", type=positive, default=10, help="for a rank that does not answer")
+    add_shared(add, "--distributed-timeout-minutes")
 
 
 _GROUPS: tuple[tuple[str, Callable[[Add], None]], ...] = (

@@ -9,10 +9,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_npu.base.arg_parser import Parser, beta, integer, number, positive, whole
+from megatron_npu.base.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.data.tokenization import flags
 from megatron_npu.options import hccl_buffers, memory_flags, older_flags
 from megatron_npu.options.attention_flags import add_attention_flags
+from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.options.switches import add_switches
 from megatron_npu.pretrain.flags import expert_flags, job_flags, latent_flags, muon_flags, rotary_flags
 from megatron_npu.web.address import address
@@ -147,7 +148,7 @@ def _attention(add: Add) -> None:
         action="store_true",
         help="divide the scores by the layer's number before they are rounded, for fp16",
     )
-    add("--use-flash-attn", action="store_true", help="= --attention-backend flash")
+    add_shared(add, "--use-flash-attn")
     add(
         "--attention-backend",
         choices=["auto", "flash", "fused", "unfused", "local"],
@@ -219,12 +220,7 @@ def _parallel(add: Add) -> None:
         dest="overlap_p2p_comm",
         help="let pipeline stages wait for each other's tensors",
     )
-    add(
-        "--distributed-timeout-minutes",
-        type=positive,
-        default=10,
-        help="minutes after which a collective gives up",
-    )
+    add_shared(add, "--distributed-timeout-minutes")
 
 
 def _training(add: Add) -> None:
@@ -252,7 +248,7 @@ def _training(add: Add) -> None:
         "global batch is left out",
     )
     job_flags.add_ends(add)
-    add("--seed", type=integer, default=1234, help="of weights, dropout and the order of samples")
+    add_shared(add, "--seed", type=integer)
     add(
         "--deterministic-mode",
         action="store_true",
@@ -316,12 +312,7 @@ def _faults(add: Add) -> None:
         help="iterations whose data are passed over without training, counted from 0 as upstream does: the "
         "one that the log calls N + 1",
     )
-    add(
-        "--check-weight-hash-across-dp-replicas-interval",
-        type=positive,
-        metavar="N",
-        help="compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
-    )
+    add_shared(add, "--check-weight-hash-across-dp-replicas-interval")
 
 
 def _fusions(add: Add) -> None:
@@ -359,15 +350,15 @@ def _optimizer(add: Add) -> None:
         default="adam",
         help="muon: matrices of the layers by Muon, all else by Adam; megatron-core 0.16 or later",
     )
-    add("--lr", type=number, help="highest learning rate; required to train")
-    add("--min-lr", type=number, default=0.0, help="learning rate that the decay ends with")
+    add_shared(add, "--lr", help="highest learning rate; required to train")
+    add_shared(add, "--min-lr")
     add(
         "--lr-decay-style",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         default="linear",
         help="shape of the decay after the warm-up; WSD: warm up, stay, decay",
     )
-    add("--lr-decay-iters", type=positive, help="iteration at which it ends (default: the last)")
+    add_shared(add, "--lr-decay-iters")
     add(
         "--lr-decay-samples",
         type=positive,
@@ -381,11 +372,11 @@ def _optimizer(add: Add) -> None:
     )
     add("--lr-wsd-decay-iters", type=positive, help="iterations of the last part of WSD")
     add("--lr-wsd-decay-samples", type=positive, help="the same in samples, with --train-samples")
-    add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init up to --lr")
+    add_shared(add, "--lr-warmup-iters", help="iterations from --lr-warmup-init up to --lr")
     add("--lr-warmup-samples", type=whole, default=0, help="the same in samples, with --train-samples")
     add("--lr-warmup-fraction", type=number, help="the same as a part of the decay iterations, from 0 to 1")
     add("--lr-warmup-init", type=number, default=0.0, help="learning rate that the warm-up begins with")
-    add("--weight-decay", type=number, default=0.01, help="of matrices; biases and norms have none")
+    add_shared(add, "--weight-decay")
     add("--start-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
     add("--end-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
     add(
@@ -394,10 +385,7 @@ def _optimizer(add: Add) -> None:
         default="constant",
         help="how it goes from its start to its end",
     )
-    add("--clip-grad", type=number, default=1.0, help="largest norm of the gradient; 0: no limit")
-    add("--adam-beta1", type=beta, default=0.9, help="decay of the mean of gradients, a step")
-    add("--adam-beta2", type=beta, default=0.999, help="decay of the mean of their squares, a step")
-    add("--adam-eps", type=number, default=1e-8, help="added to the root of that mean")
+    add_shared(add, "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps")
     add(
         "--use-precision-aware-optimizer",
         action="store_true",
@@ -461,38 +449,28 @@ def _data(add: Add) -> None:
         help="of the NullTokenizer, without its end of document; of a model that has more than its tokenizer",
     )
     flags.add_null_end(add)
-    add(
-        "--data-cache-path",
-        metavar="DIR",
-        help="where the dataset's indices are kept (default: beside the data)",
-    )
+    add_shared(add, "--data-cache-path")
     add("--num-workers", type=whole, help="processes that read data (default: 0 on the cpu device, else 2)")
-    add("--eod-mask-loss", action="store_true", help="count no loss at ends of documents")
-    add("--reset-position-ids", action="store_true", help="count positions from each document's begin")
-    add("--reset-attention-mask", action="store_true", help="let no token see another document")
+    add_shared(add, "--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save", metavar="DIR", help="where checkpoints and the summary of the run are written")
-    add("--load", metavar="DIR", help="the newest checkpoint there is gone on from; may be --save's DIR")
+    add_shared(add, "--save", help="where checkpoints and the summary of the run are written")
+    add_shared(add, "--load")
     add(
         "--ckpt-step",
         type=whole,
         metavar="N",
         help="load the checkpoint of iteration N (default: the newest)",
     )
-    add(
-        "--load-last-good",
-        action="store_true",
-        help="load the newest checkpoint whose files are whole, and say which are not",
-    )
+    add_shared(add, "--load-last-good")
     add(
         "--no-verify-checkpoint",
         action="store_false",
         dest="verify_checkpoint",
         help="do not compare a checkpoint's files with their checksums before it is loaded",
     )
-    add("--save-interval", type=positive, help="iterations between two (default: only at the end)")
+    add_shared(add, "--save-interval")
     add(
         "--async-save",
         action="store_true",
@@ -513,7 +491,7 @@ def _checkpoints(add: Add) -> None:
 
 
 def _logging(add: Add) -> None:
-    add("--log-interval", type=positive, default=100, help="iterations between two lines")
+    add_shared(add, "--log-interval", default=100)
     add("--log-throughput", action="store_true", help="accepted: throughput is always logged")
     add("--eval-interval", type=positive, help="iterations between two validations (default: one at the end)")
     add("--eval-iters", type=whole, default=100, help="global batches of a validation; 0: none at all")
@@ -528,13 +506,9 @@ def _logging(add: Add) -> None:
         action="store_true",
         help="a line for each data-parallel rank's own loss behind each iteration's line",
     )
-    add("--tensorboard-dir", metavar="DIR", help="write the same numbers for TensorBoard (default: do not)")
+    add_shared(add, "--tensorboard-dir")
     job_flags.add_wandb(add)
-    add(
-        "--json-log",
-        metavar="FILE",
-        help="one JSON object a log event, appended (default: metrics.jsonl in --save or --tensorboard-dir)",
-    )
+    add_shared(add, "--json-log")
     add(
         "--sample-prompt",
         nargs="+",
@@ -554,9 +528,9 @@ def _logging(add: Add) -> None:
         metavar="[HOST:]PORT",
         help="serve a page that follows the run; 0: a free port (default: no page; HOST: 127.0.0.1)",
     )
-    add(
+    add_shared(
+        add,
         "--plot",
-        action=argparse.BooleanOptionalAction,
         help="a PNG of loss and learning rate, drawn again at each validation and at the end (default: with "
         "--save, if matplotlib is installed)",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.base.arg_parser import positive
+from megatron_npu.options.shared_flags import add_shared
 
 Add = Callable[..., Any]
 _UNHEARD = ("SIGKILL", "SIGSTOP")  # no process hears of them
@@ -26,19 +27,13 @@ def add_ramp(add: Add) -> None:
 
 def add_ends(add: Add) -> None:
     """Declare what ends a run before its time."""
-    add(
-        "--exit-interval",
-        type=positive,
-        help="save and end at the iterations that N divides (default: never)",
-    )
+    add_shared(add, "--exit-interval")
     add(
         "--exit-duration-in-mins",
         type=positive,
         help="save and end when the command has run for N minutes (default: never)",
     )
-    add(
-        "--exit-signal-handler", action="store_true", help="save and end after --exit-signal, or after Ctrl-C"
-    )
+    add_shared(add, "--exit-signal-handler", help="save and end after --exit-signal, or after Ctrl-C")
     add(
         "--exit-signal",
         choices=[each.name for each in signal.Signals if each.name not in _UNHEARD],
