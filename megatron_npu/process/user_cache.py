@@ -36,6 +36,8 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file s
 def root() -> Path:
     """Return this project's folder in the user's cache; it need not exist.
 
+    As ``platformdirs`` finds it on Linux, which would be one more package for one line.
+
     Raises:
         UsageError: nothing says where that user's files are.
     """

@@ -30,8 +30,9 @@ def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.Ab
 class LossScale:
     """The factor that keeps fp16's gradients above its smallest number (Micikevicius et al. 2018, 3.2).
 
-    Its rule is that of ``torch.amp.GradScaler``, which looks for inf in gradients that one rank holds alone;
-    here the norm of all ranks' gradients tells, which a step has anyway.
+    Its rule is that of ``torch.amp.GradScaler``, which looks for inf in gradients that one rank holds alone,
+    and whose scale falls below any number; here the norm of all ranks' gradients tells, which a step has
+    anyway.
 
     Attributes:
         value: the factor.
