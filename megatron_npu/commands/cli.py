@@ -20,7 +20,8 @@ from megatron_npu.patching.pins import PinError
 from megatron_npu.process import collector, graph_cache, interruption, launcher_report, visible_devices
 from megatron_npu.upstream import stock_tools
 
-# name -> (module:function taking the remaining arguments and returning an exit code, help)
+# name -> (module:function taking the remaining arguments and returning an exit code, help). No sub-parsers,
+# which ``shtab`` could complete: they would have to import all commands to run one.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("megatron_npu.commands.run:main", "run a stock Megatron script on this machine's device"),
     "pretrain": ("megatron_npu.pretrain.run.pretrain:main", "pre-train a GPT on megatron-core alone"),
@@ -120,60 +121,72 @@ def main(argv: list[str] | None = None) -> int:
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
         argv = [*argv[1:2], "--help"]
-    if not argv or argv[0] in ("-h", "--help"):
-        return _say(_usage(), 0 if argv else 2)
-    if argv[0] == "--version":
-        return _say(f"megatron_npu {__version__}", 0)
     argv = _for_absent_scripts(argv)
-    if argv[0] not in COMMANDS:
-        print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
-        return 2
+    code = _answer_without_command(argv)
+    if code is not None:
+        return code
     files.tighten_umask()
     _write_whole_lines()
     try:
-        if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
-            settings.check()
-        if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
-            graph_cache.claim()
-        with interruption.heard(), _packages_for(argv):
-            code = _run(argv)
-            sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
-            return code
+        return _run_heard(argv)
     except BrokenPipeError:
         return _reader_is_gone()
-    except SystemExit:  # of a parser that has said its help
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:
-            return _reader_is_gone()
-        raise
     except KeyboardInterrupt as interrupt:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
         return INTERRUPTED
-    except ModuleNotFoundError as error:
-        told = _absent(error)
-        if told is None:
+    except Exception as error:
+        ended = _ended_by(error, argv[0])
+        if ended is None:
             raise
-        print(f"megatron-npu {argv[0]}: error: {told}", file=sys.stderr)
-        return 2
-    except (UsageError, DriftError, PinError) as error:
-        if argv[0] == "run" and stock_tools.blames_program(error, Path(sys.argv[0])):
-            raise
-        line = f"megatron-npu {argv[0]}: error: {error}"
+        told, code = ended
+        line = f"megatron-npu {argv[0]}: error: {told}"
         launcher_report.tell(line)
         print(line, file=sys.stderr)
+        return code
+
+
+def _answer_without_command(argv: list[str]) -> int | None:
+    """Answer what names no command (help, the version, an unknown word); None: it names one."""
+    if not argv or argv[0] in ("-h", "--help"):
+        return _say(_usage(), 0 if argv else 2)
+    if argv[0] == "--version":
+        return _say(f"megatron_npu {__version__}", 0)
+    if argv[0] not in COMMANDS:
+        print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
-    except (OSError, RuntimeError) as error:
-        if argv[0] == "run":  # a script keeps its traceback
-            raise
-        if errors.is_of_processes(error):
-            print(f"megatron-npu {argv[0]}: error: {errors.no_processes()}", file=sys.stderr)
-            return 2
-        if not (isinstance(error, OSError) and errors.is_of_files(error)):
-            raise
-        print(f"megatron-npu {argv[0]}: error: {error}", file=sys.stderr)
-        return 1
+    return None
+
+
+def _run_heard(argv: list[str]) -> int:
+    """Run a command that exists, with settings that are checked and a Ctrl-C that is heard."""
+    if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
+        settings.check()
+    if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
+        graph_cache.claim()
+    try:
+        with interruption.heard(), _packages_for(argv):
+            code = _run(argv)
+            sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
+            return code
+    except SystemExit:  # of a parser that has said its help
+        sys.stdout.flush()
+        raise
+
+
+def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
+    """Return what to say of an error and the exit code; None: its traceback says more."""
+    if isinstance(error, ModuleNotFoundError):
+        told = _absent(error)
+        return None if told is None else (str(told), 2)
+    if isinstance(error, UsageError | DriftError | PinError):
+        traced = command == "run" and stock_tools.blames_program(error, Path(sys.argv[0]))
+        return None if traced else (str(error), 2)
+    if command == "run" or not isinstance(error, OSError | RuntimeError):  # a script keeps its traceback
+        return None
+    if errors.is_of_processes(error):
+        return str(errors.no_processes()), 2
+    return (str(error), 1) if isinstance(error, OSError) and errors.is_of_files(error) else None
 
 
 def _say(text: str, code: int) -> int:

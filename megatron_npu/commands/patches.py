@@ -208,23 +208,31 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
     plugin.install()
     patches = _records(found)
     for name in modules or named or dict.fromkeys(patch.module for patch in patches):
-        try:
-            importlib.import_module(name)
-        except UsageError:
-            raise
-        except ModuleNotFoundError as error:
-            if modules and error.name == name:
-                raise UsageError(
-                    f"no module {name}", f"a module of {found.root}", "Check --import."
-                ) from error
-            _remark(patches, name, f"not imported: {error}")
-        except DriftError as error:
-            _remark(
-                patches, name, f"not imported: {', '.join(error.targets)} has drifted, see the failed ones"
-            )
-        except Exception as error:  # whatever an upstream module may raise belongs in the ledger
-            _remark(patches, name, f"not imported: {type(error).__name__}: {error}")
+        reason = _why_not_imported(name, found, asked=bool(modules))
+        if reason is not None:
+            _remark(patches, name, f"not imported: {reason}")
     return plugin.engine().ledger
+
+
+def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
+    """Import a module of upstream; return why it cannot be.
+
+    Raises:
+        UsageError: it is not there, and the user has asked for it.
+    """
+    try:
+        importlib.import_module(name)
+    except UsageError:
+        raise
+    except ModuleNotFoundError as error:
+        if asked and error.name == name:
+            raise UsageError(f"no module {name}", f"a module of {found.root}", "Check --import.") from error
+        return str(error)
+    except DriftError as error:
+        return f"{', '.join(error.targets)} has drifted, see the failed ones"
+    except Exception as error:  # whatever an upstream module may raise belongs in the ledger
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _remark(patches: list[Patch], module: str, text: str) -> None:

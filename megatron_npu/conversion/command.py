@@ -122,6 +122,16 @@ def _check(args: Namespace) -> None:
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
         raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
+    _check_sizes(args)
+    hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
+    if args.proof == "logits" and not verify.has_reference():
+        raise UsageError(
+            "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
+        )
+    _require_new(Path(args.destination))
+
+
+def _check_sizes(args: Namespace) -> None:
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if (args.ckpt_format != "torch" or args.target != "megatron") and sizes != (1, 1):
         raise UsageError(
@@ -129,11 +139,8 @@ def _check(args: Namespace) -> None:
             "sizes only with --to megatron --ckpt-format torch",
             "Leave them out: any layout can load the result.",
         )
-    hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
-    if args.proof == "logits" and not verify.has_reference():
-        raise UsageError(
-            "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
-        )
-    destination = Path(args.destination)
+
+
+def _require_new(destination: Path) -> None:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise UsageError(f"{destination} exists", "a new folder", "Give another name, or remove it.")

@@ -60,6 +60,22 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
     Raises:
         UsageError: naming the tensors.
     """
+    wanted = _wanted(found, family, args)
+    tied = family.tied_weights(args)
+    rest = []
+    for name in sorted(found.stored.keys() - wanted):
+        tensor = found.read(name)
+        is_copy = name in tied and torch.equal(tensor, found.read(tied[name]))
+        if not is_copy and not family.is_buffer(name, tensor):
+            rest.append(name)
+    if rest:
+        raise _bad_tensors(
+            found, "has", rest, "the tensors of the model that config.json describes, no others"
+        )
+
+
+def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
+    """Return the names that the mappings use, once it is known that all of them are there."""
     wanted: set[str] = set()
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
@@ -72,17 +88,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
             break
     if missing:
         raise _bad_tensors(found, "lacks", missing, "every tensor of the model that config.json describes")
-    tied = family.tied_weights(args)
-    rest = []
-    for name in sorted(found.stored.keys() - wanted):
-        tensor = found.read(name)
-        is_copy = name in tied and torch.equal(tensor, found.read(tied[name]))
-        if not is_copy and not family.is_buffer(name, tensor):
-            rest.append(name)
-    if rest:
-        raise _bad_tensors(
-            found, "has", rest, "the tensors of the model that config.json describes, no others"
-        )
+    return wanted
 
 
 def _bad_tensors(found: Weights, verb: str, names: Iterable[str], expected: str) -> UsageError:

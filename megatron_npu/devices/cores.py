@@ -60,16 +60,20 @@ def share() -> Former:
     own = part(cores, rank, ranks)
     launcher = elastic_agent.find()
     said = _threads_said(launcher, len(own))
-    threads_before, cpus = torch.get_num_threads(), frozenset(cpu for core in cores for cpu in core)
+    threads_before, cpus = torch.get_num_threads(), frozenset(_processors(cores))
     if not said:
         torch.set_num_threads(len(own))
         gloo.copy_with_one_thread()  # which has been undone by that
     reason = _why_not_bound(cores, launcher)
     if not reason:
-        _bind([cpu for core in own for cpu in core])
+        _bind(_processors(own))
     if os.environ.get("RANK", "0") == "0":
         print(_line(ranks, cores, said, reason), flush=True)
     return Former(None if said else threads_before, None if reason else cpus)
+
+
+def _processors(cores: Sequence[tuple[int, ...]]) -> list[int]:
+    return [cpu for core in cores for cpu in core]
 
 
 def give_back() -> None:

@@ -104,21 +104,31 @@ def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Se
     What decides is the same on all ranks: dtype and size, the group, whether the caller waits. A collective
     that nobody waits for could meet another rank's in another order.
     """
-    if async_op or not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
-        return None
-    if larger.nbytes < _SMALLEST or larger.dtype not in _DTYPES or torch.compiler.is_compiling():
+    if async_op or torch.compiler.is_compiling() or not _are_for_memory(larger, smaller):
         return None
     if group is None:
         group = dist.distributed_c10d._get_default_group()
-    if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
-        return None
-    if group in dist.distributed_c10d._world.pg_coalesce_state and group not in _waited_for:
+    if not _is_for_memory(group):
         return None
     if smaller is not None and not _fit(larger, smaller, group.size()):
         return None  # torch says what does not fit
     if group not in _segments:
         _segments[group] = _made(group)
     return _segments[group]
+
+
+def _are_for_memory(larger: Any, smaller: Any) -> bool:
+    """Return whether tensors are of a kind and a size that goes through memory; ``smaller`` may be None."""
+    if not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
+        return False
+    return larger.nbytes >= _SMALLEST and larger.dtype in _DTYPES
+
+
+def _is_for_memory(group: Any) -> bool:
+    """Return whether a group is gloo's, of several ranks, and does not put its collectives together."""
+    if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
+        return False
+    return group not in dist.distributed_c10d._world.pg_coalesce_state or group in _waited_for
 
 
 def _is_plain(tensor: Any) -> bool:

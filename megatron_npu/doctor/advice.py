@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_npu.doctor import others
@@ -109,22 +110,27 @@ def _release(version: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in parts if part.isdecimal())
 
 
-def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> list[str]:
-    found = [devices["error"]] if "error" in devices else []
-    selected = devices.get("selected")
-    if versions.get("torch-npu") and selected and selected != "npu":
-        found.append(
+def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: str) -> Iterator[str]:
+    """Yield what is installed for a device that is not the one that is used."""
+    if versions.get("torch-npu") and selected != "npu":
+        yield (
             f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): source "
             "CANN's set_env.sh, check `npu-smi info`, and that torch-npu fits torch "
             f"{versions['torch']}."
         )
     # PyPI's torch is built for CUDA: where no driver is there, it is a CPU's torch like another
-    driver = versions.get("nvidia driver")
-    if versions.get("cuda of torch") and driver and selected and selected != "cuda":
-        found.append(
+    if versions.get("cuda of torch") and versions.get("nvidia driver") and selected != "cuda":
+        yield (
             f"torch is built for CUDA {versions['cuda of torch']} but no GPU is used ({devices['cuda']}): "
             "check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
         )
+
+
+def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> list[str]:
+    found = [devices["error"]] if "error" in devices else []
+    selected = devices.get("selected")
+    if selected:
+        found += _unused(versions, devices, selected)
     for device in devices.get("each", []) if selected != "cpu" else []:
         if "free_mib" in device and device["free_mib"] < LEAST_FREE * device["total_mib"]:
             found.append(

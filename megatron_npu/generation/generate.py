@@ -155,18 +155,22 @@ def _hand_out(given: argparse.Namespace, model: TrainedModel, samples: list[Samp
         print("\n".join(texts))
 
 
+def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, prompt: str) -> list[int]:
+    try:
+        ids = model.prompt(prompt)
+        _require_room(given, ids, model)
+    except UsageError as error:
+        told = f"{given.sample_input_file}, line {line}: {error.given}"
+        raise UsageError(told, error.expected, error.remedy) from error
+    return ids
+
+
 def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
     """Draw what follows each line of a file; write prompts and texts."""
     file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
-    ids = []
-    for line, prompt in enumerate(prompts, 1):
-        try:
-            ids.append(model.prompt(prompt))
-            _require_room(given, ids[-1], model)
-        except UsageError as error:
-            raise UsageError(f"{file}, line {line}: {error.given}", error.expected, error.remedy) from error
+    ids = [_prompt_of_line(given, model, line, prompt) for line, prompt in enumerate(prompts, 1)]
     each = given.num_samples or 1
     samples = model.sampler.sample(
         [prompt for prompt in ids for _ in range(each)], options, batch=given.micro_batch_size

@@ -161,19 +161,24 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
     return _failure(folder, results, codes)
 
 
+def _short_of_memory(code: int | None, log: str) -> str:
+    """Return how memory ended a rank that has left no result; empty: it did not."""
+    if code == -SIGKILL:
+        return "ended by the system (SIGKILL), which does so where memory runs out"
+    return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
+
+
 def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int | None]) -> Outcome:
     """Return why the row has no numbers: what explains the most comes first."""
     ended = [result for result in results if result and "ended" in result]
     for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
-        reasons = [result["reason"] for result in ended if result["ended"] == kind]
-        if reasons:
-            return Outcome(told, reasons[0])
+        reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
+        if reason is not None:
+            return Outcome(told, reason)
     logs = [_tail(folder / f"rank{number}.log") for number in range(len(results))]
     for result, code, log in zip(results, codes, logs, strict=True):
-        if result is None and code == -SIGKILL:
-            return Outcome(OOM, "ended by the system (SIGKILL), which does so where memory runs out")
-        if result is None and code == -SIGABRT and rank.short_of_memory(log):
-            return Outcome(OOM, log.strip().splitlines()[-1])
+        if result is None and (short := _short_of_memory(code, log)):
+            return Outcome(OOM, short)
     log = next((log for log, code in zip(logs, codes, strict=True) if code), logs[0])
     reason = ended[0]["reason"] if ended else f"a rank ended with exit code {next(filter(None, codes), None)}"
     return Outcome(FAILED, reason, log=log)

@@ -135,7 +135,7 @@ class _Call:
                 self._record(label, ours, right, dtype)
             return
         # what else is returned, a seed for the backward say, is no number to compare
-        outputs, references = ([t for t in tree_leaves(r) if torch.is_tensor(t)] for r in (result, expected))
+        outputs, references = _tensors_of(result), _tensors_of(expected)
         for i, (a, b) in enumerate(zip(outputs, references, strict=True)):
             dtype = _least_precise([a.dtype, *self.dtypes]) if rounds_within else a.dtype
             self._record("output" if len(outputs) == 1 else f"output {i}", a, b, dtype)
@@ -143,9 +143,12 @@ class _Call:
                 self.expected.append(b)
                 a.register_hook(functools.partial(self._output_grad, len(self.expected) - 1))
         if self.expected:
-            for i, copy in enumerate(self.copies):
-                if copy.requires_grad:
-                    self.inputs[i].register_hook(functools.partial(self._input_grad, i))
+            self._watch_input_grads()
+
+    def _watch_input_grads(self) -> None:
+        for i, copy in enumerate(self.copies):
+            if copy.requires_grad:
+                self.inputs[i].register_hook(functools.partial(self._input_grad, i))
 
     def _output_grad(self, index: int, grad: Tensor | None) -> None:
         if grad is not None:  # None: nothing was computed from this output
@@ -183,6 +186,10 @@ class _Call:
                 limit,
                 dtype,
             )
+
+
+def _tensors_of(result: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(result) if torch.is_tensor(each)]
 
 
 def _least_precise(dtypes: list[torch.dtype]) -> torch.dtype:

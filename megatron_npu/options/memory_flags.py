@@ -236,7 +236,11 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
             )
         return
     refuse_offloading_on_the_host()
-    modules = args.offload_modules
+    _require_modules(args.offload_modules, known)
+    _refuse_recomputed(args)
+
+
+def _require_modules(modules: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in modules if name not in known]
     if unknown or not modules:
         raise UsageError(
@@ -250,13 +254,18 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
             "both: the one's input is the other's output, which core_attn would hold",
             "Add core_attn.",
         )
+
+
+def _refuse_recomputed(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         raise UsageError(
             f"{OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
         )
     if args.recompute_granularity == "selective":
         again = getattr(args, "recompute_modules", None) or ["core_attn"]
-        for name in (name for word in again for name in _RECOMPUTED.get(word, ()) if name in modules):
+        for name in (name for word in again for name in _RECOMPUTED.get(word, ())):
+            if name not in args.offload_modules:
+                continue
             raise UsageError(
                 f"--offload-modules {name}, which is recomputed",
                 "modules that are not: a recomputed one saves nothing",

@@ -139,16 +139,22 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
     for part, whole in _uses(rest, node):
         if isinstance(part, ast.keyword) or (isinstance(part, ast.Attribute) and part.attr == "values"):
             continue  # handed on; whatever they are called
-        name, assumes = None, True
-        if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
-            name = whole.args[0] if whole.args else None
-        elif isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):
-            name, assumes = part.slice, False
-        elif isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.In, ast.NotIn)):
-            name = part.left
+        name = _name_read(part, whole)
         if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
             raise _Unknown  # names of a table, for instance
+        assumes = not isinstance(part, ast.Subscript)  # which fails without it
         use.names[name.value] = use.names.get(name.value, False) or assumes
+
+
+def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
+    """Return what stands for the name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``."""
+    if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
+        return whole.args[0] if whole.args else None
+    if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):
+        return part.slice
+    if isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.In, ast.NotIn)):
+        return part.left
+    return None
 
 
 def _is_call(node: ast.AST, *names: str) -> bool:
@@ -171,6 +177,10 @@ class _Function:
     @property
     def defaults(self) -> dict[str, str]:
         return dict(self.positional) | self.keyword
+
+    def at(self, position: int) -> tuple[str, str] | None:
+        """Return the parameter that is given by this position, and its default; None: there is none."""
+        return self.positional[position] if position < len(self.positional) else None
 
 
 def _read(signature: str) -> _Function:
@@ -224,20 +234,25 @@ def conflict(use: Use | None, old: str, new: str) -> str | None:
 
 def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
     for position in range(use.positions):
-        before = was.positional[position] if position < len(was.positional) else None
-        after = now.positional[position] if position < len(now.positional) else None
+        before, after = was.at(position), now.at(position)
         if before is None and after is None:
             return
-        ours = use.own[position][0] if position < len(use.own) else ""
-        expected = before[0] if before else ours  # ours alone: of another version
+        own = position < len(use.own)
+        expected = before[0] if before else use.own[position][0] if own else ""  # ours: of another version
         if after is None:
             yield f"{expected} is not given by position any more"
         elif after[0] != expected:
             yield f"{after[0]} is where {expected or 'nothing'} was"
-        elif before and use.assumes_default(position):
-            yield from _of_default(*before, after[1])
-        elif before and before[1] == _REQUIRED != after[1] and position < len(use.own):
-            yield f"{expected} may be left out"
+        elif before:
+            yield from _of_place(before, after[1], use.assumes_default(position), own)
+
+
+def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -> Iterator[str]:
+    """Yield what the default of a parameter, which is in its old place, changes for us."""
+    if assumes:
+        yield from _of_default(*before, default)
+    elif before[1] == _REQUIRED != default and own:
+        yield f"{before[0]} may be left out"
 
 
 def _by_name(use: Use, was: _Function, now: _Function) -> Iterator[str]:

@@ -57,20 +57,28 @@ def install() -> None:
         namespace, _, operation = name.partition("::")
         if namespace not in ("aten", "npu") or not has_kernel(name, "PrivateUse1"):
             continue
-        if namespace == "aten" and (operation in _KEPT or operation.startswith("set_")):
+        if namespace == "aten" and _is_kept(operation):
             COVERAGE.kept.append(name)
         elif not any(has_kernel(name, key) for key in _HOST_KEYS):
             COVERAGE.missing.append(name)
         else:
-            overridden = library.sim_install(name.encode())
-            if overridden > 1:
-                raise RuntimeError(f"simulated NPU: {name}: {library.sim_error().decode()}")
-            (COVERAGE.kept if overridden else COVERAGE.computed).append(name)
+            _override(library, name)
     library.sim_install_copy()
     for name in _COMPOSITE:
         if has_kernel(f"aten::{name}", "AutogradPrivateUse1"):
             library.sim_install_composite(name.encode())
     counters.write_report_at_exit()
+
+
+def _is_kept(operation: str) -> bool:
+    return operation in _KEPT or operation.startswith("set_")
+
+
+def _override(library: ctypes.CDLL, name: str) -> None:
+    overridden = library.sim_install(name.encode())
+    if overridden > 1:
+        raise RuntimeError(f"simulated NPU: {name}: {library.sim_error().decode()}")
+    (COVERAGE.kept if overridden else COVERAGE.computed).append(name)
 
 
 def _library() -> ctypes.CDLL:

@@ -11,7 +11,7 @@ from torch import nn
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data.padding import bucketed, buckets
 from megatron_npu.finetune.model import caches, graph
-from megatron_npu.finetune.model.prepare import accelerated, prepare
+from megatron_npu.finetune.model.prepare import AdamOptions, accelerated, prepare
 from megatron_npu.options.switch_rules import Place, refuse
 from megatron_npu.options.switches import Switches
 from tests.finetune import models
@@ -44,7 +44,13 @@ def batches() -> list[dict[str, torch.Tensor]]:
 def losses(switches: Switches, collate) -> tuple[list[float], list[str], list[int]]:
     """Train twice over the batches; return losses, the ledger, and the graphs that each time compiled."""
     prepared = prepare(
-        bert().train(), None, None, switches, device=torch.device("cpu"), lr=1e-3, clip_grad=1.0
+        bert().train(),
+        None,
+        None,
+        switches,
+        device=torch.device("cpu"),
+        adam=AdamOptions(lr=1e-3),
+        clip_grad=1.0,
     )
     counts, found = [graph.count_graphs()], []
     for _ in range(2):

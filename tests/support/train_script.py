@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
 from megatron_npu.finetune.model.lora import adapt
-from megatron_npu.finetune.model.prepare import Prepared, prepare
+from megatron_npu.finetune.model.prepare import AdamOptions, Prepared, prepare
 from megatron_npu.options.switches import Switches
 from tests.finetune.models import KINDS, Batch
 
@@ -74,8 +74,7 @@ def prepared(
         partial(LinearLR, total_iters=steps),
         switches,
         device=device,
-        lr=LR,
-        weight_decay=DECAY,
+        adam=AdamOptions(lr=LR, weight_decay=DECAY),
         clip_grad=CLIP,
     )
 

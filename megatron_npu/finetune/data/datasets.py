@@ -223,20 +223,17 @@ def _is_of(path: Path, part: str) -> bool:
 
 
 def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
-    suffixes = sorted({path.suffix for paths in parts.values() for path in paths})
+    every = [path for paths in parts.values() for path in paths]
+    suffixes = sorted({path.suffix for path in every})
     if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
         raise UsageError(
             f"--data-path: files that end in {' and '.join(suffixes) or 'nothing'}",
             f"files of one kind: {', '.join(_FORMATS)}",
             "Convert them to one kind.",
         )
-    for path in (path for paths in parts.values() for path in paths):
-        if path.suffix != ".parquet":
-            text_files.require(path)
     builder, options = _FORMATS[suffixes[0]]
-    if builder == "csv":
-        for path in (path for paths in parts.values() for path in paths):
-            text_files.require_head(path, options.get("sep", ","))
+    for path in every:
+        _require_readable(path, builder, options)
     names = {part: [str(path) for path in paths] for part, paths in parts.items()}
     return library.load_dataset(builder, data_files=names, **options)
 
@@ -257,6 +254,13 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
     return {"train": rows_of["train"]["row"][:], "validation": rows_of["test"]["row"][:]}
 
 
+def _require_readable(path: Path, builder: str, options: Mapping[str, Any]) -> None:
+    if builder != "parquet":
+        text_files.require(path)
+    if builder == "csv":
+        text_files.require_head(path, options.get("sep", ","))
+
+
 def _refused(
     name: str, config: str | None, files: Mapping[str, list[Path]], error: BaseException
 ) -> UsageError:
@@ -268,21 +272,24 @@ def _refused(
         if empty := _without_rows(files, reason):
             return empty
         reason = f"a part without rows ({reason})"
-    given, path = f"--data-path {name}{f' --data-name {config}' if config else ''}", Path(name)
+    given = f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}"
+    return UsageError(given, *_expected_instead(Path(name), config))
+
+
+def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
+    """Return what was expected in the place of data that cannot be read, and what to do."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
-        return UsageError(
-            f"{given}: {reason}",
+        return (
             "a name of the hub, or a folder whose README.md names its configurations",
             f"Give --data-path {path / config} alone."
             if inside
             else "For a folder of files leave --data-name out.",
         )
     if path.exists() or path.suffix in _FORMATS:
-        return UsageError(f"{given}: {reason}", kinds, "Correct the file, or give another one.")
-    return UsageError(
-        f"{given}: {reason}",
+        return kinds, "Correct the file, or give another one."
+    return (
         f"{kinds}, or a data set of the hub",
         "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
     )

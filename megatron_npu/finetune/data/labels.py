@@ -136,24 +136,10 @@ def _classes(
 ) -> Labels:
     rows = {part: list(pairs) for part, pairs in parts.items()}
     names = list(getattr(feature, "names", None) or ())
-    known: Sequence[Any]
-    if names:
-        known = range(len(names))
-    else:
-        for row, label in rows["train"]:
-            if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
-                raise _odd(place("train", row), label, "a class: a whole number from 0 on, or a name")
-        trained = {label for _, label in rows["train"]}
-        if len(trained) < 2:
-            raise _single(sorted(trained))
-        kinds = {isinstance(label, str) for label in trained}
-        if kinds == {True}:
-            known = names = list(own) if trained <= set(own) else sorted(trained)
-        elif len(kinds) > 1:
-            row, label = _first_text(rows["train"])
-            raise _odd(place("train", row), label, "numbers alone, or names alone")
-        else:
-            known, names = _of_numbers({label for label in trained if isinstance(label, int)}, own)
+    known: Sequence[Any] = range(len(names))
+    if not names:
+        _require_classes(rows["train"], place)
+        known, names = _of_trained(rows["train"], place, own)
     numbers = {label: number for number, label in enumerate(known)}
     expected = f"one of those to train on: {_few(known)}"
     for part, pairs in rows.items():
@@ -170,22 +156,42 @@ def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
+def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str]) -> None:
+    for row, label in pairs:
+        if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
+            raise _odd(place("train", row), label, "a class: a whole number from 0 on, or a name")
+
+
+def _of_trained(
+    pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
+) -> tuple[Sequence[Any], list[Any]]:
+    """Return the classes of the rows to train on as they are written there, and their names.
+
+    Raises:
+        UsageError: there are fewer than two, or numbers beside names.
+    """
+    trained = {label for _, label in pairs}
+    if len(trained) < 2:
+        raise _single(sorted(trained))
+    kinds = {isinstance(label, str) for label in trained}
+    if kinds == {True}:
+        names = list(own) if trained <= set(own) else sorted(trained)
+        return names, names
+    if len(kinds) > 1:
+        row, label = _first_text(pairs)
+        raise _odd(place("train", row), label, "numbers alone, or names alone")
+    return _of_numbers({label for label in trained if isinstance(label, int)}, own)
+
+
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
     """Return the numbers of the classes and their names, where the training part has some of the numbers.
-
-    Numbers that begin above 0, such as 1 to 5 stars, are names: so a model is saved with them, and so one
-    that has them is trained on.
 
     Raises:
         UsageError: numbers are left out, and the model has no such classes.
     """
     least, count = min(trained), max(trained) + 1
-    if least and {str(label) for label in trained} <= set(own):
-        known = [int(name) for name in own if name.isdecimal()]
-        if len(known) == len(own):
-            return known, list(own)
-    if least and count > len(own) and count - least == len(trained):
-        return range(least, count), [str(label) for label in range(least, count)]
+    if least and (named := _from_above_0(trained, own)):
+        return named
     first = 0 if count <= len(own) else least
     # the first ones alone: labels such as 20231122 leave out millions
     left = (number for number in range(first, count) if number not in trained)
@@ -202,6 +208,21 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
         return range(len(own)), list(own)
     names = list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
     return range(count), names
+
+
+def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
+    """Return numbers that begin above 0, such as 1 to 5 stars, and themselves as names; None: they are not.
+
+    So a model is saved with them, and so one that has them is trained on.
+    """
+    least, count = min(trained), max(trained) + 1
+    if {str(label) for label in trained} <= set(own):
+        known = [int(name) for name in own if name.isdecimal()]
+        if len(known) == len(own):
+            return known, list(own)
+    if count > len(own) and count - least == len(trained):
+        return range(least, count), [str(label) for label in range(least, count)]
+    return None
 
 
 def _few(known: Sequence[Any]) -> str:

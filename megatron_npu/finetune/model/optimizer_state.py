@@ -7,6 +7,8 @@ reader then looks for in vain; and it counts the step that makes the state of a 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,19 +71,30 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     if not fresh:
         return
     gradients = [parameter.grad for parameter in parameters]
-    options = [dict(group) for group in optimizer.param_groups]
     optimizer.zero_grad(set_to_none=True)
     for parameter in fresh:
         parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
-    optimizer.step()
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update({"step": 0} if "step" in group else {})  # FusedAdam counts by group
-        group.update(values)
+    with _no_learning_rate(optimizer):
+        optimizer.step()
     for parameter in fresh:
         step = optimizer.state[parameter].get("step")
         if step is not None:
-            optimizer.state[parameter]["step"] = torch.zeros_like(step) if torch.is_tensor(step) else 0
+            optimizer.state[parameter]["step"] = _zero_like(step, 0)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step change no weight; afterwards the groups say what they said before."""
+    options = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = _zero_like(group["lr"], 0.0)
+    yield
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update({"step": 0} if "step" in group else {})  # FusedAdam counts by group
+        group.update(values)
+
+
+def _zero_like(value: Any, number: float) -> Any:
+    return torch.zeros_like(value) if torch.is_tensor(value) else number

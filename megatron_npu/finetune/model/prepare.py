@@ -170,6 +170,19 @@ class Prepared:
         return contextlib.nullcontext() if self.main_weights is None else self.main_weights.alone()
 
 
+@dataclass(frozen=True)
+class AdamOptions:
+    """Of this project's AdamW, which trains where nobody gives another optimizer."""
+
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+_DEFAULT_ADAM = AdamOptions()
+
+
 def prepare(
     model: nn.Module,
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
@@ -177,10 +190,7 @@ def prepare(
     switches: Switches,
     *,
     device: torch.device,
-    lr: float = 1e-4,
-    weight_decay: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    adam: AdamOptions = _DEFAULT_ADAM,
     clip_grad: float = 0.0,
 ) -> Prepared:
     """Return the model as the switches want it, with its optimizer and schedule.
@@ -193,7 +203,7 @@ def prepare(
             ``Prepared.step``.
         switches: a combination that ``switch_rules.refuse`` has let through.
         device: of this rank. A process group exists where there are several ranks.
-        lr, weight_decay, betas, eps: of the default optimizer.
+        adam: of the default optimizer.
         clip_grad: the largest norm of the gradients; 0 leaves them as they are.
     """
     before = dict(model.named_parameters())
@@ -213,7 +223,7 @@ def prepare(
         weights = main_weights.named
     own_optimizer = optimizer_fn is None
     if optimizer_fn is None:
-        optimizer_fn = functools.partial(_adam, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        optimizer_fn = functools.partial(_adam, options=adam)
     optimizer = optimizer_of(optimizer_fn, before, weights)
     if main_weights is not None:
         main_weights.follow(optimizer)
@@ -316,10 +326,9 @@ def _require_argument(function: Callable[..., Any], what: str) -> None:
         return
 
 
-def _adam(
-    parameters: Iterable[nn.Parameter], *, weight_decay: float, **options: Any
-) -> torch.optim.Optimizer:
-    return FusedAdam(decayed_and_not(list(parameters), weight_decay), **options)
+def _adam(parameters: Iterable[nn.Parameter], *, options: AdamOptions) -> torch.optim.Optimizer:
+    groups = decayed_and_not(list(parameters), options.weight_decay)
+    return FusedAdam(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 def _distribute(

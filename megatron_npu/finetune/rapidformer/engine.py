@@ -20,7 +20,7 @@ from megatron_npu.finetune.data import vocabulary
 from megatron_npu.finetune.data.loading import Collate, Loader, require_length
 from megatron_npu.finetune.data.padding import LONGEST, bucketed, buckets
 from megatron_npu.finetune.model import pair_losses
-from megatron_npu.finetune.model.prepare import Prepared, prepare
+from megatron_npu.finetune.model.prepare import AdamOptions, Prepared, prepare
 from megatron_npu.finetune.rapidformer import gathering, providers, state
 from megatron_npu.finetune.run import label_shares, ranks, schedule
 from megatron_npu.finetune.run.run_plan import RunPlan
@@ -143,10 +143,12 @@ class RapidformerEngine:
             self.switches,
             device=self.device,
             clip_grad=args.clip_grad,
-            weight_decay=args.weight_decay,
-            lr=args.lr,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_eps,
+            adam=AdamOptions(
+                lr=args.lr,
+                weight_decay=args.weight_decay,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_eps,
+            ),
         )
         own = self.prepared.module
         self.pairs = pair_losses.PairLoss(own) if pair_losses.has_pairs(own) else None

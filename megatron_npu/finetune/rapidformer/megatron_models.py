@@ -183,13 +183,11 @@ class _Journal(training_log.Log):
         self.losses: list[float] = []
         self.norms: list[float | None] = []
 
-    def training(
-        self, iteration: int, samples: int, interval: Any, losses: list[float], *rest: Any, **more: Any
-    ) -> None:
+    def training(self, iteration: int, steps: training_log.Steps, **more: Any) -> None:
         """Keep them, and log them."""
-        self.losses += losses
-        self.norms += interval.norms
-        super().training(iteration, samples, interval, losses, *rest, **more)
+        self.losses += steps.losses
+        self.norms += steps.interval.norms
+        super().training(iteration, steps, **more)
 
 
 def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:

@@ -45,11 +45,10 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
     if not isinstance(returned, tuple | list) or len(returned) not in sizes:
         raise _wrong(method, returned, expected)
     found = Datasets(*returned, *[None] * (4 - len(returned)))
-    if found.collate_fn is not None and not callable(found.collate_fn):
-        raise _wrong(
-            method, found.collate_fn, "a function as the fourth value, which makes a batch of samples"
-        )
     if found.collate_fn is not None:
+        if not callable(found.collate_fn):
+            expected = "a function as the fourth value, which makes a batch of samples"
+            raise _wrong(method, found.collate_fn, expected)
         _require_one_argument(method, found.collate_fn)
     for name in ("train", "valid", "test"):
         dataset = getattr(found, name)

@@ -23,7 +23,7 @@ from megatron_npu.finetune.rapidformer import providers
 from megatron_npu.finetune.run import checkpoint, export
 from megatron_npu.finetune.run.label_shares import Held, MicroBatches
 from megatron_npu.finetune.run.outcome import Evaluation, Outcome
-from megatron_npu.finetune.run.report import Report
+from megatron_npu.finetune.run.report import Report, Steps
 from megatron_npu.finetune.run.run_plan import RunPlan
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.run.clock import Clock
@@ -208,12 +208,14 @@ class Loop:
         *losses, tokens = self._mean_over_ranks(torch.cat([self._losses.all(), count[None]])).tolist()
         self.report.training(
             self.iteration,
-            losses,
-            self._norms,
-            seconds,
-            learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
-            tokens=round(tokens * self.args.world_size),
-            scale=self._scale(),
+            Steps(
+                losses,
+                self._norms,
+                seconds,
+                learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
+                tokens=round(tokens * self.args.world_size),
+                scale=self._scale(),
+            ),
         )
         self.outcome.losses += losses
         self.outcome.grad_norms += self._norms

@@ -11,6 +11,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -101,6 +102,11 @@ def _ranks(numbers: np.ndarray) -> np.ndarray:
     return ((last - counts + 1 + last) / 2)[inverse]
 
 
+def _entities_of_rows(rows: Sequence[Sequence[str]]) -> set[tuple[Any, ...]]:
+    """Return the entities of all rows, each with the number of its row."""
+    return {(row, *one) for row, tags in enumerate(rows) for one in entities(tags)}
+
+
 def _harmonic(hits: int, guessed: int, true: int) -> float:
     """Return F1 = 2 hits / (guessed + true), or 0."""
     return 2 * hits / (guessed + true) if guessed + true else 0.0
@@ -168,8 +174,7 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
     result = {"accuracy": sum(one == other for one, other in pairs) / max(len(pairs), 1)}
     if not are_entity_tags(sorted({tag for pair in pairs for tag in pair})):
         return result
-    guessed = {(row, *one) for row, tags in enumerate(predictions) for one in entities(tags)}
-    true_ones = {(row, *one) for row, tags in enumerate(references) for one in entities(tags)}
+    guessed, true_ones = _entities_of_rows(predictions), _entities_of_rows(references)
     hits = len(guessed & true_ones)
     return result | {
         "precision": hits / len(guessed) if guessed else 0.0,

@@ -99,6 +99,11 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
     paths = args.data_path if isinstance(args.data_path, list) else [args.data_path]
     names = ", ".join(f"`{Path(path).name}`" for path in paths if path)
     yield f"- data: {names or 'not named'}{f', {args.data_name}' if args.data_name else ''}"
+    yield from _as_prepared(prepared)
+
+
+def _as_prepared(prepared: Prepared) -> Iterator[str]:
+    """Yield what was done to the model: fused operations in one line, the rest as the ledger has it."""
     fused = [line for line in prepared.ledger if line.startswith(FUSED_OPS)]
     operations = {line.rpartition(": ")[2].partition(",")[0] for line in fused if " stays: " not in line}
     if operations:

@@ -10,11 +10,33 @@ import contextlib
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.pretrain.report.sinks import Sinks
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Iterations as they are reported.
+
+    Attributes:
+        losses: of each, the mean over all ranks.
+        norms: of each, the gradient's; None where the update was left out.
+        seconds: that all took together, evaluation and saving left out.
+        learning_rate: of the next one.
+        tokens: of all ranks in all of them; 0: nobody knows.
+        scale: the loss scale; 1 without fp16.
+    """
+
+    losses: list[float]
+    norms: list[float | None]
+    seconds: float
+    learning_rate: float
+    tokens: int = 0
+    scale: float = 1.0
 
 
 class Report(Sinks):
@@ -48,50 +70,27 @@ class Report(Sinks):
                 self.end(kind.__name__)
         self.close()
 
-    def training(
-        self,
-        iteration: int,
-        losses: list[float],
-        norms: list[float | None],
-        seconds: float,
-        *,
-        learning_rate: float,
-        tokens: int = 0,
-        scale: float = 1.0,
-    ) -> None:
+    def training(self, iteration: int, steps: Steps) -> None:
         """Report the iterations since the last time: a line, a JSON object and TensorBoard's curves.
 
         Args:
             iteration: the last of them, counted from 1 since the run first began.
-            losses: of each, the mean over all ranks.
-            norms: of each, the gradient's; None where the update was left out.
-            seconds: that all took together, evaluation and saving left out.
-            learning_rate: of the next one.
-            tokens: of all ranks in all of them; 0: nobody knows.
-            scale: the loss scale; 1 without fp16.
+            steps: all of them.
         """
         if not self.on_rank_0:
             return
-        row = self._row(iteration, losses, norms, seconds, learning_rate, tokens, scale)
+        row = self._row(iteration, steps)
         self.say(_line(self.args, iteration, row))
         self.write("train", iteration, row)
-        first = iteration - len(losses) + 1
-        for number, loss in enumerate(losses):
+        first = iteration - len(steps.losses) + 1
+        for number, loss in enumerate(steps.losses):
             self.scalars(first + number, [("loss", loss)])
         names = ("learning_rate", "grad_norm", "loss_scale", "samples_per_second", "tokens_per_second")
         self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
 
-    def _row(
-        self,
-        iteration: int,
-        losses: list[float],
-        norms: list[float | None],
-        seconds: float,
-        learning_rate: float,
-        tokens: int,
-        scale: float,
-    ) -> dict[str, Any]:
+    def _row(self, iteration: int, steps: Steps) -> dict[str, Any]:
         device, args = devices.current(), self.args
+        losses, norms, seconds, tokens = steps.losses, steps.norms, steps.seconds, steps.tokens
         memory, finite = device.memory(), [loss for loss in losses if math.isfinite(loss)]
         return {
             "consumed_samples": iteration * args.global_batch_size,
@@ -100,8 +99,8 @@ class Report(Sinks):
             "losses": losses,
             "grad_norm": norms[-1],
             "grad_norms": norms,
-            "learning_rate": learning_rate,
-            "loss_scale": scale,
+            "learning_rate": steps.learning_rate,
+            "loss_scale": steps.scale,
             "elapsed_ms": seconds / len(losses) * 1e3,
             "samples_per_second": args.global_batch_size * len(losses) / seconds,
             "tokens_per_second": tokens / seconds if tokens else None,

@@ -245,23 +245,32 @@ def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[s
     context, given = row[columns["context"]], row[columns["answers"]]
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         given = {name: [one.get(name) for one in given] for name in ("text", "answer_start")}
-    if isinstance(given, dict):
-        found, begins = given.get("text") or [], given.get("answer_start") or []
-    elif isinstance(given, str) or given is None:
-        found = [given] if given else []
-        begins = [context.find(text) for text in found]
-    else:
-        raise _unreadable(given, row[columns["question"]])
+    found, begins = _as_written(given, context)
+    question = row[columns["question"]]
     if not _are(str, found) or not _are(int, begins) or len(found) != len(begins):
-        raise _unreadable(given, row[columns["question"]])
+        raise _unreadable(given, question)
     for text, begin in zip(found, begins, strict=True):
-        if begin < 0 or context[begin : begin + len(text)] != text:
-            raise UsageError(
-                f"the answer {text!r} to {row[columns['question']]!r}",
-                "a piece of the context, at its place",
-                "Correct the row.",
-            )
+        _require_place(text, begin, context, question)
     return found, begins
+
+
+def _require_place(text: str, begin: int, context: str, question: str) -> None:
+    if begin < 0 or context[begin : begin + len(text)] != text:
+        raise UsageError(
+            f"the answer {text!r} to {question!r}",
+            "a piece of the context, at its place",
+            "Correct the row.",
+        )
+
+
+def _as_written(given: Any, context: str) -> tuple[Any, Any]:
+    """Return the answers and their places as a table or one text gives them; neither where it is neither."""
+    if isinstance(given, dict):
+        return given.get("text") or [], given.get("answer_start") or []
+    if isinstance(given, str) or given is None:
+        found = [given] if given else []
+        return found, [context.find(text) for text in found]
+    return None, None
 
 
 def _are(kind: type, given: Any) -> bool:

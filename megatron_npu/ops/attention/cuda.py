@@ -74,16 +74,12 @@ def choose(
     flash_attn: bool,
 ) -> CudaCall | Unsupported:
     """As ``plan_call``, from shapes in the layout of ``spec``, dtype, and whether flash-attn is installed."""
-    shapes = ((query, spec.heads), (key, spec.key_heads), (value, spec.key_heads))
-    sizes = tuple(bnsd_shape(shape, spec.layout, heads)[3] for shape, heads in shapes)
+    sizes = _head_sizes(query, key, value, spec)
     if flash_attn and dtype in _FLASH_DTYPES:
         call = _flash_attn_call(spec, sizes)
         if call is not None:
             return call
-    segment = spec.segments[0]
-    triangle = segment.window_left is None and segment.window_right in (None, 0)
-    one_query = segment.q1 - segment.q0 == 1 and not spec.masked
-    if not spec.packed and (spec.masked or one_query or triangle):
+    if not spec.packed and (spec.masked or _is_simple(spec.segments[0])):
         return CudaCall(Kernel.SDPA)
     if spec.dropout_p:
         return Unsupported("dropout with a window or packed sequences needs flash-attn")
@@ -92,12 +88,29 @@ def choose(
     return CudaCall(Kernel.FLEX)
 
 
+def _fit_flash_attn(sizes: tuple[int, ...]) -> bool:
+    return len(set(sizes)) == 1 and sizes[0] % 8 == 0 and sizes[0] <= 256
+
+
+def _head_sizes(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], spec: AttentionSpec
+) -> tuple[int, ...]:
+    shapes = ((query, spec.heads), (key, spec.key_heads), (value, spec.key_heads))
+    return tuple(bnsd_shape(shape, spec.layout, heads)[3] for shape, heads in shapes)
+
+
+def _is_simple(segment: Segment) -> bool:
+    """Return whether a segment is one query, or all that limits it is the triangle."""
+    triangle = segment.window_left is None and segment.window_right in (None, 0)
+    return triangle or segment.q1 - segment.q0 == 1
+
+
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
     """Return the call of flash-attn, if it takes it: ``sizes`` are those of the heads."""
     window = window_from_end(spec.segments)
     if window is None or any(limit is not None and limit < 0 for limit in window):
         return None
-    if spec.masked or len(set(sizes)) > 1 or sizes[0] % 8 or sizes[0] > 256:
+    if spec.masked or not _fit_flash_attn(sizes):
         return None
     longest = max(s.q1 - s.q0 for s in spec.segments), max(s.k1 - s.k0 for s in spec.segments)
     return CudaCall(Kernel.FLASH_ATTN, window, longest)

@@ -85,18 +85,25 @@ def npu_call(
     )
 
 
+def _mode_without_band(segments: Sequence[Segment]) -> int | None:
+    """Return the mode of segments that nothing limits, or the triangle alone; None: they have a window."""
+    if any(s.window_left is not None for s in segments):
+        return None
+    if all(s.window_right is None for s in segments):
+        return NONE
+    if all(s.window_right == 0 for s in segments):
+        return TOP_LEFT
+    return BOTTOM_RIGHT if all(s.window_right == s.excess for s in segments) else None
+
+
 def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
     """Return (sparse_mode, pre_tockens, next_tockens)."""
     if spec.masked:
         return FULL, UNLIMITED, UNLIMITED
     live = [s for s in spec.segments if s.q0 < s.q1 and s.k0 < s.k1]
-    if all(s.window_left is None for s in live):
-        if all(s.window_right is None for s in live):
-            return NONE, UNLIMITED, UNLIMITED
-        if all(s.window_right == 0 for s in live):
-            return TOP_LEFT, UNLIMITED, UNLIMITED
-        if all(s.window_right == s.excess for s in live):
-            return BOTTOM_RIGHT, UNLIMITED, UNLIMITED
+    mode = _mode_without_band(live)
+    if mode is not None:
+        return mode, UNLIMITED, UNLIMITED
     window = window_from_end(spec.segments)
     if window is None:
         return Unsupported("sequences whose windows lie differently towards their ends")

@@ -142,18 +142,21 @@ def packed_segments(
     return tuple(_limited(spans or [(0, 0, 0, 0)], causal, window, offset))
 
 
+def _with_window(span: tuple[int, int, int, int], causal: bool, window: Window, offset: Offset) -> Segment:
+    q0, q1, k0, k1 = span
+    position = (k1 - k0) - (q1 - q0) if offset == "end" else offset
+    left = None if window[0] is None else window[0] - position
+    right = None if window[1] is None else window[1] + position
+    if causal:
+        right = position if right is None else min(right, position)
+    return Segment(q0, q1, k0, k1, left, right)
+
+
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
     """Give each span its window; a limit that forbids nothing in any of them is dropped."""
-    segments = []
-    for q0, q1, k0, k1 in spans:
-        position = (k1 - k0) - (q1 - q0) if offset == "end" else offset
-        left = None if window[0] is None else window[0] - position
-        right = None if window[1] is None else window[1] + position
-        if causal:
-            right = position if right is None else min(right, position)
-        segments.append(Segment(q0, q1, k0, k1, left, right))
+    segments = [_with_window(span, causal, window, offset) for span in spans]
     if all(s.window_left is None or s.window_left >= s.q1 - s.q0 - 1 for s in segments):
         segments = [s._replace(window_left=None) for s in segments]
     if all(s.window_right is None or s.window_right >= s.k1 - s.k0 - 1 for s in segments):

@@ -116,6 +116,12 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
+    def _initialize_shards(self, parameters: list[Any]) -> None:
+        """Give shards their state though this rank has no gradient of them: all ranks must save the same."""
+        for parameter in parameters:
+            if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
+                self.initialize_state(parameter)
+
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         group["step"] = int(group.get("step", 0)) + 1
         step = AdamStep(
@@ -126,9 +132,7 @@ class FusedAdam(FusedOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(self.adam_w_mode),
         )
-        for parameter in group["params"]:
-            if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
-                self.initialize_state(parameter)
+        self._initialize_shards(group["params"])
         rows = [self._row(parameter) for parameter in parameters]
         rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
         update = functools.partial(update_adam, step=step)

@@ -115,9 +115,8 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
     for down in linears:
         first, second = (name for name in linears if name != down)
         shapes = [linears[name].weight.shape for name in (first, second, down)]
-        if shapes[0] == shapes[1] == shapes[2][::-1] and (
-            shapes[0] != shapes[2] or down == list(linears)[-1]
-        ):
+        is_square = shapes[0] == shapes[2]
+        if shapes[0] == shapes[1] == shapes[2][::-1] and not (is_square and down != list(linears)[-1]):
             return first, second, down, curve_of(functions[0])
     return None
 

@@ -134,25 +134,17 @@ def attend(
     Returns:
         ``[b, sq, n, d]``, and None for the weights, which are never all there at once.
     """
+    further = {"dropout": dropout, "scaling": scaling, **others}
     if torch.compiler.is_compiling():
-        if dropout == 0.0 or query.device.type != "cpu":
-            return _of_transformers(
-                module, query, key, value, attention_mask, dropout, scaling, is_causal, others
-            )
-        return _outside_the_graph(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
-        )
+        theirs = dropout == 0.0 or query.device.type != "cpu"
+        call = _of_transformers if theirs else _outside_the_graph
+        return call(module, query, key, value, attention_mask, is_causal=is_causal, **further)
     reason = _not_ours(query, attention_mask, others)
     if reason is not None:
-        if module not in calls_left:
-            calls_left[module] = reason
+        calls_left.setdefault(module, reason)
         report_fallback(f"attention of {type(module).__name__}", reason, "stays Transformers' own")
-        return _of_transformers(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, others
-        )
-    if torch.is_autocast_enabled(query.device.type):  # as in torch's own: a rotary embedding may have widened
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
+        return _of_transformers(module, query, key, value, attention_mask, is_causal=is_causal, **further)
+    query, key, value = _as_autocast_wants(query, key, value)
     if query.size(0) != key.size(0):  # learned queries, the same for all batches
         query = query.expand(key.size(0), -1, -1, -1)
     output = attention(
@@ -164,6 +156,15 @@ def attend(
         dropout_p=dropout,
     )
     return output, None
+
+
+def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
+    """Return them in the type of autocast, as torch's own does: a rotary embedding may have widened some."""
+    device = given[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return given
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(each if each.dtype is torch.float64 else each.to(dtype) for each in given)
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
@@ -202,10 +203,9 @@ def _of_transformers(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
+    *,
     is_causal: bool | None,
-    others: dict[str, Any],
+    **further: Any,
 ) -> Any:
     """Call the attention of Transformers that takes the call: SDPA's, or the one written out."""
     boolean = mask is not None and mask.dtype is torch.bool and mask.dim() == 4
@@ -213,12 +213,10 @@ def _of_transformers(
     if mask is not None and boolean and causal:
         queries, keys = query.size(2), key.size(2)
         mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
-    written_out = others.get("softcap") is not None or others.get("s_aux") is not None
-    if written_out or others.get("output_attentions"):
-        return _written_out(module, query, key, value, mask, dropout, scaling, causal, others)
-    return _theirs["sdpa"](
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
-    )
+    written_out = further.get("softcap") is not None or further.get("s_aux") is not None
+    if written_out or further.get("output_attentions"):
+        return _written_out(module, query, key, value, mask, causal=causal, **further)
+    return _theirs["sdpa"](module, query, key, value, mask, is_causal=is_causal, **further)
 
 
 def _written_out(
@@ -227,10 +225,9 @@ def _written_out(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
+    *,
     causal: bool,
-    others: dict[str, Any],
+    **further: Any,
 ) -> Any:
     """Call ``eager_attention_forward`` of the model's own file, whose masks are added to the scores."""
     if mask is None and causal:
@@ -242,7 +239,7 @@ def _written_out(
             ~mask, torch.finfo(query.dtype).min
         )
     eager = importlib.import_module(type(module).__module__).eager_attention_forward
-    return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **others)
+    return eager(module, query, key, value, mask, **further)
 
 
 def masked(seen: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,15 @@ def _inspect(args: Namespace) -> int:
     report: dict[str, Any] = {"path": str(found.path), **values, "faults": _faults(found.path)}
     if args.json:
         print(json.dumps({**report, "arguments": shown, "files": sizes}, indent=1, default=str))
-        return 1 if report["faults"] else 0
-    for name, value in {**report, **shown}.items():
+    else:
+        _print_inspected({**report, **shown}, sizes)
+    return 1 if report["faults"] else 0
+
+
+def _print_inspected(report: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    for name, value in report.items():
         print(f"{name:<32} {', '.join(value) or 'none' if isinstance(value, list) else value}")
     print("\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items()))
-    return 1 if report["faults"] else 0
 
 
 def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:

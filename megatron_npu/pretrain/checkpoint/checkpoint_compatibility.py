@@ -137,16 +137,8 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
             "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
             "Add it, or give --no-load-optim, or --finetune: any run reads the weights.",
         )
-    saved, own = (
-        "16 bits" if flags.get("bf16") or flags.get("fp16") else "fp32"
-        for flags in (found.arguments, vars(args))
-    )
-    if into_fsdp and saved != own:
-        raise UsageError(
-            f"--load {found.path} was trained in {saved}, and this run is in {own}",
-            "the same: another wrapper is in the names of all weights",
-            "Change --mixed-precision, or use --fsdp-memory-optimization from the beginning.",
-        )
+    if into_fsdp:
+        _require_same_precision(found, args)
     if of_fsdp and found.arguments.get("padded_vocab_size") != args.padded_vocab_size:
         raise UsageError(
             f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens with "
@@ -156,8 +148,31 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
         )
 
 
+def _require_same_precision(found: CheckpointInfo, args: Namespace) -> None:
+    saved, own = (
+        "16 bits" if flags.get("bf16") or flags.get("fp16") else "fp32"
+        for flags in (found.arguments, vars(args))
+    )
+    if saved != own:
+        raise UsageError(
+            f"--load {found.path} was trained in {saved}, and this run is in {own}",
+            "the same: another wrapper is in the names of all weights",
+            "Change --mixed-precision, or use --fsdp-memory-optimization from the beginning.",
+        )
+
+
 def _precision(flags: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
+
+
+def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
+    before, now = _precision(found.arguments), _precision(vars(args))
+    if before != now:
+        raise UsageError(
+            f"--load {found.path} was saved in {before}, and this run is in {now}",
+            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
+            "Change --bf16 or --fp16, or give --no-load-optim.",
+        )
 
 
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
@@ -186,18 +201,14 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             "the same kind",
             "Change --use-distributed-optimizer, or give --no-load-optim.",
         )
-    before, now = _precision(found.arguments), _precision(vars(args))
-    if before != now and not distributed:  # the distributed one has fp32 weights of its own in each
-        raise UsageError(
-            f"--load {found.path} was saved in {before}, and this run is in {now}",
-            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
-            "Change --bf16 or --fp16, or give --no-load-optim.",
-        )
+    if not distributed:  # which has fp32 weights of its own in each precision
+        _require_same_main_weights(found, args)
     apart = int(found.arguments.get("expert_model_parallel_size", 1)) > 1
     if apart != (args.expert_model_parallel_size > 1):
+        words = {True: "with", False: "without"}
         raise UsageError(
-            f"--load {found.path} was saved {'with' if apart else 'without'} --expert-model-parallel-size, "
-            f"this run is {'without' if apart else 'with'} it",
+            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, "
+            f"this run is {words[not apart]} it",
             "both with it, of any size, or both without: the optimizer keeps experts apart with it alone",
             "Change it, or give --no-load-optim.",
         )

@@ -44,14 +44,20 @@ def _pattern(node: ast.expr) -> int | list[int]:
         if all(value in (0, 1) for value in values):
             return values  # type: ignore[return-value]  # each is 0 or 1
     if isinstance(node, ast.BinOp):
-        left, right = _pattern(node.left), _pattern(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            times, layers = (left, right) if isinstance(left, int) else (right, left)
-            if times * len(layers) <= _MOST_LAYERS:  # type: ignore[operator, arg-type]
-                return times * layers  # type: ignore[operator]
+        layers = _combined(node.op, _pattern(node.left), _pattern(node.right))
+        if layers is not None:
+            return layers
     raise ValueError("no pattern of layers")
+
+
+def _combined(operator: ast.operator, left: int | list[int], right: int | list[int]) -> list[int] | None:
+    if isinstance(operator, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(operator, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+        times, layers = (left, right) if isinstance(left, int) else (right, left)
+        if times * len(layers) <= _MOST_LAYERS:  # type: ignore[operator, arg-type]
+            return times * layers  # type: ignore[operator, return-value]
+    return None
 
 
 class _OneOrMany(argparse.Action):

@@ -34,6 +34,24 @@ def dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
+def _activation(args: Namespace) -> dict[str, Any]:
+    gated = args.swiglu
+    return {
+        "gated_linear_unit": gated,
+        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        "bias_activation_fusion": args.bias_swiglu_fusion if gated else args.bias_gelu_fusion,
+    }
+
+
+def _require_softmax(args: Namespace, known: set[str]) -> None:
+    if args.softmax_type != "vanilla" and "softmax_type" not in known:
+        raise UsageError(
+            f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
+            "0.15 or later",
+            "Leave it out, or install that.",
+        )
+
+
 def transformer_config(args: Namespace) -> TransformerConfig:
     """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
 
@@ -52,21 +70,14 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "pipeline_dtype": dtype(args),
         "attention_backend": AttnBackend[args.attention_backend],
         "transformer_impl": "local",
-        "gated_linear_unit": args.swiglu,
-        "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        "bias_activation_fusion": args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        **_activation(args),
         "deallocate_pipeline_outputs": True,
         # batched sends of two chunks to one neighbour carry no tag: with 2 stages they get mixed up
         "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
         "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
     }
     known = {field.name for field in dataclasses.fields(kind)}
-    if args.softmax_type != "vanilla" and "softmax_type" not in known:
-        raise UsageError(
-            f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
-            "0.15 or later",
-            "Leave it out, or install that.",
-        )
+    _require_softmax(args, known)
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
         config = kind(**{name: value for name, value in values.items() if name in known})

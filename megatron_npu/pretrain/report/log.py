@@ -42,6 +42,27 @@ class Interval:
     skipped: int = 0
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The iterations of an interval, as they are reported.
+
+    Attributes:
+        samples: training samples that all ranks together have used since the run first began.
+        interval: what happened in them.
+        losses: their mean training losses over all processes, in nats a token (``loss.means``).
+        seconds: that all of them took together, evaluation and saving left out.
+        learning_rate: of the last one.
+        scale: the loss scale after the last one; 1 without fp16.
+    """
+
+    samples: int
+    interval: Interval
+    losses: list[float]
+    seconds: float
+    learning_rate: float
+    scale: float
+
+
 class Log(Sinks):
     """What is reported of a run, on rank 0.
 
@@ -57,12 +78,8 @@ class Log(Sinks):
     def training(
         self,
         iteration: int,
-        samples: int,
-        interval: Interval,
-        losses: list[float],
-        seconds: float,
-        learning_rate: float,
-        scale: float,
+        steps: Steps,
+        *,
         of_ranks: Mapping[int, float] | None = None,
         of_experts: Mapping[str, list[float]] | None = None,
         of_predictions: Mapping[str, float] | None = None,
@@ -71,12 +88,7 @@ class Log(Sinks):
 
         Args:
             iteration: the last of them, counted from 1 since the run first began.
-            samples: training samples that all ranks together have used since then.
-            interval: what happened in them.
-            losses: their mean training losses over all processes, in nats a token (``loss.means``).
-            seconds: that all of them took together, evaluation and saving left out.
-            learning_rate: of the last one.
-            scale: the loss scale after the last one; 1 without fp16.
+            steps: all of them.
             of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
             of_experts: the losses of each layer with experts (``expert_losses.take``), likewise.
             of_predictions: those of multi-token prediction (``prediction_losses.take``), likewise.
@@ -84,7 +96,7 @@ class Log(Sinks):
         if not self.on_rank_0:
             return
         of_experts, of_predictions = of_experts or {}, of_predictions or {}
-        row = _row(self.args, samples, interval, losses, seconds, learning_rate, scale)
+        row = _row(self.args, steps)
         row |= {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
         row |= of_predictions
         if self.args.moe_per_layer_logging:
@@ -94,7 +106,7 @@ class Log(Sinks):
             self._of_ranks(iteration, of_ranks)
             row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
         self.write("train", iteration, row)
-        self._curves(iteration, losses, row, [*_CURVES, *of_experts, *of_predictions])
+        self._curves(iteration, steps.losses, row, [*_CURVES, *of_experts, *of_predictions])
         if "global_batch_size" in row:
             self.scalars(iteration, [("batch-size", row["global_batch_size"])])
 
@@ -180,28 +192,21 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def _row(
-    args: Namespace,
-    samples: int,
-    interval: Interval,
-    losses: list[float],
-    seconds: float,
-    learning_rate: float,
-    scale: float,
-) -> dict[str, Any]:
+def _row(args: Namespace, steps: Steps) -> dict[str, Any]:
+    losses, interval, seconds = steps.losses, steps.interval, steps.seconds
     each, memory = seconds / len(losses), devices.current().memory()
     together = sum(interval.batches)
     counted = [loss for loss in losses if math.isfinite(loss)]
     return {
-        "consumed_samples": samples,
+        "consumed_samples": steps.samples,
         **({"global_batch_size": interval.batches[-1]} if args.rampup_batch_size else {}),
-        **({} if args.epochs is None else {"epoch": samples / args.epoch_samples}),
+        **({} if args.epochs is None else {"epoch": steps.samples / args.epoch_samples}),
         "loss": sum(counted) / len(counted) if counted else math.nan,
         "losses": losses,
         "grad_norm": interval.norms[-1],
         "grad_norms": interval.norms,
-        "learning_rate": learning_rate,
-        "loss_scale": scale,
+        "learning_rate": steps.learning_rate,
+        "loss_scale": steps.scale,
         "elapsed_ms": each * 1e3,
         "tokens_per_second": together * args.seq_length / seconds,
         "tflops_per_device": flops.of_step(args)

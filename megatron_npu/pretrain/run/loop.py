@@ -20,7 +20,7 @@ from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
-from megatron_npu.pretrain.report.log import Interval, Log
+from megatron_npu.pretrain.report.log import Interval, Log, Steps
 from megatron_npu.pretrain.run import expert_losses, loss, prediction_losses
 from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
 from megatron_npu.pretrain.run.clock import Clock
@@ -301,12 +301,14 @@ class Trainer:
         count = self.plan.micro_batches_of(samples)
         self.log.training(
             self.position.iteration,
-            self.position.train_samples,
-            self.interval,
-            losses,
-            seconds,
-            learning_rate=groups[0]["lr"] if groups else 0.0,
-            scale=self.state.optimizer.get_loss_scale().item(),
+            Steps(
+                self.position.train_samples,
+                self.interval,
+                losses,
+                seconds,
+                learning_rate=groups[0]["lr"] if groups else 0.0,
+                scale=self.state.optimizer.get_loss_scale().item(),
+            ),
             of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
             of_experts=expert_losses.take(self.args, count),
             of_predictions=prediction_losses.take(self.args),

@@ -95,14 +95,16 @@ def _goes_on(args: Namespace) -> bool:
     return args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
 
 
+def _has_no_effect(name: str, args: Namespace) -> bool:
+    if args.finetune and name not in _OF_WEIGHTS:
+        return True
+    return name in _FOLLOWING and args.weight_decay_incr_style == "constant"
+
+
 def _differences(saved: Mapping[str, Any], args: Namespace) -> Iterator[str]:
     """Yield what differs; what one of the two does not have, as older checkpoints, is no difference."""
     for row in FLAGS:
-        if row.name not in saved or not hasattr(args, row.name):
-            continue
-        if args.finetune and row.name not in _OF_WEIGHTS:
-            continue
-        if row.name in _FOLLOWING and args.weight_decay_incr_style == "constant":
+        if row.name not in saved or not hasattr(args, row.name) or _has_no_effect(row.name, args):
             continue
         before, now = saved[row.name], getattr(args, row.name)
         if before == now:

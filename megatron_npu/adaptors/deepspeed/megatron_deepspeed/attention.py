@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, cat
@@ -41,16 +42,11 @@ def forward(
     Raises:
         UsageError: a window with alibi.
     """
-    from megatron import get_args, mpu
+    from megatron import get_args
 
     flags = AttentionFlags.from_args(get_args())
     if alibi is not None:
-        if flags.window != (None, None):
-            raise UsageError(
-                "--pre-tockens or --next-tockens with --position-embedding-type alibi",
-                "a window with another position embedding",
-                "Leave the window out: attention with alibi is upstream's own.",
-            )
+        _refuse_window(flags)
         cached = {"layer_past": layer_past, "get_key_value": get_key_value}
         return original(
             self, hidden_states, attention_mask, encoder_output=encoder_output, alibi=alibi, **cached
@@ -58,20 +54,13 @@ def forward(
     crossing = self.attention_type.name == "cross_attn"
     causal = self.attn_mask_type.name == "causal"
     query, key, value = _project(self, hidden_states, encoder_output if crossing else None)
-    if layer_past is not None:
-        key, value = (
-            cat([past.type_as(new), new]) for past, new in zip(layer_past, (key, value), strict=True)
-        )
+    key, value = _behind_cache(layer_past, key, value)
     present = key, value
-    queries, keys = query.size(0), key.size(0)
+    first = 0 if crossing else key.size(0) - query.size(0)  # cached keys lie before the queries' own
     if self.position_embedding_type.name == "rotary":
         query, key = _turn(self, query, key, value)
-    if attention_mask is not None:
-        rows = slice(0, queries) if crossing else slice(keys - queries, keys)  # curriculum, cached keys
-        attention_mask = attention_mask[..., rows, :keys]
     dropout_p = self.attention_dropout.p if self.training else 0.0
-    # heads are split, so each rank has its own masks
-    with mpu.get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext():
+    with _masks_of_this_rank(dropout_p):
         context = attend(
             query,
             key,
@@ -79,12 +68,42 @@ def forward(
             flags=flags.without_window() if crossing else flags,
             scale=scale_of(self),
             causal=causal,
-            offset=0 if crossing else keys - queries,
-            mask=attention_mask if not causal or more_is_masked_than_the_future() else None,
+            offset=first,
+            mask=_mask_of(attention_mask, first, query, key)
+            if not causal or more_is_masked_than_the_future()
+            else None,
             dropout_p=dropout_p,
         )
     output, bias = self.dense(context.flatten(2))
     return ([output, present] if get_key_value else output), bias
+
+
+def _masks_of_this_rank(dropout_p: float) -> AbstractContextManager[Any]:
+    """Heads are split, so each rank draws masks of its own."""
+    from megatron import mpu
+
+    return mpu.get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext()  # type: ignore[no-any-return]
+
+
+def _refuse_window(flags: AttentionFlags) -> None:
+    if flags.window != (None, None):
+        raise UsageError(
+            "--pre-tockens or --next-tockens with --position-embedding-type alibi",
+            "a window with another position embedding",
+            "Leave the window out: attention with alibi is upstream's own.",
+        )
+
+
+def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with those of the cache in front of them."""
+    if past is None:
+        return key, value
+    return cat([past[0].type_as(key), key]), cat([past[1].type_as(value), value])
+
+
+def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the part of a mask that is of these tokens, ``[.., sq, sk]``: a curriculum shortens them."""
+    return None if mask is None else mask[..., first : first + query.size(0), : key.size(0)]
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

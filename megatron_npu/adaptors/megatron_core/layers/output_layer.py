@@ -79,6 +79,15 @@ def _is_wanted(model: Any, runtime_gather_output: bool | None) -> bool:
     return reason is None
 
 
+# Flags of the configuration, and why they need the logits (use_mup since 0.17, mtp_detach_heads since 0.19).
+_ASK_FOR_LOGITS = {
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute keeps the gradients of the logits",
+    "use_mup": "--use-mup scales the logits",
+    "mtp_detach_heads": "--mtp-detach-heads keeps gradients of some logits from the output layer",
+    "config_logger_dir": "--config-logger-dir records the logits",
+}
+
+
 def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
     """Return why the logits are needed, or the layer is not the one that is known, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -86,6 +95,10 @@ def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}"  # sharded by FSDP, or with adapters
+    return _beyond_layer(layer, runtime_gather_output) or _beyond_run(model.config)
+
+
+def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
     if layer._forward_hooks or layer._backward_hooks:  # 0.19's distillation has one
         return "a hook on the output layer is given the logits"
     if "forward" in vars(layer):  # somebody has put one around it, and expects to be asked
@@ -96,19 +109,16 @@ def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
         return "the logits are gathered"
     if layer.disable_grad_reduce or layer.explicit_expert_comm:
         return "the output layer leaves its gradients to others"
-    if model.config.defer_embedding_wgrad_compute:
-        return "--defer-embedding-wgrad-compute keeps the gradients of the logits"
-    if getattr(model.config, "use_mup", False):  # since 0.17
-        return "--use-mup scales the logits"
-    if getattr(model.config, "mtp_detach_heads", False):  # since 0.19
-        return "--mtp-detach-heads keeps gradients of some logits from the output layer"
     if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
         return "more ranks share the output layer's weight"
-    if getattr(model.config, "config_logger_dir", ""):
-        return "--config-logger-dir records the logits"
+    return None
+
+
+def _beyond_run(config: Any) -> str | None:
     if torch.is_autocast_enabled(devices.current().torch_device().type):
         return "autocast chooses the dtype of the product"
-    return None
+    asking = (reason for flag, reason in _ASK_FOR_LOGITS.items() if getattr(config, flag, False))
+    return next(asking, None)
 
 
 @contextlib.contextmanager

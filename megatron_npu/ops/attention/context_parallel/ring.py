@@ -67,16 +67,21 @@ def ring_attention(
     """
     tokens, size = query.size(0), group.size()
     documents = (Document(tokens, size * tokens),) if documents is None else tuple(documents)
-    if any(each.tokens % 2 for each in documents):
-        raise ValueError(f"{tokens} tokens on this rank, which are not two chunks of equal length")
-    if sum(each.tokens for each in documents) != tokens:
-        raise ValueError(f"documents of {sum(each.tokens for each in documents)} tokens, {tokens} are there")
+    _require_chunks(documents, tokens)
     longest = max(each.tokens for each in documents) * size
     left, right = (None if limit is None or limit >= longest - 1 else limit for limit in window)
     if causal and right is not None:
         right = None if right >= 0 else right
     route = Route(group, documents, causal, (left, right))
     return _Ring.apply(query.contiguous(), key, value, sink, scale, dropout_p, route, flags)
+
+
+def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
+    if any(each.tokens % 2 for each in documents):
+        raise ValueError(f"{tokens} tokens on this rank, which are not two chunks of equal length")
+    there = sum(each.tokens for each in documents)
+    if there != tokens:
+        raise ValueError(f"documents of {there} tokens, {tokens} are there")
 
 
 class Route(NamedTuple):

@@ -78,14 +78,17 @@ class Checkpoint:
             raise self._damaged(f"{name} {value!r}")
         return value
 
+    def _require_tables(self, stages: list[Any]) -> None:
+        if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
+            raise self._damaged("its pipeline stages do not have the same number of chunks of a model")
+        if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
+            raise self._damaged("its model is no table of weights")
+
     def _gather(self, found: files.RankFiles) -> None:
         """Collect each rank's part of every weight; layers get their numbers in the whole model."""
         for tensor in range(found.tensor):
             stages = [_chunks(files.read(found.paths[tensor, stage])) for stage in range(found.pipeline)]
-            if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
-                raise self._damaged("its pipeline stages do not have the same number of chunks of a model")
-            if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
-                raise self._damaged("its model is no table of weights")
+            self._require_tables(stages)
             before = 0  # interleaved: the first chunk of each stage, then the second of each
             for chunk in (chunks[number] for number in range(len(stages[0])) for chunks in stages):
                 weights = names.of_core(chunk)

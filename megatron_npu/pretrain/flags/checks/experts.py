@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.flags import derive, expert_flags
@@ -71,6 +72,10 @@ def _router(args: Namespace) -> None:
         raise UsageError(
             "--moe-router-enable-expert-bias", "--moe-router-score-function sigmoid with it", "Add it."
         )
+    _groups(args)
+
+
+def _groups(args: Namespace) -> None:
     groups, taken = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (taken is None):
         raise UsageError(
@@ -100,6 +105,10 @@ def _balance(args: Namespace) -> None:
                 "a type with a loss, or no weight",
                 "Change one of the two.",
             )
+    _capacity(args, kinds)
+
+
+def _capacity(args: Namespace, kinds: list[Any]) -> None:
     if args.moe_expert_capacity_factor is not None and "sinkhorn" in kinds:
         raise UsageError(
             "--moe-expert-capacity-factor with sinkhorn",
@@ -133,10 +142,10 @@ def _versions(args: Namespace) -> None:
         )
     for since, name, value, remedy in _SINCE:
         if value in _list(getattr(args, name)) and version < tuple(map(int, since.split("."))):
-            flag = "biases of experts" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
-            shown = flag if value is True else f"{flag} {value}"
             raise UsageError(
-                f"{shown} with megatron-core {args.megatron_version}", f"{since} or later", remedy
+                f"{_shown(name, value)} with megatron-core {args.megatron_version}",
+                f"{since} or later",
+                remedy,
             )
     if version < (0, 14) and isinstance(args.moe_router_load_balancing_type, list):
         raise UsageError(
@@ -144,6 +153,11 @@ def _versions(args: Namespace) -> None:
             "0.14 or later",
             "Give one.",
         )
+
+
+def _shown(name: str, value: Any) -> str:
+    flag = "biases of experts" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def layout(args: Namespace) -> None:
@@ -157,6 +171,16 @@ def layout(args: Namespace) -> None:
         return
     tensor, expert = args.expert_tensor_parallel_size, args.expert_model_parallel_size
     _divided(args, tensor, expert)
+    _tensor_parallel(args, tensor, expert)
+    if expert > 1 and args.use_cpu_initialization:
+        raise UsageError(
+            "--use-cpu-initialization with --expert-model-parallel-size",
+            "weights drawn on the device: on the host each rank would draw the same for other experts",
+            "Leave it out.",
+        )
+
+
+def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
     if args.add_bias_linear and tensor > 1:
         raise UsageError(
             f"biases of experts with --expert-tensor-parallel-size {tensor}",
@@ -175,12 +199,6 @@ def layout(args: Namespace) -> None:
             "experts with --tensor-model-parallel-size, without --sequence-parallel",
             "both, for megatron-core trains them so alone",
             "Add --sequence-parallel.",
-        )
-    if expert > 1 and args.use_cpu_initialization:
-        raise UsageError(
-            "--use-cpu-initialization with --expert-model-parallel-size",
-            "weights drawn on the device: on the host each rank would draw the same for other experts",
-            "Leave it out.",
         )
 
 

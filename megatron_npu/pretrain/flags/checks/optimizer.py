@@ -70,19 +70,23 @@ def _muon(args: Namespace) -> None:
             )
 
 
-def _narrow(args: Namespace) -> None:
-    """Check the precision-aware optimizer, which takes its types only where it is asked for."""
-    memory_flags.check_precision_aware_optimizer(args)
-    asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+def _refuse_types_alone(args: Namespace) -> None:
     for what in memory_flags.NARROW:
         value = getattr(args, f"{what}_dtype")
-        if value != "fp32" and not asked:
+        if value != "fp32":
             raise UsageError(
                 f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
                 "both",
                 "Add that flag.",
             )
+
+
+def _narrow(args: Namespace) -> None:
+    """Check the precision-aware optimizer, which takes its types only where it is asked for."""
+    memory_flags.check_precision_aware_optimizer(args)
+    asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     if not asked:
+        _refuse_types_alone(args)
         return
     if args.optimizer != "adam" or args.fully_sharded:
         raise UsageError(

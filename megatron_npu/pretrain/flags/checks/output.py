@@ -100,27 +100,36 @@ def checkpoints(args: Namespace) -> None:
             "Drop --async-save.",
         )
     _rewinding(args)
+    _require_load(args)
+    if args.load_last_good:
+        _choose_whole(args)
+    found = _find_checkpoint(args)
+    derive.beginning(args, None if found is None else found.path)
+    if found is not None:
+        _go_on_from(args, found)
+    _spare(args, found)
+
+
+def _require_load(args: Namespace) -> None:
     for flag, given in (
         ("--ckpt-step", args.ckpt_step is not None),
         ("--load-last-good", args.load_last_good),
     ):
         if given and not args.load:
             raise UsageError(flag, "--load DIR together with it", "Add --load.")
-    if args.load_last_good:
-        _choose_whole(args)
-    found = _find_checkpoint(args)
-    derive.beginning(args, None if found is None else found.path)
-    if found is not None:
-        if not found.is_own:
-            found = _of_stock_script(args, found)
-        checkpoint_compatibility.require_same_model(found, args)
-        derive.loaded(args, has_optimizer=found.has_optimizer, has_rng=found.has_rng)
-        checkpoint_compatibility.require_readable_shards(found, args)
-        if args.load_optim:
-            checkpoint_compatibility.require_loadable_optimizer(found, args)
-        if not args.finetune:
-            derive.iterations_from(args, found.iteration, found.consumed_train_samples)
-    _spare(args, found)
+
+
+def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
+    """Check that a checkpoint fits the run, and note what follows from it."""
+    if not found.is_own:
+        found = _of_stock_script(args, found)
+    checkpoint_compatibility.require_same_model(found, args)
+    derive.loaded(args, has_optimizer=found.has_optimizer, has_rng=found.has_rng)
+    checkpoint_compatibility.require_readable_shards(found, args)
+    if args.load_optim:
+        checkpoint_compatibility.require_loadable_optimizer(found, args)
+    if not args.finetune:
+        derive.iterations_from(args, found.iteration, found.consumed_train_samples)
 
 
 def _retention(args: Namespace) -> None:
@@ -231,8 +240,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     """Check that saving will not write over the checkpoints of another run."""
     if not args.save:
         return
-    if Path(args.save).exists() and not Path(args.save).is_dir():
-        raise UsageError(f"--save {args.save} is a file", "a directory", "Give another path.")
+    _require_directory(args.save)
     goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
@@ -240,8 +248,19 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
             "an empty directory, or one that this run goes on from",
             f"Add --load {args.save} to go on, or give another directory.",
         )
-    later = [number for number in checkpoint_files.iterations(args.save) if number > (args.ckpt_step or 0)]
-    if goes_on and args.ckpt_step is not None and later and not args.load_last_good:
+    if goes_on and args.ckpt_step is not None and not args.load_last_good:
+        _spare_later(args)
+
+
+def _require_directory(save: str) -> None:
+    if Path(save).exists() and not Path(save).is_dir():
+        raise UsageError(f"--save {save} is a file", "a directory", "Give another path.")
+
+
+def _spare_later(args: Namespace) -> None:
+    """Check that a run that goes on from ``--ckpt-step`` overwrites no later iteration."""
+    later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
+    if later:
         raise UsageError(
             f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
             + ", ".join(map(str, later)),

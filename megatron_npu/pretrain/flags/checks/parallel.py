@@ -80,6 +80,13 @@ def _hierarchy(args: Namespace) -> None:
         )
 
 
+def _cuts_stages(args: Namespace, flag: str, size: int) -> None:
+    if args.pipeline_model_parallel_size == 1:
+        raise UsageError(flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or drop the flag.")
+    stage = args.num_layers // args.pipeline_model_parallel_size
+    divides(size, flag, stage, "layers of a pipeline stage")
+
+
 def _interleaving(args: Namespace) -> None:
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers is not None and chunks is not None:
@@ -88,16 +95,12 @@ def _interleaving(args: Namespace) -> None:
             "one of them",
             "Drop one.",
         )
-    if layers is not None or chunks is not None:
-        flag = (
-            "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
-        )
-        if args.pipeline_model_parallel_size == 1:
-            raise UsageError(
-                flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or drop the flag."
-            )
-        stage = args.num_layers // args.pipeline_model_parallel_size
-        divides(layers or chunks, flag, stage, "layers of a pipeline stage")
+    for flag, size in (
+        ("--num-layers-per-virtual-pipeline-stage", layers),
+        ("--num-virtual-stages-per-pipeline-rank", chunks),
+    ):
+        if size is not None:
+            _cuts_stages(args, flag, size)
     derive.interleaving(args)
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     if interleaved and args.pipeline_model_parallel_size == 2 and not args.overlap_p2p_comm:
