@@ -15,7 +15,7 @@ import shape
 
 # A ceiling falls with what it counts. It rises for a function that would read worse in parts: a reviewer sees
 # it here.
-COMPLEX = 39
+COMPLEX = 36
 OWN_OF_MANY = 7
 LONGEST = 95  # lines, with the docstring
 GLOBAL = 3

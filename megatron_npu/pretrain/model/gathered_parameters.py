@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
-def gathered(args: Namespace, model: list[Any]) -> Iterator[None]:
-    """Have all parameters gathered inside the block (--overlap-param-gather gathers them while running)."""
-    if not args.overlap_param_gather:
+def gathered(model: list[Any], *, overlaps: bool) -> Iterator[None]:
+    """Have all parameters gathered inside the block.
+
+    Args:
+        model: its chunks.
+        overlaps: whether they are gathered while they run (--overlap-param-gather); else nothing is to do.
+    """
+    if not overlaps:
         yield
         return
     for chunk in model:

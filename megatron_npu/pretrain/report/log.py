@@ -90,8 +90,8 @@ class Log(Sinks):
             iteration: the last of them, counted from 1 since the run first began.
             steps: all of them.
             of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
-            of_experts: the losses of each layer with experts (``expert_losses.take``), likewise.
-            of_predictions: those of multi-token prediction (``prediction_losses.take``), likewise.
+            of_experts: the losses of each layer with experts (``ExpertLosses.take``), likewise.
+            of_predictions: those of multi-token prediction (``PredictionLosses.take``), likewise.
         """
         if not self.on_rank_0:
             return

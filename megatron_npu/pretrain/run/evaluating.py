@@ -120,7 +120,11 @@ class Evaluation:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Hold the model in evaluation mode, without gradients."""
-        with watchdog.phase("evaluating"), gathered(self.args, self._model), torch.no_grad():
+        with (
+            watchdog.phase("evaluating"),
+            gathered(self._model, overlaps=self.args.overlap_param_gather),
+            torch.no_grad(),
+        ):
             for chunk in self._model:
                 chunk.eval()
             try:

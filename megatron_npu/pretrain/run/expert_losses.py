@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,44 +37,66 @@ def _name(kind: str, version: str) -> str:
     return "load_balancing_loss" if old else _NAMES[kind]
 
 
-def take(args: Namespace, micro_batches: int) -> dict[str, list[float]]:
-    """Return each loss of each layer with experts, a mean over what happened since the last time.
+@dataclass(frozen=True)
+class ExpertLosses:
+    """The losses of a run.
 
-    Unweighted, as Megatron logs them: of the losses of balance 1 is perfect. A collective: all ranks must
-    call it.
-
-    Args:
-        micro_batches: of a rank, since the last time.
+    Attributes:
+        names: megatron-core's of those that the run has.
+        layers: whether each layer of the model has experts.
     """
-    from megatron.core import parallel_state
 
-    found, layers = names(args), derive.expert_layers(args)
-    if not found:
-        return {}
+    names: tuple[str, ...]
+    layers: tuple[bool, ...]
+
+    @staticmethod
+    def of(args: Namespace) -> ExpertLosses:
+        """Return those of a run with these flags."""
+        layers = tuple(map(bool, derive.expert_layers(args)))
+        return ExpertLosses(tuple(names(args)), layers)
+
+    def take(self, micro_batches: int) -> dict[str, list[float]]:
+        """Return each loss of each layer with experts, a mean over what happened since the last time.
+
+        Unweighted, as Megatron logs them: of the losses of balance 1 is perfect. A collective: all ranks
+        must call it.
+
+        Args:
+            micro_batches: of a rank, since the last time.
+        """
+        from megatron.core import parallel_state
+
+        if not self.names:
+            return {}
+        device = devices.current().torch_device()
+        own = torch.zeros(len(self.names), len(self.layers), dtype=torch.float32, device=device)
+        for row, name in zip(own, self.names, strict=True):
+            _take_into(row, name)
+        # megatron-core's own reduction leaves data parallelism out of some, of others in each version
+        dist.all_reduce(own)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        own *= stages / (dist.get_world_size() * micro_batches)
+        return {
+            name: [value for value, has in zip(row, self.layers, strict=True) if has]
+            for name, row in zip(self.names, own.tolist(), strict=True)
+        }
+
+    def forget(self) -> None:
+        """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+        if self.names:
+            _tracker().clear()
+
+
+def _take_into(row: torch.Tensor, name: str) -> None:
+    """Add what has been measured of a loss, ``[layers]``, and begin anew."""
     tracker = _tracker()
-    device = devices.current().torch_device()
-    own = torch.zeros(len(found), args.num_layers, dtype=torch.float32, device=device)
-    for row, name in zip(own, found, strict=True):
-        if name in tracker:
-            row += tracker[name]["values"]
-            group = tracker[name]["reduce_group"]
-            if group is not None:  # each rank has measured a part of the tokens' loss
-                dist.all_reduce(row, group=group)
-            tracker[name]["values"].zero_()
-    # megatron-core's own reduction leaves data parallelism out of some of them, other ones in each version
-    dist.all_reduce(own)
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    own *= stages / (dist.get_world_size() * micro_batches)
-    return {
-        name: [value for value, has in zip(row, layers, strict=True) if has]
-        for name, row in zip(found, own.tolist(), strict=True)
-    }
-
-
-def forget(args: Namespace) -> None:
-    """Drop what an earlier run of this process has left, perhaps of another number of layers."""
-    if names(args):
-        _tracker().clear()
+    if name not in tracker:
+        return
+    row += tracker[name]["values"]
+    group = tracker[name]["reduce_group"]
+    if group is not None:  # each rank has measured a part of the tokens' loss
+        dist.all_reduce(row, group=group)
+    tracker[name]["values"].zero_()
 
 
 def _tracker() -> dict[str, dict[str, Any]]:

@@ -21,13 +21,15 @@ from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Interval, Log, Steps
-from megatron_npu.pretrain.run import expert_losses, loss, prediction_losses
+from megatron_npu.pretrain.run import loss
 from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
 from megatron_npu.pretrain.run.clock import Clock
 from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.pretrain.run.evaluating import Evaluation
+from megatron_npu.pretrain.run.expert_losses import ExpertLosses
 from megatron_npu.pretrain.run.outcome import Outcome
 from megatron_npu.pretrain.run.pace import Pace
+from megatron_npu.pretrain.run.prediction_losses import PredictionLosses
 from megatron_npu.pretrain.run.saving import Saving
 from megatron_npu.pretrain.run.termination import Deadline, Termination
 
@@ -69,6 +71,8 @@ class Trainer:
 
         self.args, self.config, self.state = args, config, state
         self.plan = RunPlan.of(args)
+        self.of_experts = ExpertLosses.of(args)
+        self.of_predictions = PredictionLosses(args.mtp_num_layers or 0)
         self.datasets, self.log, self.on_gradients = datasets, log, on_gradients
         self.begin = position.iteration
         self.position = position
@@ -89,8 +93,8 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
-        expert_losses.forget(self.args)
-        prediction_losses.forget(self.args)
+        self.of_experts.forget()
+        self.of_predictions.forget()
         for chunk in self.state.model:
             chunk.train()
         self._data = self.guard.batches(self.training_batches())
@@ -197,7 +201,7 @@ class Trainer:
             return True
         self._report()  # of what came before
         self._advance()
-        with self.clock.paused(), gathered(self.args, self.state.model):
+        with self.clock.paused(), gathered(self.state.model, overlaps=self.args.overlap_param_gather):
             self.position = self.guard.go_back(to, fault, self.position)
         self.log.write("rewind", to, {"fault": fault.words})
         self._data = self.guard.batches(self.training_batches())
@@ -234,7 +238,7 @@ class Trainer:
         return bool(interval) and (self.position.iteration + 1) % interval == 0
 
     def _compare_weights(self) -> None:
-        with gathered(self.args, self.state.model):
+        with gathered(self.state.model, overlaps=self.args.overlap_param_gather):
             replicas.check_megatron(self.state.model)
         self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
 
@@ -310,8 +314,8 @@ class Trainer:
                 scale=self.state.optimizer.get_loss_scale().item(),
             ),
             of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
-            of_experts=expert_losses.take(self.args, count),
-            of_predictions=prediction_losses.take(self.args),
+            of_experts=self.of_experts.take(count),
+            of_predictions=self.of_predictions.take(),
         )
         self._check_losses(losses)
         slower = self.pace.note(seconds, len(losses))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,37 +11,44 @@ import torch.distributed as dist
 from megatron_npu import devices
 
 PREFIX = "mtp_"  # of the losses' names
-TOKENS = (
-    "megatron_npu_tokens"  # of megatron-core's tracker: what adaptors add to its sums (0.19 renamed those)
-)
+# Of megatron-core's tracker: what adaptors add to its sums (0.19 renamed those).
+TOKENS = "megatron_npu_tokens"
 
 
-def names(args: Namespace) -> list[str]:
-    """Return the names of the losses that a run has, as upstream logs them: one for each further token."""
-    return [f"{PREFIX}{number}_loss" for number in range(1, (args.mtp_num_layers or 0) + 1)]
+@dataclass(frozen=True)
+class PredictionLosses:
+    """The losses of a run.
 
-
-def take(args: Namespace) -> dict[str, float]:
-    """Return each loss, a mean over the tokens since the last time; unweighted, in nats a token.
-
-    A collective: all ranks must call it.
+    Attributes:
+        further: tokens that are predicted behind the next one.
     """
-    found = names(args)
-    if not found:
-        return {}
-    own = torch.zeros(2, len(found), dtype=torch.float32, device=devices.current().torch_device())
-    for row, values in zip(own, _tracked(), strict=False):
-        row += values
-        values.zero_()
-    dist.all_reduce(own)  # stages before the last have none; all tensor-parallel ranks have the same
-    losses, tokens = own
-    return dict(zip(found, (losses / tokens).tolist(), strict=True))
 
+    further: int
 
-def forget(args: Namespace) -> None:
-    """Drop what an earlier run of this process has left, perhaps of another number of layers."""
-    if names(args):
-        _tracker().clear()
+    @property
+    def names(self) -> list[str]:
+        """The losses' names as upstream logs them: one for each further token."""
+        return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
+
+    def take(self) -> dict[str, float]:
+        """Return each loss, a mean over the tokens since the last time; unweighted, in nats a token.
+
+        A collective: all ranks must call it.
+        """
+        if not self.further:
+            return {}
+        own = torch.zeros(2, self.further, dtype=torch.float32, device=devices.current().torch_device())
+        for row, values in zip(own, _tracked(), strict=False):
+            row += values
+            values.zero_()
+        dist.all_reduce(own)  # stages before the last have none; all tensor-parallel ranks have the same
+        losses, tokens = own
+        return dict(zip(self.names, (losses / tokens).tolist(), strict=True))
+
+    def forget(self) -> None:
+        """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+        if self.further:
+            _tracker().clear()
 
 
 def _tracked() -> list[torch.Tensor]:

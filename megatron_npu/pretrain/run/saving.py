@@ -41,7 +41,7 @@ class Saving:
             UnsavedError: it cannot be written, or the one before could not.
         """
         try:
-            with self.clock.paused(), gathered(self.args, self.state.model):
+            with self.clock.paused(), gathered(self.state.model, overlaps=self.args.overlap_param_gather):
                 if self._writers is not None:
                     return self._writers.begin(self.state, position)
                 path = checkpoints.save(self.args, self.state, position)

@@ -13,6 +13,7 @@ from megatron_npu.pretrain.flags.checks import experts
 from megatron_npu.pretrain.flags.expert_flags import layer_frequency
 from megatron_npu.pretrain.report import flops
 from megatron_npu.pretrain.run import expert_losses
+from megatron_npu.pretrain.run.expert_losses import ExpertLosses
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 
@@ -135,7 +136,7 @@ def test_a_second_run_of_a_process_begins_anew(check, monkeypatch):
     """megatron-core keeps the losses in a table of the process, with as many layers as the first run had."""
     kept = {"load_balancing_loss": {"values": [1.0, 2.0]}}
     monkeypatch.setattr(expert_losses, "_tracker", lambda: kept)
-    expert_losses.forget(check(*EXPERTS.split()))
+    ExpertLosses.of(check(*EXPERTS.split())).forget()
     assert kept
-    expert_losses.forget(check(*EXPERTS.split(), "--moe-aux-loss-coeff", "0.1"))
+    ExpertLosses.of(check(*EXPERTS.split(), "--moe-aux-loss-coeff", "0.1")).forget()
     assert not kept
