@@ -121,10 +121,10 @@ def main(argv: list[str] | None = None) -> int:
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
         argv = [*argv[1:2], "--help"]
-    argv = _for_absent_scripts(argv)
     code = _answer_without_command(argv)
     if code is not None:
         return code
+    argv = _for_absent_scripts(argv)
     files.tighten_umask()
     _write_whole_lines()
     try:
