@@ -117,7 +117,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Give shards their state though this rank has no gradient of them: all ranks must save the same."""
+        """Give shards of which this rank holds nothing their state, too, in one order: all ranks save it."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
