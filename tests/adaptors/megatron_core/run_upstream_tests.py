@@ -7,7 +7,8 @@
 CHECKOUT is a Megatron-LM tree with ``tests/unit_tests``, or one of Megatron-DeepSpeed with ``tests``.
 With MEGATRON_NPU_TE=local only those tests run that are recorded as excluded for want of TransformerEngine.
 npu is the simulated Ascend where no real one is there. docs/upstream-tests.md says what is judged, and how.
-Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now.
+Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now
+(regressions), and of those that fail unexplained and are not recorded (new failures).
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ def main(argv: list[str]) -> int:
     before = changes(checkout)
     with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
         scratch = Path(folder) if options.scratch is None else options.scratch.resolve()
-        results = list(
-            stored(scratch, chosen) if options.again else run(options, checkout, scratch, chosen, rules)
-        )
+        results = gather(options, checkout, scratch, chosen, rules)
     if changes(checkout) != before:
         print(f"the tests changed {checkout}:\n{changes(checkout)}", file=sys.stderr)
         return 1
@@ -95,13 +94,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=120, help="seconds for one test (default: 120)")
     parser.add_argument("--scratch", type=Path, help="keep logs, results and temporary files here")
     parser.add_argument("--again", action="store_true", help="judge what lies in SCRATCH again, run nothing")
+    parser.add_argument(
+        "--resume", action="store_true", help="run only files without a result in SCRATCH, and judge all"
+    )
     parser.add_argument("--record", action="store_true", help="write the baseline, compare nothing")
     parser.add_argument("--page", action="store_true", help="only write docs/upstream-tests.md again")
     options = parser.parse_args(argv)
     if options.checkout is None and not options.page:
         parser.error("CHECKOUT is missing")
-    if options.again and options.scratch is None:
-        parser.error("--again needs --scratch")
+    if (options.again or options.resume) and options.scratch is None:
+        parser.error(f"{'--again' if options.again else '--resume'} needs --scratch")
     return options
 
 
@@ -125,6 +127,22 @@ def changes(checkout: Path) -> str:
     """Return what git sees as changed in the checkout, ignored files too."""
     command = ["git", "-C", str(checkout), "status", "--porcelain", "--ignored"]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+
+
+def gather(
+    options: argparse.Namespace,
+    checkout: Path,
+    scratch: Path,
+    chosen: dict[str, list[str] | None],
+    rules: list[exclusions.Rule],
+) -> list[FileResult]:
+    """Return the results of the chosen files, of each the named tests (None: all): stored ones, and new ones."""
+    results = list(stored(scratch, chosen)) if options.again or options.resume else []
+    there = {result.file for result in results}
+    left = {file: names for file, names in chosen.items() if file not in there}
+    if left and not options.again:
+        results += run(options, checkout, scratch, left, rules)
+    return results
 
 
 def run(
@@ -193,14 +211,22 @@ def record(recorded: baseline.Baseline, results: list[FileResult], rules: list[e
 def report(recorded: baseline.Baseline, results: list[FileResult], rules: list[exclusions.Rule]) -> int:
     """Print how the results differ from what was recorded; return 1 if something got worse."""
     found = baseline.compare(recorded, results, rules)
-    for title, tests in (("cannot be judged here", found.incomparable), ("REGRESSION", found.regressions)):
+    titles = {
+        "cannot be judged here": found.incomparable,
+        "new failure": found.new_failures,
+        "REGRESSION": found.regressions,
+    }
+    for title, tests in titles.items():
         for test, why in tests.items():
             print(f"{title}: {test}: {why}")
     for test in found.gains:
         print(f"passes now (record it): {test}")
     ran = sum(len(result.tests) for result in results)
-    print(f"{ran} tests, {len(found.regressions)} regressions, {len(found.gains)} gains")
-    return 1 if found.regressions else 0
+    counts = [f"{len(found.regressions)} regressions", f"{len(found.new_failures)} new failures"]
+    print(f"{ran} tests, {', '.join(counts)}, {len(found.gains)} gains")
+    if not recorded.files:
+        print(f"nothing is recorded of {recorded.tree} on {recorded.device}: --record writes a baseline")
+    return 1 if found.regressions or found.new_failures else 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +55,7 @@ def test_quick_files_hold_their_baseline():
     tree = checkout("megatron_core", "0.16.1")
     done = run(str(RUNNER), str(tree), "--device=cpu", "--limit=300", *(f"--folder={file}" for file in QUICK))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 regressions" in done.stdout
+    assert "0 regressions, 0 new failures" in done.stdout
     recorded = baseline.Baseline.load("core_v0.16.1", "cpu")
     expected = sum(len(recorded.outcomes(f"tests/unit_tests/{file}")) for file in QUICK)
     assert f"{expected} tests" in done.stdout
@@ -61,6 +63,7 @@ def test_quick_files_hold_their_baseline():
 
 FILE = """
 import os
+import sys
 import time
 
 import pytest
@@ -107,7 +110,19 @@ def test_dies():
 def test_fails_everywhere():
     assert False, "alike"
 
-def test_last():
+# names of core_v0.14.0's and core_v0.16.1's conftest
+@pytest.mark.parametrize("name", ["get_oldest_release_and_assets", "download_and_extract_asset"])
+def test_fetches_nothing(name):
+    module = sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"]
+    with pytest.raises(RuntimeError, match="not fetched here"):
+        getattr(module, name)(assets_dir="/opt/data")
+
+@pytest.mark.experimental
+def test_experimental(request):
+    assert request.config.option.experimental is True
+
+def test_last(request):
+    assert request.config.option.experimental is False
     assert os.getcwd().endswith("cwd")
 """
 
@@ -155,6 +170,9 @@ def test_a_world_that_breaks_is_replaced(tmp_path):
         "test_after_a_hang": PASSED,
         "test_dies": FAILED,
         "test_fails_everywhere": FAILED,
+        "test_fetches_nothing[get_oldest_release_and_assets]": PASSED,
+        "test_fetches_nothing[download_and_extract_asset]": PASSED,
+        "test_experimental": PASSED,
         "test_last": PASSED,
     }
     assert "assert 1 != 1" in tests["test_fails_in_one_rank"][1]
@@ -196,7 +214,7 @@ RULES = [
         (FAILED, Result(FAILED, "wrong"), None),
         (FAILED, Result(PASSED), "gains"),
         (baseline.EXCLUDED, Result(PASSED), "gains"),
-        (None, Result(FAILED, "wrong"), "regressions"),
+        (None, Result(FAILED, "wrong"), "new_failures"),
         (None, Result(FAILED, "no X"), None),
         (None, Result(PASSED), None),
     ],
@@ -207,6 +225,51 @@ def test_comparison(before, now, kind):
     result = FileResult("file", 1, 0.0, {} if now is None else {"a": now})
     found = vars(baseline.compare(recorded, [result], RULES))
     assert [name for name, tests in found.items() if "file::a" in tests] == ([kind] if kind else [])
+
+
+@pytest.fixture(scope="module")
+def runner():
+    """Return the runner's names; where it looks for modules is put back."""
+    path = [*sys.path]
+    yield runpy.run_path(str(RUNNER))
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize(
+    ("files", "title", "counts"),
+    [
+        ({}, "new failure: file::a: wrong", "1 tests, 0 regressions, 1 new failures, 0 gains"),
+        (
+            {"file": {PASSED: ["a"]}},
+            "REGRESSION: file::a: failed: wrong",
+            "1 tests, 1 regressions, 0 new failures, 0 gains",
+        ),
+    ],
+    ids=["nothing recorded", "recorded"],
+)
+def test_a_failure_is_a_regression_only_of_what_is_recorded(capsys, runner, files, title, counts):
+    recorded = baseline.Baseline("core_v0.14.0", "cpu", files=files)
+    assert runner["report"](recorded, [FileResult("file", 1, 0.0, {"a": Result(FAILED, "wrong")})], RULES) == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[:2] == [title, counts]
+    assert ("nothing is recorded of core_v0.14.0 on cpu" in said) is not bool(files)
+
+
+def test_a_run_goes_on_where_one_ended(tmp_path, monkeypatch, runner):
+    def run(options, checkout, scratch, chosen, rules):
+        return [FileResult(file, 1, 0.0, {}) for file in chosen]
+
+    monkeypatch.setitem(runner["gather"].__globals__, "run", run)
+    stored = FileResult("tests/unit_tests/test_a.py", 8, 2.0, {"a": Result(PASSED)})
+    (tmp_path / "results").mkdir()
+    runner["result_path"](tmp_path, stored.file).write_text(json.dumps(dataclasses.asdict(stored)))
+    chosen = dict.fromkeys((stored.file, "tests/unit_tests/test_b.py"))
+    options = runner["arguments"](["tree", "--resume", f"--scratch={tmp_path}"])
+    first, second = runner["gather"](options, tmp_path, tmp_path, chosen, [])
+    assert dataclasses.asdict(first) == dataclasses.asdict(stored)
+    assert second.file == "tests/unit_tests/test_b.py"
+    with pytest.raises(SystemExit):
+        runner["arguments"](["tree", "--resume"])
 
 
 @pytest.mark.parametrize(("text", "kind"), [("no y here", "incomparable"), ("no X", "regressions")])

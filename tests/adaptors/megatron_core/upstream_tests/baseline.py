@@ -133,6 +133,7 @@ class Comparison:
     """Tests that changed, by their full name, each with a reason."""
 
     regressions: dict[str, str] = field(default_factory=dict)
+    new_failures: dict[str, str] = field(default_factory=dict)  # of tests that are not recorded
     gains: list[str] = field(default_factory=list)
     incomparable: dict[str, str] = field(default_factory=dict)
 
@@ -140,8 +141,8 @@ class Comparison:
 def compare(baseline: Baseline, results: list[FileResult], rules: list[exclusions.Rule]) -> Comparison:
     """Hold a run against the baseline.
 
-    A regression is a test that passed and no longer does, is gone from a file that was run, or is new and
-    fails without a rule that explains it.
+    A regression is a test that passed and no longer does, or is gone from a file that was run. A test that is
+    not recorded and fails without a rule that explains it is a new failure.
     """
     answer = Comparison()
     for result in results:
@@ -165,5 +166,7 @@ def _compare_one(
     rule = exclusions.find(rules, test, now.text, device)
     if rule is not None and rule.environment:
         answer.incomparable[test] = rule.reason
-    elif before == PASSED or (before is None and now.outcome == FAILED and rule is None):
+    elif before == PASSED:
         answer.regressions[test] = f"{now.outcome}: {now.text}"
+    elif before is None and now.outcome == FAILED and rule is None:
+        answer.new_failures[test] = now.text

@@ -24,9 +24,11 @@ baselines in `tests/adaptors/megatron_core/upstream_tests/` by
 python tests/adaptors/megatron_core/run_upstream_tests.py --page
 ```
 
-A run compares with the baseline and names the tests that passed when it was recorded and do not now (exit
-status 1); `--record` writes a new baseline. Checkouts come from `scripts/get_megatron.sh`; nothing is
-written into them.
+A run compares with the baseline and names the tests that passed when it was recorded and do not now
+(`REGRESSION`), and those that fail unexplained and are not recorded (`new failure`); either makes the exit
+status 1. `--record` writes a new baseline, `--resume --scratch FOLDER` goes on where a run ended. Every
+version that the [versions page](megatron-core.md) names can be run, recorded here or not. Checkouts come from
+`scripts/get_megatron.sh`; nothing is written into them.
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
@@ -35,8 +37,8 @@ python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu 
 
 `npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
 upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
-pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version 0.6.0 of the last,
-which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
+pyzmq, flask, fastapi and nvidia-resiliency-ext; those of core_v0.18.2 and core_v0.19.0 with the version 0.6.0
+of the last, which their packages pin, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
 judged; the run says so.
 
 ## How they are run
@@ -50,6 +52,8 @@ judged; the run says so.
 - **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
   files: many skip themselves otherwise), and of tensors what Megatron is told (`is_cuda`). That there is no
   network: what they would download is absent.
+- **Experimental.** A test that upstream marks so is run with `--experimental`, the others without, as the two
+  sessions of its CI do.
 - **Memory.** A world that would leave the machine less than a tenth of its memory is stopped, and the test
   that it was in does not count.
 - **Groups** of a model-parallel layout that a test has destroyed are released, from megatron-core 0.9 on;

@@ -35,8 +35,10 @@ with contextlib.suppress(ImportError):  # bigscience's Megatron-DeepSpeed has no
 TEXT_LIMIT = 200
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _INSTALLED = re.compile(r"/[^\s\"']*/site-packages/")  # a path of this machine
-# Upstream's conftest fetches data from the network into /opt/data when this module lets it.
+# Upstream's conftest fetches data from the network into /opt/data when this module lets it: by the first name
+# from core_v0.16.0 on, by the second in core_v0.14.0 and core_v0.15.
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+_DOWNLOADERS = ("download_and_extract_asset", "get_oldest_release_and_assets")
 
 
 class Reporter:
@@ -73,6 +75,11 @@ class Reporter:
         if self.selected is not None and name not in self.selected:
             return ""
         return next((why for pattern, why in self.barred.items() if re.match(pattern, name)), None)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        # Upstream's CI has two sessions: one without --experimental, one with it of the tests marked so.
+        item.config.option.experimental = item.get_closest_marker("experimental") is not None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -159,10 +166,11 @@ def forbid_downloads() -> None:
     """Put a module in place of upstream's downloader that leaves network and /opt/data alone."""
     module = types.ModuleType(_DOWNLOAD)
 
-    def download_and_extract_asset(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("the unit tests' data set is not fetched here")
 
-    module.download_and_extract_asset = download_and_extract_asset
+    for name in _DOWNLOADERS:
+        setattr(module, name, refuse)
     sys.modules[_DOWNLOAD] = module
 
 
