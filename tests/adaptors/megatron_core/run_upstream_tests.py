@@ -126,7 +126,7 @@ def simulated(argv: list[str]) -> int:
 def changes(checkout: Path) -> str:
     """Return what git sees as changed in the checkout, ignored files too."""
     command = ["git", "-C", str(checkout), "status", "--porcelain", "--ignored"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout
 
 
 def gather(
@@ -136,7 +136,7 @@ def gather(
     chosen: dict[str, list[str] | None],
     rules: list[exclusions.Rule],
 ) -> list[FileResult]:
-    """Return the results of the chosen files, of each the named tests (None: all): stored ones, and new ones."""
+    """Return the results of the chosen files, of each the named tests (None: all), stored ones first."""
     results = list(stored(scratch, chosen)) if options.again or options.resume else []
     there = {result.file for result in results}
     left = {file: names for file, names in chosen.items() if file not in there}

@@ -249,7 +249,8 @@ def runner():
 )
 def test_a_failure_is_a_regression_only_of_what_is_recorded(capsys, runner, files, title, counts):
     recorded = baseline.Baseline("core_v0.14.0", "cpu", files=files)
-    assert runner["report"](recorded, [FileResult("file", 1, 0.0, {"a": Result(FAILED, "wrong")})], RULES) == 1
+    result = FileResult("file", 1, 0.0, {"a": Result(FAILED, "wrong")})
+    assert runner["report"](recorded, [result], RULES) == 1
     said = capsys.readouterr().out
     assert said.splitlines()[:2] == [title, counts]
     assert ("nothing is recorded of core_v0.14.0 on cpu" in said) is not bool(files)

@@ -37,8 +37,8 @@ python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu 
 
 `npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
 upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
-pyzmq, flask, fastapi and nvidia-resiliency-ext; those of core_v0.18.2 and core_v0.19.0 with the version 0.6.0
-of the last, which their packages pin, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
+pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version 0.6.0 of the last,
+which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
 judged; the run says so.
 
 ## How they are run
