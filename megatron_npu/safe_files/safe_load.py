@@ -24,10 +24,10 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.safe_files import checked_numpy
 
 # What the scripts of core_v0.12 to 0.19 put into a checkpoint beside numbers and texts: enumerations, plain
-# holders and random states.
+# holders and random states; the slice is a part of a flat buffer, in local checkpoints of up to 0.15.
 OF_STOCK_SCRIPTS = frozenset(
     """
-    argparse.Namespace types.SimpleNamespace pathlib.PosixPath signal.Signals
+    argparse.Namespace builtins.slice types.SimpleNamespace pathlib.PosixPath signal.Signals
     megatron.core.enums.ModelType megatron.core.transformer.enums.AttnBackend
     megatron.core.transformer.enums.CudaGraphScope megatron.core.transformer.enums.CudaGraphModule
     megatron.core.transformer.enums.InferenceCudaGraphScope

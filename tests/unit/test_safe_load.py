@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import serialization
 
-from megatron_npu.safe_files import safe_load
+from megatron_npu.safe_files import safe_load, torch_readers
 
 
 @pytest.fixture
@@ -45,3 +45,12 @@ def test_an_error_does_not_leave_anything_allowed(allowed_before):
     with pytest.raises(ZeroDivisionError), safe_load.allowing(PosixPath):
         raise ZeroDivisionError
     assert set(serialization.get_safe_globals()) == before
+
+
+def test_a_part_of_a_flat_buffer_is_read(tmp_path):
+    """A local checkpoint of the scripts of up to 0.15 holds the slice of each tensor of its optimizer."""
+    torch.save({"flattened_range": slice(2, 5)}, tmp_path / "a")
+    with (tmp_path / "a").open("rb") as stream:
+        assert torch_readers._load_value(stream) == {"flattened_range": slice(2, 5)}
+    read = safe_load.read(tmp_path / "a", safe_load.OF_STOCK_SCRIPTS)
+    assert read["flattened_range"].given == (2, 5, None)
