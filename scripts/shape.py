@@ -30,6 +30,7 @@ GIVEN = {
     "adaptors/deepspeed/megatron_deepspeed_core/text_generation.py:__call__": "upstream's ForwardStep",
     "adaptors/megatron_core/experts/grouped_linear.py:__init__": "TEGroupedLinear's",
     "adaptors/megatron_core/te/te_layers.py:forward": "the forward of the layer that it wraps",
+    "evaluation/lm_eval_model.py:__init__": "keywords of lm-eval's --model_args",
     "finetune/data/mmap_datasets.py:build_train_valid_test_datasets_for_huggingface": "a document's own",
     "ops/attention/context_parallel/ring.py:forward": "a call of torch.autograd.Function",
     "ops/optimizers/adam.py:__init__": "apex's and torch's Adam",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron_npu.conversion import unsupported
@@ -45,17 +46,23 @@ def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[
         return [there] * layers
     there = config.require("use_sliding_window", False, True) and there
     limit = config.whole("max_window_layers", _LIMIT)
-    expected = {
-        "all": [there] * layers,
-        "late": [there and number >= limit for number in range(layers)],
-        "odd": [there and number < limit and number % 2 == 0 for number in range(layers)],
-    }[which]
+    expected = [there and _has_window(number, limit, which) for number in range(layers)]
     kinds = config.items("layer_types")
-    if not kinds:
-        return expected
+    return _of_kinds(config, kinds, expected, free=there and which != "all") if kinds else expected
+
+
+def _has_window(number: int, limit: int, which: Layers) -> bool:
+    """Return whether the layer of a number has a window by the keys but ``layer_types``."""
+    if which == "late":
+        return number >= limit
+    return which == "all" or (number < limit and number % 2 == 0)
+
+
+def _of_kinds(config: Config, kinds: Sequence[Any], expected: list[bool], *, free: bool) -> list[bool]:
+    """Return what ``layer_types`` says; another thing than the other keys only where that is ``free``."""
     found = [kind == _WINDOW for kind in kinds]
-    known = len(kinds) == layers and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
-    if not known or (found != expected and (not there or which == "all")):
+    known = len(kinds) == len(expected) and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
+    if not known or (found != expected and not free):
         raise config.refusal("layer_types", kinds, f"{json.dumps(_kinds(expected))}, as the other keys say")
     return found
 

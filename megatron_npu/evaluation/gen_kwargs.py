@@ -50,22 +50,10 @@ class Wish:
         rest = dict(wanted)
         until = rest.pop("until", None) or []
         lengths = [value for value in (rest.pop(name, None) for name in _LENGTHS) if value is not None]
-        sampled = rest.pop("do_sample", None)
-        temperature = float(rest.pop("temperature", None) or 0.0)
+        temperature = _temperature(rest)
         top_p = float(rest.pop("top_p", None) or 1.0)
         top_k = int(rest.pop("top_k", None) or 0)
-        for name, value in rest.items():
-            allowed = _WITHOUT_MEANING.get(name, ())
-            if allowed is not None and value not in allowed:
-                raise UsageError(
-                    f"generation_kwargs {name}={value!r}",
-                    "until, max_gen_toks, do_sample, temperature, top_p, top_k",
-                    "Change the task, or evaluate the export with --model hf.",
-                )
-        if sampled is False:
-            temperature = 0.0
-        elif sampled and not temperature:
-            temperature = 1.0
+        _refuse_unknown(rest)
         return cls(
             until=(until,) if isinstance(until, str) else tuple(until),
             tokens=int((lengths or [tokens])[0]),
@@ -83,3 +71,23 @@ class Wish:
             top_p=self.top_p,
             seed=seed,
         )
+
+
+def _refuse_unknown(rest: Mapping[str, Any]) -> None:
+    for name, value in rest.items():
+        allowed = _WITHOUT_MEANING.get(name, ())
+        if allowed is not None and value not in allowed:
+            raise UsageError(
+                f"generation_kwargs {name}={value!r}",
+                "until, max_gen_toks, do_sample, temperature, top_p, top_k",
+                "Change the task, or evaluate the export with --model hf.",
+            )
+
+
+def _temperature(rest: dict[str, Any]) -> float:
+    """Take ``do_sample`` and ``temperature`` out: to sample without a temperature is to sample at 1."""
+    sampled = rest.pop("do_sample", None)
+    temperature = float(rest.pop("temperature", None) or 0.0)
+    if sampled is None:
+        return temperature
+    return (temperature or 1.0) if sampled else 0.0

@@ -57,16 +57,21 @@ def datasets(args: Namespace) -> Datasets:
         "valid": validates and not prefixes,
         "test": bool(args.eval_iters and args.test_data_path),
     }
-    batch = args.global_batch_size
-    train = args.epoch_samples or args.train_samples or args.train_iters * batch
-    all_or_some = None if args.full_validation else evaluation_count(args) * batch
-    sizes = [train, all_or_some if read["valid"] else 0, args.eval_iters * batch * read["test"]]
+    all_or_some = None if args.full_validation else evaluation_count(args) * args.global_batch_size
+    sizes = _sizes(args, read, all_or_some)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     found = build(kind, sizes, _config(args, _source(args, read)))
     if args.rank == 0 and found.train is not None and not args.mock_data:
         _warn_of_unknown_tokens(args, found.train)
     alone = [(prefix, _alone(args, kind, prefix, all_or_some)) for prefix in prefixes]
     return found._replace(valid_sets=tuple(alone))
+
+
+def _sizes(args: Namespace, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
+    """Return the samples of training, validation and test; None: all that are there."""
+    batch = args.global_batch_size
+    train = args.epoch_samples or args.train_samples or args.train_iters * batch
+    return [train, validation if read["valid"] else 0, args.eval_iters * batch * read["test"]]
 
 
 def _alone(args: Namespace, kind: Any, prefix: str, samples: int | None) -> Any:

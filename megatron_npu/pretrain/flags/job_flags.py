@@ -33,13 +33,14 @@ def add_ends(add: Add) -> None:
         type=positive,
         help="save and end when the command has run for N minutes (default: never)",
     )
-    add_shared(add, "--exit-signal-handler", help="save and end after --exit-signal, or after Ctrl-C")
+    add_shared(add, "--exit-signal-handler")
     add(
         "--exit-signal",
         choices=[each.name for each in signal.Signals if each.name not in _UNHEARD],
         metavar="NAME",
         default="SIGTERM",
-        help="of --exit-signal-handler; SIGUSR1, say, which a batch system sends before the end",
+        help="what --exit-signal-handler hears in place of SIGTERM: SIGUSR1, say, which a batch system sends "
+        "before the end",
     )
 
 
