@@ -62,11 +62,17 @@ OWN = tuple(
     --log-loss-per-rank --sample-prompt --sample-tokens --sample-temperature --dashboard --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape
-    --fused-ops --lora-rank
+    --fused-ops --lora-rank --rope-scaling-type --rope-scaling-original-max-position-embeddings
+    --rope-scaling-low-freq-factor --rope-scaling-high-freq-factor --add-attention-bias
     """.split()
 )
-# Flags of later Megatrons: 0.18's name of --muon-use-nesterov, and one of 0.17.
-LATER = ("--muon-nesterov", "--muon-coefficient-type")
+# Flags of later Megatrons: 0.18's name of --muon-use-nesterov, one of 0.17, one of 0.18, and 0.19's of YaRN.
+LATER = tuple(
+    """
+    --muon-nesterov --muon-coefficient-type --null-tokenizer-eod-id --yarn-original-max-position-embeddings
+    --yarn-beta-fast --yarn-beta-slow --no-yarn-correction-range-round-to-int
+    """.split()
+)
 
 
 def page() -> str:

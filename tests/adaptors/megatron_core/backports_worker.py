@@ -1,6 +1,6 @@
 """Look at each wrong number of one megatron-core with our cure and without; prints a JSON object of both.
 
-Rank 1 of 4 processes that are not there (torch's fake backend): TP 2, EP 2, expert-TP 1.
+In the groups of ``fake_groups``.
 """
 
 from __future__ import annotations
@@ -15,24 +15,12 @@ from typing import Any
 import backports_numbers  # beside this file: a tree of Megatron has tests of its own
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from fake_groups import TP, groups
 
 import megatron_npu
 from megatron_npu import plugin
 
-SEQUENCE, BATCH, EXPERTS, TP, RANKS = 6, 3, 4, 2, 4
-
-
-def groups() -> None:
-    from megatron.core import parallel_state, tensor_parallel
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
-    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
-    quiet = {"create_gloo_process_groups": False} if "create_gloo_process_groups" in known else {}
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=TP, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **quiet
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+SEQUENCE, BATCH, EXPERTS = 6, 3, 4
 
 
 def router(per_token: bool, **changes: Any) -> Any:

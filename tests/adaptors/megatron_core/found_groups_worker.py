@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import megatron_npu
-from tests.adaptors.megatron_core.backports_worker import groups
+from tests.adaptors.megatron_core.fake_groups import groups
 
 
 def optimizer(kind: str, rate: float, more: float) -> Any:
