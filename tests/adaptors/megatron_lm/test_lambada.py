@@ -18,7 +18,6 @@ import torch
 from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.evaluation import lambada
-from megatron_npu.pretrain.checkpoint.restore import restored
 from tests.adaptors.megatron_lm.test_runs import load, tensors
 from tests.conftest import LONGEST
 from tests.sim.conftest import ROOT, run_simulated, unavailable
@@ -163,16 +162,16 @@ def test_our_command_knows_the_same_examples(checkpoints, strict, monkeypatch):
     script = Path(__file__).parent / "each_example.py"
     output = stock_lm.succeeded(stock_lm.run(script, command, MEGATRON_LM_PATH=str(checkpoints.checkout)))
     told = [json.loads(line) for line in re.findall(r"passage: (.*)", output)]
-    files = str(folder / "vocab.json"), str(folder / "merges.txt")
-    with restored(str(checkpoints.path(2, 2)), *files) as (args, gpt, tokenizer):
-        asked = str(folder / "asked.json")
-        examples = lambada.read_examples(
-            asked, tokenizer, strict=strict, longest=args.max_position_embeddings
-        )
-        found = {
-            (*context, *answer): lambada._num_correct(gpt, [(context, answer)], tokenizer.eod)
-            for context, answer in examples
-        }
+    vocab, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
+    rows = lambada.found(
+        str(checkpoints.path(2, 2)),
+        str(folder / "asked.json"),
+        cut="word" if strict else "token",
+        batch=1,
+        vocab_file=vocab,
+        merge_file=merges,
+    )
+    found = {(*row.example.context, *row.example.answer): row.correct for row in rows}
     expected = {
         tokens: right for right, padded in told for tokens in found if tuple(padded[: len(tokens)]) == tokens
     }
