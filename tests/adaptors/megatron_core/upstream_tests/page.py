@@ -27,8 +27,8 @@ python tests/adaptors/megatron_core/run_upstream_tests.py --page
 A run compares with the baseline and names the tests that passed when it was recorded and do not now
 (`REGRESSION`), and those that fail unexplained and are not recorded (`new failure`); either makes the exit
 status 1. `--record` writes a new baseline, `--resume --scratch FOLDER` goes on where a run ended. Other
-versions of the [versions page](megatron-core.md) than those recorded here can be tried; nobody has judged their
-failures. Checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
+versions of the [versions page](megatron-core.md) than those recorded here can be tried; nobody has judged
+their failures. Checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
