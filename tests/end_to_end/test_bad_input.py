@@ -187,7 +187,9 @@ def _with_npu(environment):
 def test_several_ranks_speak_once_and_all_end_with_2(flags):
     done = tiny.run("pretrain", *flags("--tensor-model-parallel-size", "3"), processes=2)
     assert done.returncode != 0
-    assert done.stderr.count("megatron-npu pretrain: error:") == 1
+    said = [line for line in done.stderr.splitlines() if "megatron-npu pretrain: error:" in line]
+    assert [line.startswith("megatron-npu") for line in said] == [True, False]
+    assert said[1].split(" : ", 1) == ["  traceback", said[0]]  # below torchrun's "Root Cause"
     assert 'Traceback (most recent call last):\n  File "<frozen runpy>"' not in done.stdout
     assert "exitcode  : 2" in done.stderr
 
