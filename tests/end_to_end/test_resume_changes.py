@@ -114,9 +114,11 @@ def test_an_override_follows_the_new_rates(resume, kind):
 
 
 def test_without_a_word_another_schedule_is_refused(resume):
-    with pytest.raises(UsageError, match=r"learning rate do not match.*--override-opt_param-scheduler"):
+    with pytest.raises(
+        UsageError, match=r"learning rate 0.0001 by the .*, 0.01 in the .*--override-opt_param-scheduler"
+    ):
         resume("--lr 1e-4 --min-lr 1e-5")
-    with pytest.raises(UsageError, match=r"weight decay do not match"):
+    with pytest.raises(UsageError, match=r"weight decay 0.5 by the command line"):
         resume("--weight-decay 0.5")
 
 

@@ -102,7 +102,7 @@ def test_prompts_that_cannot_be_are_refused(refused, flags):
     assert "--sample-prompt of 32 tokens; expected at most 31" in refused(
         "pretrain", *flags("--sample-prompt", "1 " * 32)
     )
-    assert "the prompt 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))
+    assert "the text 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))
     line = refused("pretrain", *flags("--sample-prompt", "1", "--sample-temperature", -1))
     assert "--sample-temperature -1" in line
 

@@ -330,5 +330,7 @@ def _warn_of_unknown_tokens(
 
 
 def _each(parts: datasets.Datasets, wrap: Any) -> Parts:
-    train, valid, test = (None if part is None else wrap(part) for part in parts)
+    train, valid, test = (
+        None if part is None else wrap(part) for part in (parts.train, parts.valid, parts.test)
+    )
     return train, valid, test

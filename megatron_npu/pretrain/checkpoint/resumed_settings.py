@@ -50,16 +50,7 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
         UsageError: it is not the checkpoint's, and no flag says which one counts.
     """
     schedule.num_steps = 0  # 'load_state_dict' adds
-    try:
-        schedule.load_state_dict(content)
-    except AssertionError as error:
-        raise UsageError(
-            f"the schedule is not the checkpoint's: {error}",
-            "the flags of the run that goes on (--lr, --min-lr, --train-iters, --lr-decay-iters, "
-            "--weight-decay, ...)",
-            "Give --override-opt_param-scheduler for the new one, --use-checkpoint-opt_param-scheduler "
-            "for the old.",
-        ) from error
+    schedule.load_state_dict(content)  # an adaptor says what differs (``shared/resumed_schedule.py``)
     schedule.step(0)  # upstream sets the decay before it has read it
 
 

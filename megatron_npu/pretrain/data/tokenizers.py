@@ -47,11 +47,12 @@ def build(args: Namespace) -> Tokenizer:
     Raises:
         UsageError: a file or size is missing or broken.
     """
+    end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
             raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size together with it", "Add it.")
-        return NullTokenizer(args.vocab_size, args.null_tokenizer_eod_id)
-    if args.null_tokenizer_eod_id is not None:
+        return NullTokenizer(args.vocab_size, end)
+    if end is not None:
         raise UsageError(
             f"--null-tokenizer-eod-id with --tokenizer-type {args.tokenizer_type}",
             "NullTokenizer",
