@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-import xxhash
-
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
@@ -33,7 +31,7 @@ class Summer:
     """Takes in the bytes of a file while it is written."""
 
     def __init__(self) -> None:
-        self._size, self._blocks, self._digest = 0, list[str](), xxhash.xxh3_64()
+        self._size, self._blocks, self._digest = 0, list[str](), _digest()
 
     def add(self, data: bytes) -> None:
         """Take in the next bytes."""
@@ -55,6 +53,12 @@ class Summer:
     def _end_block(self) -> None:
         self._blocks.append(self._digest.hexdigest())
         self._digest.reset()
+
+
+def _digest(data: bytes = b"") -> Any:
+    import xxhash  # where bytes are read or written; help texts come without it
+
+    return xxhash.xxh3_64(data)
 
 
 def path_of(prefix: str | Path) -> Path:
@@ -115,7 +119,7 @@ def _faults(prefix: str | Path, ending: str, sums: Sums, whole: bool) -> Iterato
     with open(path, "rb", buffering=0) as stream:
         for number in _numbers(len(sums["blocks"]), whole):
             stream.seek(number * BLOCK)
-            if xxhash.xxh3_64(_block(stream)).hexdigest() != sums["blocks"][number]:
+            if _digest(_block(stream)).hexdigest() != sums["blocks"][number]:
                 yield f"{path} has other content than was written, at byte {number * BLOCK} or behind"
                 return
 

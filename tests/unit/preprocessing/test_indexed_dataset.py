@@ -62,7 +62,7 @@ def test_summary_and_mode(tmp_path: Path) -> None:
     assert indexed_dataset.validate(prefix, vocab_size=8) == expected
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0  # 640 or less
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx", "d.sums.json"]
 
 
 def test_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
