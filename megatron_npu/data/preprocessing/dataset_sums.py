@@ -55,7 +55,7 @@ class Summer:
         self._digest.reset()
 
 
-def _digest(data: bytes = b"") -> Any:
+def _digest(data: bytes | bytearray = b"") -> Any:
     import xxhash  # where bytes are read or written; help texts come without it
 
     return xxhash.xxh3_64(data)
