@@ -32,13 +32,13 @@ def test_a_conversation(dataset: Path, tmp_path: Path, processes: int) -> None:
         *("generate", "--load", folder, "--num-samples", "0", "--num-tokens", "2", "--greedy"),
         processes=processes,
     )
-    env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": "2"}
+    env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": "5"}  # seconds: with less a busy machine is a hang
     command, env = warm.ready(command, env, warm.DRIVER)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         _read_until(process, QUESTION)
-        time.sleep(4)
+        time.sleep(7)
         process.stdin.write("1 2\n")
         process.stdin.flush()
         said = _read_until(process, QUESTION)
