@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import itertools
 import os
 import stat
 import time
@@ -30,6 +31,7 @@ _SEAL = b"\nmegatron_npu sha256 "
 _SEALED = len(_SEAL) + hashlib.sha256().digest_size
 _DAY = 86400.0
 _UNUSED = 30 * _DAY
+_LOADED = itertools.count(1)  # libraries of this process
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system that has none says
 
 
@@ -138,13 +140,17 @@ def is_whole(descriptor: int) -> bool:
 
 
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load an open library, whose descriptor stays open: the loader knows the library by that number.
+    """Load an open library, whose descriptor stays open.
+
+    The loader takes a library that it knows by the same name for the same: each has a name of its own, for
+    who forks may close descriptors of his parent, whose numbers then come again.
 
     Raises:
         OSError: it cannot be loaded; the descriptor is closed.
     """
+    name = f"/proc/self/fd/{'./' * next(_LOADED)}{descriptor}"
     try:
-        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=mode)
+        library = ctypes.CDLL(name, mode=mode)
     except OSError:
         os.close(descriptor)
         raise

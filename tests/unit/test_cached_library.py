@@ -75,6 +75,25 @@ def test_one_of_many_processes_compiles(tmp_path, compilations):
     assert len(compilations.read_text().splitlines()) == 1
 
 
+@needs_compiler
+def test_a_descriptor_that_somebody_has_closed_brings_no_other_library(tmp_path):
+    """A child that is forked may close all descriptors; the number of the next library comes again."""
+    program = f"""if True:
+        import os
+        from pathlib import Path
+        from tests.unit.test_cached_library import cached_library, recipe
+        first = cached_library.load(recipe(Path({str(tmp_path / "a")!r})))
+        used = len(os.listdir("/proc/self/fd"))
+        os.closerange(3, used + 8)
+        second = cached_library.load(recipe(Path({str(tmp_path / "b")!r}), answer=2))
+        print(first.answer(), second.answer())
+    """
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "1 2\n", done.stderr
+
+
 @pytest.mark.parametrize("length", [0, 10, 5000, -1])
 def test_one_that_was_cut_short_is_compiled_again(tmp_path, compilations, length):
     """A loaded one would end the process with SIGBUS, so each is loaded in a process of its own."""
