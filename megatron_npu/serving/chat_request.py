@@ -7,13 +7,12 @@ from typing import Any
 
 from megatron_npu.serving.completion_request import (
     MAX_LOGPROBS,
-    MOST_TEXTS,
     MOST_TOKENS,
     BadRequestError,
     CompletionRequest,
     Fields,
+    common,
     shown,
-    stops,
 )
 
 # Fields of OpenAI's that say nothing here, with the values that ask for nothing.
@@ -58,22 +57,13 @@ def parse(body: bytes) -> ChatRequest:
         BadRequestError: it is not JSON, or a field has the wrong type or value.
     """
     fields = Fields.of(body)
-    options = fields.take("stream_options", dict) or {}
     messages = _messages(fields.take("messages", list))
     lengths = [
         fields.number(name, int, None, 1, MOST_TOKENS) for name in ("max_completion_tokens", "max_tokens")
     ]
     request = CompletionRequest(
         prompts=[],
-        model=fields.take("model", str),
-        n=fields.number("n", int, 1, 1, MOST_TEXTS),
-        temperature=fields.number("temperature", float, 1.0, 0, 2),
-        top_k=fields.number("top_k", int, 0, 0, 1 << 30),
-        top_p=fields.number("top_p", float, 1.0, 0, 1),
-        seed=fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
-        stop=stops(fields.take("stop", (str, list))),
-        stream=fields.take("stream", bool) or False,
-        include_usage=options.get("include_usage") is True,
+        **common(fields),
         logprobs=_logprobs(
             fields.take("logprobs", bool), fields.number("top_logprobs", int, None, 0, MAX_LOGPROBS)
         ),

@@ -83,19 +83,10 @@ def parse(body: bytes) -> CompletionRequest:
         BadRequestError: it is not JSON, or a field has the wrong type or value.
     """
     fields = Fields.of(body)
-    options = fields.take("stream_options", dict) or {}
     request = CompletionRequest(
         prompts=_prompts(fields.take("prompt", (str, list))),
-        model=fields.take("model", str),
-        n=fields.number("n", int, 1, 1, MOST_TEXTS),
         max_tokens=fields.number("max_tokens", int, 16, 0, MOST_TOKENS),
-        temperature=fields.number("temperature", float, 1.0, 0, 2),
-        top_k=fields.number("top_k", int, 0, 0, 1 << 30),
-        top_p=fields.number("top_p", float, 1.0, 0, 1),
-        seed=fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
-        stop=stops(fields.take("stop", (str, list))),
-        stream=fields.take("stream", bool) or False,
-        include_usage=options.get("include_usage") is True,
+        **common(fields),
         echo=fields.take("echo", bool) or False,
         logprobs=fields.number("logprobs", int, None, 0, MAX_LOGPROBS),
     )
@@ -105,6 +96,26 @@ def parse(body: bytes) -> CompletionRequest:
             f"max_tokens is 0; expected 1 to {MOST_TOKENS}, or 0 with echo and logprobs", "max_tokens"
         )
     return request
+
+
+def common(fields: Fields) -> dict[str, Any]:
+    """Return what texts and chats ask alike: which model, how to draw, where a text ends, and how it is sent.
+
+    Raises:
+        BadRequestError: a field has the wrong type or value.
+    """
+    options = fields.take("stream_options", dict) or {}
+    return {
+        "model": fields.take("model", str),
+        "n": fields.number("n", int, 1, 1, MOST_TEXTS),
+        "temperature": fields.number("temperature", float, 1.0, 0, 2),
+        "top_k": fields.number("top_k", int, 0, 0, 1 << 30),
+        "top_p": fields.number("top_p", float, 1.0, 0, 1),
+        "seed": fields.number("seed", int, None, -(1 << 63), (1 << 63) - 1),
+        "stop": _stops(fields.take("stop", (str, list))),
+        "stream": fields.take("stream", bool) or False,
+        "include_usage": options.get("include_usage") is True,
+    }
 
 
 def _no_constant(name: str) -> None:
@@ -200,7 +211,7 @@ def _text(value: str | None) -> str | None:
     return value
 
 
-def stops(value: Any) -> tuple[str, ...]:
+def _stops(value: Any) -> tuple[str, ...]:
     """Return the texts that end a text: none, one, or a list of them.
 
     Raises:

@@ -26,10 +26,8 @@ from megatron_npu.adaptors.megatron_core.decorators import own_backport
 _PREDICTION = "megatron.core.transformer.multi_token_prediction"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _HELPER = f"{_PREDICTION}:MTPLossLoggingHelper"
-_TOKENS, _TIMES = (
-    "megatron_npu_tokens",
-    "megatron_npu_times",
-)  # of the tracker; ``prediction_losses`` reads both
+# Of the tracker; ``prediction_losses`` reads the first.
+_TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
