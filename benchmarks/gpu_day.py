@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_day.py [PIECE ...] [--dry-run] [--rehearse]
 
-A piece is a few commands that end within eight minutes, or are ended; each can be run alone. What they print
-goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files beside it, and
-scripts/gpu_page.py makes docs/gpu.md of all of them. A piece that fails does not end the others; the exit
-code tells. Without a GPU nothing runs but ``--dry-run``, which prints the commands, and ``--rehearse``, which
-runs them on the CPU with small sizes in a folder of its own: it shows that they start, and measures nothing.
+A piece is a few commands that end within four minutes, or are ended; each can be run alone, the most telling
+first. What they print goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files beside it,
+and scripts/gpu_page.py makes docs/gpu.md of all of them. A piece that fails does not end the others; the exit
+code tells. ``--together`` runs the pieces that measure no time beside each other, before those that do: a
+lent machine is short of minutes. Without a GPU nothing runs but ``--dry-run``, which prints the commands, and
+``--rehearse``, which runs them on the CPU with small sizes in a folder of its own: it shows that they start,
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-LIMIT, REHEARSAL_LIMIT = 8 * 60.0, 60 * 60.0  # seconds of a piece; a CPU may be slow, and have other work
+LIMIT, REHEARSAL_LIMIT = 4 * 60.0, 60 * 60.0  # seconds of a piece; a CPU may be slow, and have other work
 TREES = ("core_v0.16.1", "core_v0.12.1", "285068c8")  # whose stock scripts run, where checkouts/ has them
 SUITES = ("mixed-precision", "sharding", "3d", "graph")  # the tables of document 001
 _NO_GPU, LATE, BEYOND = 2, 124, 125
@@ -61,20 +64,17 @@ class Day:
     Attributes:
         rehearsal: on the CPU with small sizes.
         results: the folder of their files.
+        limit: the seconds of a piece.
     """
 
     rehearsal: bool
     results: Path
+    limit: float = LIMIT
 
     @property
     def device(self) -> str:
         """The device, by the name of MEGATRON_NPU_DEVICE."""
         return "cpu" if self.rehearsal else "cuda"
-
-    @property
-    def limit(self) -> float:
-        """The seconds of a piece."""
-        return REHEARSAL_LIMIT if self.rehearsal else LIMIT
 
 
 Command = list[str]
@@ -82,11 +82,11 @@ PYTHON = sys.executable
 
 
 def tests(day: Day) -> list[Command]:
-    """Every operation against fp64, and the adaptors of attention, on the device."""
+    """Every operation against fp64, and torch's own claims that we rely on, on the device."""
     files = (
         ["tests/ops/test_norm.py"]
         if day.rehearsal
-        else ["tests/ops", "tests/unit/devices/test_torch_itself.py"]
+        else ["tests/ops", "tests/unit/devices/test_torch_itself.py", "-n", "6"]
     )
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return [[*pytest, *files, "-k", day.device], [PYTHON, "-m", "megatron_npu", "doctor"]]
@@ -127,6 +127,42 @@ def verify(day: Day) -> list[Command]:
     return [["env", "MEGATRON_NPU_VERIFY=all", PYTHON, "-m", "megatron_npu", "pretrain", *flags, "--no-plot"]]
 
 
+def losses(day: Day) -> list[Command]:
+    """Losses of twenty steps beside a CPU's: the driver and the stock script, fp32 and 345M in bf16."""
+    only = ["--only", "small-fp32"] if day.rehearsal else []
+    return [[PYTHON, "benchmarks/gpu_losses.py", *only, "--json", str(day.results / "losses.json")]]
+
+
+def memory(day: Day) -> list[Command]:
+    """The peaks of memory, allocated and reserved, that `megatron-npu plan` foretells."""
+    tiny = ["--tiny"] if day.rehearsal else []
+    return [[PYTHON, "benchmarks/gpu_memory.py", *tiny, "--json", str(day.results / "memory.json")]]
+
+
+def bert(day: Day) -> list[Command]:
+    """Steps of BERT by `train` beside Transformers' Trainer, both also as a graph."""
+    sizes = "--layers 1 --batch 1 --seq-length 16 --steps 2" if day.rehearsal else "--batch 32 --steps 20"
+    ways = ["--ways", "trainer", "ours"] if day.rehearsal else []
+    output = ["--json", str(day.results / "train-bert.json")]
+    return [[PYTHON, "benchmarks/train_hf.py", *sizes.split(), *output, *ways]]
+
+
+def profile(day: Day) -> list[Command]:
+    """Which kernels take the time of a step of the driver."""
+    models = ["tiny"] if day.rehearsal else ["gpt-345m", "gpt-1.3b"]
+    return [
+        [
+            PYTHON,
+            "benchmarks/gpu_profile.py",
+            "--model",
+            model,
+            "--json",
+            str(day.results / f"kernels-{model}.json"),
+        ]
+        for model in models
+    ]
+
+
 def operations(day: Day) -> list[Command]:
     """Each operation beside flash-attn, cuDNN, Liger and torch.compile."""
     small = ["--tiny", "--repeat", "1", "--only", "norm"] if day.rehearsal else []
@@ -139,7 +175,7 @@ def steps(model: str) -> Callable[[Day], list[Command]]:
 
     def piece(day: Day) -> list[Command]:
         size = "tiny" if day.rehearsal else model
-        variants = ["project", "nanogpt", *([] if day.rehearsal else ["nanogpt compiled", "floor"])]
+        variants = ["project", *(["nanogpt"] if day.rehearsal else ["nanogpt compiled", "floor"])]
         count = ["--together", "1", "--steps", "2" if day.rehearsal else "10"]  # a GPU holds one
         line = [
             PYTHON,
@@ -177,14 +213,25 @@ def tables(*suites: str) -> Callable[[Day], list[Command]]:
 
 PIECES: dict[str, Callable[[Day], list[Command]]] = {
     "tests": tests,
-    "stock-scripts": stock_scripts,
     "verify": verify,
-    "operations": operations,
+    "losses": losses,
+    "stock-scripts": stock_scripts,
     "gpt-345m": steps("gpt-345m"),
     "gpt-1.3b": steps("gpt-1.3b"),
+    "bert": bert,
+    "memory": memory,
+    "profile": profile,
+    "operations": operations,
     "tables": tables(*SUITES[:2]),
     "more-tables": tables(*SUITES[2:]),
 }
+UNTIMED = (
+    "tests",
+    "verify",
+    "losses",
+    "stock-scripts",
+    "memory",
+)  # what others on the machine cannot make wrong
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,6 +242,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
+    parser.add_argument(
+        "--together", action="store_true", help="begin with the pieces that measure no time, side by side"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds of a piece (default: %(default)g)"
+    )
     arguments = parser.parse_args(argv)
     if unknown := [piece for piece in arguments.pieces if piece not in PIECES]:
         parser.error(f"{unknown[0]}: expected {', '.join(PIECES)}")
@@ -204,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.rehearse:
         with tempfile.TemporaryDirectory() as folder:
-            return run_all(chosen, Day(True, Path(folder)))
+            return run_all(chosen, Day(True, Path(folder), REHEARSAL_LIMIT), arguments.together)
     if reason := why_no_gpu():
         print(
             f"gpu: {reason}; expected a CUDA GPU and a torch for it. --dry-run shows what would run.",
@@ -212,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return _NO_GPU
     RESULTS.mkdir(parents=True, exist_ok=True)
-    failed = run_all(chosen, Day(False, RESULTS))
+    failed = run_all(chosen, Day(False, RESULTS, arguments.limit), arguments.together)
     subprocess.run([PYTHON, str(ROOT / "scripts" / "gpu_page.py")], check=True)
     return failed
 
@@ -234,16 +287,21 @@ def show(chosen: Sequence[str], day: Day) -> None:
             print(shlex.join(command))
 
 
-def run_all(chosen: Sequence[str], day: Day) -> int:
-    """Run pieces one after another; return 1 if a command of one has failed."""
-    failed = 0
-    for name in chosen:
-        outcome = run(name, day)
-        (day.results / f"{name}.piece.json").write_text(json.dumps(outcome, indent=1) + "\n")
-        worst = next((row for row in outcome["commands"] if row["exit_code"]), None)
-        failed |= worst is not None
-        print(f"gpu: {name}: {outcome['seconds']:.0f} s, {told(worst)}", flush=True)
-    return int(failed)
+def run_all(chosen: Sequence[str], day: Day, together: bool = False) -> int:
+    """Run pieces one by one, or those without times beside each other first; return 1 if one failed."""
+    beside = [name for name in chosen if together and name in UNTIMED]
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        failed = sum(pool.map(lambda name: run_and_tell(name, day), beside))
+    return int(failed + sum(run_and_tell(name, day) for name in chosen if name not in beside) > 0)
+
+
+def run_and_tell(name: str, day: Day) -> bool:
+    """Run a piece, write what became of it, and print a line; return whether a command of it has failed."""
+    outcome = run(name, day)
+    (day.results / f"{name}.piece.json").write_text(json.dumps(outcome, indent=1) + "\n")
+    worst = next((row for row in outcome["commands"] if row["exit_code"]), None)
+    print(f"gpu: {name}: {outcome['seconds']:.0f} s, {told(worst)}", flush=True)
+    return worst is not None
 
 
 def told(row: dict | None) -> str:
@@ -258,7 +316,7 @@ def told(row: dict | None) -> str:
 def run(name: str, day: Day) -> dict:
     """Run a piece to its end, or to the end of its time; return what became of its commands."""
     begin, rows = time.monotonic(), []
-    environment = {**os.environ, "MEGATRON_NPU_DEVICE": day.device, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "MEGATRON_NPU_DEVICE": day.device, "PYTHONPATH": python_path()}
     with open(day.results / f"{name}.log", "w") as log:
         for command in PIECES[name](day):
             left = day.limit - (time.monotonic() - begin)
@@ -271,6 +329,11 @@ def run(name: str, day: Day) -> dict:
                 {"command": shlex.join(command), "exit_code": code, "end": tail(Path(log.name), start)}
             )
     return {"piece": name, "seconds": time.monotonic() - begin, "commands": rows}
+
+
+def python_path() -> str:
+    """Return where programs find this project, and what the machine's own path has."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def exit_code(command: Command, environment: dict[str, str], log: IO[str], seconds: float) -> int:

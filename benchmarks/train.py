@@ -13,7 +13,8 @@ such parameters).
 
 Each variant runs in a process of its own, and their steps alternate (``turns.py``): a ratio is the median of
 those of neighbouring steps, since a machine's speed drifts. Memory holds ``--together`` of them at once, and
-the project is always one of these. Needs the extras core and hf. Results go to benchmarks/results/.
+the project is always one of these; with 1, as on a GPU, each runs alone, and a ratio is that of medians.
+Needs the extras core and hf. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def main() -> None:
 
 
 def groups_of(variants: Sequence[str], together: int) -> Iterator[list[str]]:
-    """Yield the variants that take turns with each other; the first of all is in each group."""
+    """Yield the variants that take turns with each other; the first of all is in each group, if it can be."""
+    if together == 1:
+        yield from ([variant] for variant in variants)
+        return
     first, *others = variants
     size = max(1, together - 1)
     for begin in range(0, max(1, len(others)), size):
@@ -185,6 +189,8 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
             for name, values in said.items():
                 values.setdefault(one.name, []).append(one.said[name])
         ratios |= {one.name: turns.ratio(group[0], one) for one in group[1:]}
+        if group[0].name != (first := groups[0][0]).name:  # each was alone
+            ratios[group[0].name] = statistics.median(group[0].seconds) / statistics.median(first.seconds)
     device = devices.current()
     results = {
         "model": {"name": arguments.model, **model},

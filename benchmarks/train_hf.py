@@ -5,13 +5,15 @@
 Random weights and tokens, dropout as in the model's config, one process with one thread; a step is forward,
 backward, clipping and AdamW. Ours begin as a run of ``train`` does, which keeps freed memory. Each way has a
 process of its own, and their steps alternate (``turns.py``) after the first ones, in which graphs are
-compiled. A ratio is the median of those of the processor's time of neighbouring steps.
+compiled. A ratio is the median of those of neighbouring steps: of the processor's time on a CPU, of the clock
+where MEGATRON_NPU_DEVICE names another device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -41,7 +43,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args)))
         return
-    environment = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
+    environment = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": device_name()}
     programs = [
         turns.Program(
             way, [sys.executable, __file__, *sys.argv[1:], "--one", way], environment, before=WARM_UP
@@ -52,6 +54,21 @@ def main() -> None:
     for one in programs:
         print(f"{one.name:20} {statistics.median(one.said['seconds']):6.2f} s a step", flush=True)
     report(args, {one.name: one.said for one in programs})
+
+
+def device_name() -> str:
+    """Return the device that the environment names; a CPU if it names none."""
+    return os.environ.get("MEGATRON_NPU_DEVICE", "cpu")
+
+
+def now() -> float:
+    """Return the processor's seconds on a CPU; elsewhere those of the clock, with the device's work done."""
+    if device_name() == "cpu":
+        return time.process_time()
+    from megatron_npu import devices
+
+    devices.current().synchronize()
+    return time.perf_counter()
 
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -74,7 +91,13 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
         torch.set_num_threads(1)  # as in each of the processes
         sizes = {name: getattr(args, name) for name in ("model", "layers", "batch", "seq_length")}
-        measured = {"model": sizes, "dtype": args.precision, "ways": results, "ratios": ratios}
+        measured = {
+            "device": device_name(),
+            "model": sizes,
+            "dtype": args.precision,
+            "ways": results,
+            "ratios": ratios,
+        }
         write(args.json, measured, transformers=transformers.__version__)
 
 
@@ -120,13 +143,13 @@ def _by_trainer(
     turn = turns.Turn()
 
     class Clock(transformers.TrainerCallback):
-        """Takes the processor's time from the begin of a step to its end."""
+        """Takes the time from the begin of a step to its end."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begin = time.process_time()
+            self.begin = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds.append(time.process_time() - self.begin)
+            seconds.append(now() - self.begin)
             turn.take()
 
         def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
@@ -140,7 +163,7 @@ def _by_trainer(
             learning_rate=1e-4,
             bf16=args.precision == "bf16",
             torch_compile=args.one == "trainer + compile",
-            use_cpu=True,
+            use_cpu=device_name() == "cpu",
             report_to=[],
             save_strategy="no",
             logging_steps=1,
@@ -157,10 +180,11 @@ def _by_us(
     import torch
 
     from megatron_npu import devices
-    from megatron_npu.finetune.model.prepare import prepare
+    from megatron_npu.finetune.model.prepare import AdamOptions, prepare
     from megatron_npu.options.switches import Switches
 
     devices.current().prepare()
+    device = devices.current().torch_device()
     switches = Switches(
         mixed_precision="bf16" if args.precision == "bf16" else None,
         fused_ops=True,
@@ -171,22 +195,23 @@ def _by_us(
         None,
         None,
         switches,
-        device=torch.device("cpu"),
-        lr=1e-4,
-        weight_decay=0.0,
+        device=device,
+        adam=AdamOptions(lr=1e-4, weight_decay=0.0),
         clip_grad=1.0,
     )
     seconds, losses, turn = [], [], turns.Turn()
     for step in range(WARM_UP + args.steps):
         rows = samples[step * args.batch : (step + 1) * args.batch]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        begin = time.process_time()
+        batch = {
+            name: torch.stack([row[name] for row in rows]).to(device, non_blocking=True) for name in rows[0]
+        }
+        begin = now()
         with prepared.accumulating(last=True):
             with prepared.forward_context():
                 loss = prepared.model(**batch).loss
             prepared.backward(loss)
         prepared.step()
-        seconds.append(time.process_time() - begin)
+        seconds.append(now() - begin)
         turn.take()
         losses.append(loss.item())
     return seconds, losses

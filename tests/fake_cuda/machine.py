@@ -161,9 +161,10 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
     Args:
         received: see ``Tensors``.
     """
-    variables: dict[str, object] = {"MEGATRON_NPU_DEVICE": "cuda", "CUDA_DEVICE_MAX_CONNECTIONS": 1}
-    variables |= {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # named, but nobody meets there
+    variables: dict[str, object] = {"MEGATRON_NPU_DEVICE": "cuda"}
+    if ranks > 1:  # as a launcher, who is not there for one
+        variables |= {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # named, but nobody meets there
     with (
         mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
         Tensors(received or {}) as tensors,

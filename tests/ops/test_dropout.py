@@ -192,7 +192,8 @@ def test_dropout_alone_keeps_and_scales_or_drops(device, dtype, shape, p):
     seed(device, 3)
     output = dropout(x, p, True)
     seed(device, 3)
-    kept = dropout(torch.ones(shape, device=device), p, True).cpu().double()
+    # of the dtype: a GPU draws for as many values at once as a vector of its width holds
+    kept = dropout(torch.ones(shape, device=device, dtype=dtype), p, True).cpu().double()
     assert set(kept.unique().tolist()) <= {0.0, kept.max().item()}
     assert_near(output, x.detach().cpu().double() * kept, dtype)
     (grad,) = torch.autograd.grad(output, x, torch.full_like(output, 2.0))

@@ -76,9 +76,8 @@ def test_a_command_that_fails_or_takes_too_long_ends_neither_its_piece_nor_the_o
     monkeypatch.setattr(day, "PIECES", {"verify": lambda day: wrong})
     assert day.run_all(["verify"], day.Day(True, tmp_path)) == 1
     assert "operations beyond their limits" in capsys.readouterr().out
-    monkeypatch.setattr(day, "REHEARSAL_LIMIT", 0.0)
     monkeypatch.setattr(day, "PIECES", {"slow": lambda day: [[*python, "import time; time.sleep(600)"]]})
-    assert day.run_all(["slow"], day.Day(True, tmp_path)) == 1
+    assert day.run_all(["slow"], day.Day(True, tmp_path, limit=0.0)) == 1
     assert "no end in time" in capsys.readouterr().out
 
 

@@ -14,7 +14,6 @@ from megatron_npu.adaptors.shared.arguments import (
     add_attention_flags,
     declaring,
 )
-from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.ops.optimizers.adam import FusedAdam
 from megatron_npu.options import hccl_buffers, memory_flags
 
@@ -101,8 +100,7 @@ around(
 
 @around(
     "megatron.arguments:validate_args",
-    devices=WITHOUT_CUDA,
-    why="it demands CUDA_DEVICE_MAX_CONNECTIONS=1, which nothing but CUDA's driver reads",
+    why="it demands CUDA_DEVICE_MAX_CONNECTIONS=1: nothing but CUDA's driver reads it, which has not started",
 )
 def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
     """Set the variable where the user has not."""

@@ -173,11 +173,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: 
         "scale": spec.scale,
         "enable_gqa": spec.heads != spec.key_heads,
     }
+    first, last = segment.visible_keys(0, 1)
+    if mask is None and query.size(2) == 1 and first == last:  # zeros, and gradients of zero for all three
+        mask = query.new_ones((1, 1, 1, key.size(2)), dtype=torch.bool)
     if mask is None:
         if query.size(2) == 1:  # decoding: one query sees one run of keys, and no mask is needed
-            first, last = segment.visible_keys(0, 1)
-            if first == last:
-                return 0 * query[..., :1].expand(*query.shape[:3], value.size(3))
             key, value = key[:, :, first:last], value[:, :, first:last]
         causal = query.size(2) > 1 and segment.window_right == 0
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, **options)

@@ -204,9 +204,21 @@ def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> No
 
 
 _scale = Operation("multi_tensor_scale", _scale_reference, group="multi_tensor")
-_scale.on("cpu", "cuda", "npu", note="torch's kernel of loss scaling")(
+_scale.on("cpu", "npu", note="torch's kernel of loss scaling")(
     torch._amp_foreach_non_finite_check_and_unscale_
 )
+
+
+@_scale.on("cuda", note="torch's kernel of loss scaling; bf16, which it does not take, by norms and products")
+def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
+    if tensors[0].dtype is not torch.bfloat16:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+        return
+    if not (tensors := [tensor for tensor in tensors if tensor.numel()]):  # an empty one has no largest value
+        return
+    largest = torch.stack(torch._foreach_norm(tensors, float("inf")))
+    found.masked_fill_(~largest.isfinite().all(), 1.0)
+    torch._foreach_mul_(tensors, factor.reshape(()))
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:

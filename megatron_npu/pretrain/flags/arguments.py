@@ -231,6 +231,7 @@ def _training(add: Add) -> None:
         help="sequences of one iteration on all ranks (default: micro batch x data-parallel size)",
     )
     job_flags.add_ramp(add)
+    job_flags.add_step_graph(add)
     add(
         "--train-iters",
         type=whole,

@@ -292,3 +292,8 @@ def padded_vocab_size(args: Namespace) -> None:
     """Fill in the rows of the embedding: the vocabulary, padded so that tensor-parallel ranks share it."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
+
+
+def no_step_graph(args: Namespace) -> None:
+    """Launch kernels one by one: the device has no CUDA graphs."""
+    args.cuda_graph_impl = "none"

@@ -44,6 +44,23 @@ def add_ends(add: Add) -> None:
     )
 
 
+def add_step_graph(add: Add) -> None:
+    """Declare how a step's kernels are launched on a GPU."""
+    add(
+        "--cuda-graph-impl",
+        choices=["none", "local"],
+        default="none",
+        help="local: capture forward and backward of a step as one CUDA graph, and launch that from the "
+        "fourth step on; without pipeline, experts, dropout or recomputation, in bf16 or fp32",
+    )
+    add(
+        "--cuda-graph-scope",
+        choices=["full_iteration"],
+        default="full_iteration",
+        help="what --cuda-graph-impl captures",
+    )
+
+
 def add_retention(add: Add) -> None:
     """Declare which checkpoints stay."""
     add(

@@ -20,6 +20,7 @@ from megatron_npu.pretrain.flags.checks import (
     optimizer,
     output,
     parallel,
+    step_graph,
     switches,
 )
 from megatron_npu.pretrain.flags.frozen_flags import Flags
@@ -78,6 +79,7 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         length.iterations,
         optimizer.check,
         model.recompute,
+        step_graph.check,
         output.logging,
         output.checkpoints,
         output.places,

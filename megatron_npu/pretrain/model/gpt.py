@@ -76,7 +76,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
         "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
     }
-    known = {field.name for field in dataclasses.fields(kind)}
+    # the loop's affair (--cuda-graph-impl); upstream would ask for TransformerEngine
+    known = {field.name for field in dataclasses.fields(kind)} - {"cuda_graph_impl", "cuda_graph_scope"}
     _require_softmax(args, known)
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it

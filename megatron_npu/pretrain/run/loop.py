@@ -31,6 +31,7 @@ from megatron_npu.pretrain.run.outcome import Outcome
 from megatron_npu.pretrain.run.pace import Pace
 from megatron_npu.pretrain.run.prediction_losses import PredictionLosses
 from megatron_npu.pretrain.run.saving import Saving
+from megatron_npu.pretrain.run.step_graph import StepGraph
 from megatron_npu.pretrain.run.termination import Deadline, Termination
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Trainer:
             args, state, datasets, log, self.batches, forward, self.deadline.has_passed
         )
         self.saving = Saving(args, state, self.clock, log)
-        self.forward_backward = get_forward_backward_func()
+        compute = get_forward_backward_func()
+        self.forward_backward = compute if args.cuda_graph_impl == "none" else StepGraph(compute)
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:

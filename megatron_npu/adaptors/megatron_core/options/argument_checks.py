@@ -225,7 +225,10 @@ def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
     """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
     if any(getattr(args, option, False) for option in _SHARDED):
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        on_cuda = (
+            devices.current().name == "cuda"
+        )  # where it has an effect, and upstream's word about it counts
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not on_cuda:
             del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     else:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -313,10 +316,9 @@ CHECKS = (  # they run in this order
     ),
     Check(
         set_variables_of_cuda,
-        devices=WITHOUT_CUDA,
         why="upstream asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, for "
         "anything else with FSDP, and for an NCCL_ALGO with --deterministic-mode; without CUDA they mean "
-        "nothing",
+        "nothing, and with it they are what its examples set",
     ),
     Check(
         memory_flags.check_precision_aware_optimizer,

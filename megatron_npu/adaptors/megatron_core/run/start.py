@@ -20,13 +20,21 @@ from megatron_npu.adaptors.shared import private_files, rendezvous, start
 @around(
     "megatron.training.initialize:initialize_megatron",
     devices=WITHOUT_CUDA,
-    why="its assertion that CUDA is available has an argument to turn it off; without a launcher nobody "
-    "sets MASTER_ADDR",
+    why="its assertion that CUDA is available has an argument to turn it off",
 )
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it with ``allow_no_cuda=True``, and with an address to meet at."""
-    rendezvous.provide_address()
+    """Call it with ``allow_no_cuda=True``."""
     return start.allow_no_cuda(original, *args, **kwargs)
+
+
+@around(
+    "megatron.training.initialize:initialize_megatron",
+    why="init_process_group asks for MASTER_ADDR and MASTER_PORT, which only a launcher sets",
+)
+def meet_oneself(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Give a process that runs alone an address to meet at."""
+    rendezvous.provide_address()
+    return original(*args, **kwargs)
 
 
 around("megatron.training.initialize:initialize_megatron", why=private_files.WHY)(private_files.tighten_umask)

@@ -1,0 +1,56 @@
+"""Checks of a step that is one CUDA graph (--cuda-graph-impl)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_npu import devices
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.ops.dispatch import report_fallback
+from megatron_npu.pretrain.flags import derive
+
+_FLAG = "--cuda-graph-impl local"
+
+
+def check(args: Namespace) -> None:
+    """Check that what a graph would repeat is the same in each step; without CUDA there is no graph.
+
+    Raises:
+        UsageError: a flag lets steps differ, or lets the host read what a step computes.
+        FallbackForbiddenError: in strict mode, another device.
+    """
+    if args.cuda_graph_impl == "none":
+        return
+    name = devices.current().name
+    if name != "cuda":
+        derive.no_step_graph(args)
+        report_fallback(_FLAG, f"there are no CUDA graphs on the {name} device", does="does nothing")
+        return
+    for given, why in _obstacles(args):
+        raise UsageError(
+            f"{_FLAG} with {given}", f"one of them: {why}", f"Drop {_FLAG.split()[0]}, or the other."
+        )
+
+
+def _obstacles(args: Namespace) -> list[tuple[str, str]]:
+    """Return the flags that a graph does not go with, and why."""
+    changing, reads = "each step draws other numbers", "the host reads what a step computes"
+    found = [
+        (
+            args.pipeline_model_parallel_size > 1,
+            "--pipeline-model-parallel-size",
+            "stages wait for each other",
+        ),
+        (args.context_parallel_size > 1, "--context-parallel-size", "it has not been tried"),
+        (bool(args.num_experts), "--num-experts", "the tokens of an expert differ from step to step"),
+        (bool(args.mtp_num_layers), "--mtp-num-layers", reads),
+        (args.fp16, "--fp16", "the loss scale changes"),
+        (args.attention_dropout > 0, "--attention-dropout above 0", changing),
+        (args.hidden_dropout > 0, "--hidden-dropout above 0", changing),
+        (bool(args.recompute_granularity), "--recompute-granularity", "it sets the generators back"),
+        (args.overlap_grad_reduce, "--overlap-grad-reduce", "gradients are sent as they come"),
+        (args.fully_sharded, "fully sharded weights", "they are gathered as they are needed"),
+        (bool(settings.verified_operations()), settings.VERIFY.name, reads),
+    ]
+    return [(given, why) for holds, given, why in found if holds]
