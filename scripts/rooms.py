@@ -75,9 +75,15 @@ ROOMS = (
     ),
     Room("options/", "flags that several commands share, one file a feature", "base devices"),
     Room(
+        "ops/triton/",
+        "Triton kernels of our own for NVIDIA GPUs, and what launches them; knows no operation",
+        "base",
+        ("torch",),
+    ),
+    Room(
         "ops/",
         "operations: contract, reference, implementation per device",
-        "base process devices options",
+        "base process devices options ops.triton",
         ("torch", "torch_npu"),
     ),
     Room(

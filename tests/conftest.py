@@ -34,6 +34,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Triton without a GPU (tests/support/interpreted.py); it looks when it is imported, which torch does soon.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # What somebody has set for programs of their own is not for what tests start: with PYTHONUNBUFFERED processes
 # that share a pipe write parts of lines between each other's, and a launcher's words make all of them ranks.
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -147,6 +147,13 @@ COMPILED = Variable(
     "kernels and numpy alone.",
     ("0", "1"),
 )
+TRITON = Variable(
+    "MEGATRON_NPU_TRITON",
+    "1",
+    "On cuda: run Triton kernels of our own where triton is installed and the GPU is new enough for them. 0: "
+    "torch's kernels alone.",
+    ("0", "1"),
+)
 SHARE_CORES = Variable(
     "MEGATRON_NPU_SHARE_CORES",
     "1",

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.compiled.abi import overlaps
-from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.dispatch import Make, Operation, takes_kernel
 from megatron_npu.ops.exponential import exponential_of_difference_
 from megatron_npu.ops.tiling import whole_row_slices
+from megatron_npu.ops.triton import cross_entropy as kernels
 
 
 def vocab_parallel_cross_entropy(
@@ -81,6 +82,13 @@ class _PlainCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
         flat, ids = logits.reshape(-1, logits.size(-1)), target.reshape(-1)
+        ctx.words = None
+        if _by_kernel("cross_entropy", logits):
+            ctx.words = kernels.Vocabulary(0, flat.size(1), ignored=ignore_index)
+            flat, ids = _rows_apart(flat), ids.contiguous()
+            loss, normalizer = kernels.whole(flat, ids, ctx.words)
+            ctx.save_for_backward(logits, ids, normalizer)
+            return loss.resize_(target.shape)
         ignored = ids == ignore_index
         ids = ids.masked_fill(ignored, 0)
         normalizer = torch.zeros(ids.shape, dtype=_precise_dtype(flat), device=flat.device)
@@ -93,6 +101,12 @@ class _PlainCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.words is not None:
+            logits, ids, normalizer = ctx.saved_tensors
+            flat = _rows_apart(logits.detach().reshape(-1, logits.size(-1)))
+            grad = torch.empty_like(flat, memory_format=torch.contiguous_format)
+            kernels.gradient(_of_losses(grad_output), flat, ids, normalizer, ctx.words, grad)
+            return grad.view(logits.shape), None, None
         logits, ids, ignored, normalizer = ctx.saved_tensors
         flat = logits.reshape(-1, logits.size(-1))
         grad = torch.zeros_like(flat) if _few_have_a_target(flat, ignored) else torch.empty_like(flat)
@@ -104,6 +118,21 @@ class _PlainCrossEntropy(torch.autograd.Function):
             weight = factor[rows, None]
             grad[rows] = part.mul_(weight).scatter_add_(1, ids[rows, None], -weight).to(grad.dtype)
         return grad.view(logits.shape), None, None
+
+
+def _by_kernel(operation: str, logits: Tensor) -> bool:
+    """Return whether a Triton kernel of ours computes the loss, on a GPU."""
+    beyond = None if logits.dim() and logits.size(-1) else "there are no logits"
+    return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
+
+
+def _rows_apart(flat: Tensor) -> Tensor:
+    """Return ``[rows, v]`` whose values are next to each other in a row, and rows not in one place."""
+    return flat if flat.stride(1) == 1 and not overlaps(flat) else flat.contiguous()
+
+
+def _of_losses(grad: Tensor) -> Tensor:
+    return grad.reshape(-1).contiguous()
 
 
 def _precise_dtype(tensor: Tensor) -> torch.dtype:
@@ -125,7 +154,10 @@ def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor
         yield alive[part]
 
 
-_plain_cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, of those with a target alone on a CPU")(
+_plain_cross_entropy.on("cpu", "npu", note="tiles of rows, of those with a target alone on a CPU")(
+    _PlainCrossEntropy.apply
+)
+_plain_cross_entropy.on("cuda", note="one Triton kernel each way⁶, else tiles of rows")(
     _PlainCrossEntropy.apply
 )
 
@@ -203,6 +235,10 @@ class CrossEntropy(torch.autograd.Function):
         label_smoothing: float,
     ) -> Tensor:
         flat = logits.reshape(-1, logits.size(-1))
+        smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
+        ctx.smoothing, ctx.vocab_size, ctx.words = smoothing, vocab_size, None
+        if _by_kernel("vocab_parallel_cross_entropy", logits):
+            return CrossEntropy._forward_by_kernel(ctx, logits, target, vocab_start, group)
         local, elsewhere = _local_ids(target.reshape(-1), vocab_start, flat.size(-1))
         predicted = flat.gather(1, local[:, None]).squeeze(1).float().masked_fill_(elsewhere, 0.0)
         totals = [flat.sum(-1, dtype=torch.float32)] if label_smoothing else []
@@ -211,16 +247,33 @@ class CrossEntropy(torch.autograd.Function):
         # The loss must not be a view: schedules divide it in place, which autograd forbids then.
         shaped = normalizer.view(target.shape)
         loss = shaped - predicted.view(target.shape)
-        smoothing = label_smoothing * vocab_size / (vocab_size - 1)
-        if label_smoothing:
+        if smoothing:
             loss = (1 - smoothing) * loss + smoothing * (shaped - totals[0].view(target.shape) / vocab_size)
         ctx.save_for_backward(logits, normalizer, local, elsewhere)
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return loss
+
+    @staticmethod
+    def _forward_by_kernel(
+        ctx: Any, logits: Tensor, target: Tensor, vocab_start: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        flat, ids = _rows_apart(logits.reshape(-1, logits.size(-1))), target.reshape(-1).contiguous()
+        ctx.words = kernels.Vocabulary(vocab_start, ctx.vocab_size, ctx.smoothing)
+        if not _is_split(group):
+            loss, normalizer = kernels.whole(flat, ids, ctx.words)
+        else:
+            normalizer, predicted, *totals = kernels.part(flat, ids, ctx.words)
+            normalizer, predicted, *totals = reduce_over_ranks(normalizer, predicted, group, *totals)
+            loss = normalizer - predicted
+            for total in totals:
+                loss = (1 - ctx.smoothing) * loss + ctx.smoothing * (normalizer - total / ctx.vocab_size)
+        ctx.save_for_backward(logits, ids, normalizer)
+        return loss.resize_(target.shape)  # not a view, see above
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        if ctx.words is not None:
+            return CrossEntropy._backward_by_kernel(ctx, grad_output), None, None, None, None, None
         logits, normalizer, local, elsewhere = ctx.saved_tensors
         # in place of the logits, where that is a matrix, and no value of it stands for several
         flat = logits.detach().reshape(-1, logits.size(-1))
@@ -237,6 +290,14 @@ class CrossEntropy(torch.autograd.Function):
             if softmax.data_ptr() != part.data_ptr():
                 part.copy_(softmax)
         return flat.view(logits.shape), None, None, None, None, None
+
+    @staticmethod
+    def _backward_by_kernel(ctx: Any, grad_output: Tensor) -> Tensor:
+        logits, ids, normalizer = ctx.saved_tensors
+        flat = _rows_apart(logits.detach().reshape(-1, logits.size(-1)))
+        kernels.gradient(_of_losses(grad_output), flat, ids, normalizer, ctx.words, flat)
+        torch.autograd.graph.increment_version(logits)  # else a second pass would take gradients for logits
+        return flat.view(logits.shape)
 
 
 def reduce_over_ranks(
@@ -262,9 +323,10 @@ def reduce_over_ranks(
     return largest + sums[0].log(), *sums[1:]
 
 
-_cross_entropy.on("cpu", "cuda", "npu", note="tiles of rows, gradient in place of the logits")(
-    CrossEntropy.apply
-)
+_cross_entropy.on("cpu", "npu", note="tiles of rows, gradient in place of the logits")(CrossEntropy.apply)
+_cross_entropy.on(
+    "cuda", note="one Triton kernel each way⁶, else tiles of rows; gradient in place of the logits"
+)(CrossEntropy.apply)
 
 
 @_plain_cross_entropy.example()

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.ops import verify
+from megatron_npu.ops import triton, verify
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,8 @@ def all_operations() -> list[Operation]:
     """Import every module of ``megatron_npu/ops`` and return their operations."""
     package = importlib.import_module("megatron_npu.ops")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+        if ".triton.kernels." not in module.name:  # they need triton, and no operation is there
+            importlib.import_module(module.name)
     return [each for each in OPERATIONS if each.reference.__module__.startswith(f"{package.__name__}.")]
 
 
@@ -224,6 +225,31 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
             f"no fallback with {name}=1",
             f"{remedy.rstrip('.')}, or unset {name}." if remedy else f"Unset {name}.",
         )
+    note_slower(operation, reason, does)
+
+
+def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
+    """Return whether a Triton kernel of ours computes a call on a GPU, and not torch's kernels.
+
+    Both do what the operation's contract says, so this is no fallback that strict mode forbids. Why it is
+    torch's is in the log, once, and in the ledger, unless ``MEGATRON_NPU_TRITON=0`` asks for them, or a graph
+    of torch.compile is being made, which fuses them itself.
+
+    Args:
+        operation: its name.
+        tensors: which the kernel is to take.
+        beyond: why the kernel does not take the call, whatever the tensors; None: it does.
+    """
+    if triton.switched_off() or torch.compiler.is_compiling():
+        return False
+    reason = beyond or triton.refusal(*tensors)
+    if reason is not None:
+        note_slower(operation, reason, "runs on torch's kernels")
+    return reason is None
+
+
+def note_slower(operation: str, reason: str, does: str) -> None:
+    """Count, and log the first time, why a slower implementation computes a call: no error in strict mode."""
     seen = fallbacks.get((operation, reason), 0)
     fallbacks[operation, reason] = seen + 1
     if not seen:

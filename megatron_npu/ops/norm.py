@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops import compiled
-from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
+from megatron_npu.ops.dispatch import Make, Operation, takes_kernel, unsupported_dtype
 from megatron_npu.ops.tiling import row_slices
+from megatron_npu.ops.triton import norm as triton_norm
 
 # A factor of zero has lost its input: below this the memory-efficient backward divides by this instead.
 _SMALLEST_FACTOR = 1e-5
@@ -125,12 +126,41 @@ def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
 
 
 @_layer_norm.on(
-    "cuda", "npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the dtype of the input"
+    "npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the dtype of the input"
 )
 def _layer_norm_native(
     input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
 ) -> Tensor:
     return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
+
+
+_ON_CUDA = "one Triton kernel each way⁶, else {}, for a weight of another dtype the reference"
+
+
+@_layer_norm.on("cuda", note=_ON_CUDA.format("`F.layer_norm`"))
+def _layer_norm_cuda(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if takes_kernel("layer_norm", input, weight, bias, beyond=beyond_kernel(input, weight)):
+        return triton_norm.Norm.apply(input, weight, bias, eps, zero_centered)
+    mixed = _mixed_dtypes(input, weight)
+    return (_layer_norm_reference if mixed else _layer_norm_native)(input, weight, bias, eps, zero_centered)
+
+
+@_rms_norm.on("cuda", note=_ON_CUDA.format("`F.rms_norm`"))
+def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if takes_kernel("rms_norm", input, weight, beyond=beyond_kernel(input, weight)):
+        return triton_norm.Norm.apply(input, weight, None, eps, zero_centered)
+    if _mixed_dtypes(input, weight):
+        return _rms_norm_reference(input, weight, eps, zero_centered)
+    return F.rms_norm(input, weight.shape, _factor(weight, zero_centered), eps)
+
+
+def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
+    """Return why our Triton kernel of norms does not take such tensors, or None."""
+    if weight.shape != input.shape[-1:]:
+        return f"the weight {tuple(weight.shape)} is not of the columns of {tuple(input.shape)}"
+    if input.size(-1) > triton_norm.WIDEST:
+        return f"rows of {input.size(-1)} values are wider than {triton_norm.WIDEST}"
+    return None
 
 
 @_layer_norm.on("cpu", note="torch's kernel¹; backward of bf16 ours⁴, of fp16 in fp32 tiles")
@@ -145,11 +175,6 @@ def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zer
 @_rms_norm.on("cpu", note="tiles; backward by a kernel of ours⁴, or by layer norm's")
 def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return _CpuNorm.apply(input, weight, None, eps, zero_centered)
-
-
-@_rms_norm.on("cuda", supports=_mixed_dtypes, note="`F.rms_norm`", limits="weight in the dtype of the input")
-def _rms_norm_native(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    return F.rms_norm(input, weight.shape, _factor(weight, zero_centered), eps)
 
 
 def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:

@@ -24,6 +24,7 @@ def choice(
     queries=8,
     keys=8,
     *,
+    cudnn=False,
     size=64,
     value_size=64,
     dtype=torch.bfloat16,
@@ -42,7 +43,7 @@ def choice(
         shapes = [(sum(packed.query_lengths), 4, size), *[(sum(packed.key_lengths), 4, size)] * 2]
     tensors = [torch.empty(s, dtype=dtype, device="meta") for s in shapes]
     spec = AttentionSpec(layout, 4, 4, 1.0, segments, packed is not None, mask is not None, dropout_p)
-    return choose(*(t.shape for t in tensors), dtype, spec, flash_attn)
+    return choose(*(t.shape for t in tensors), dtype, spec, flash_attn, cudnn)
 
 
 MASK = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
@@ -77,6 +78,65 @@ def test_choice(case, with_flash_attn, without):
     assert choice(True, **case).kernel is with_flash_attn
     actual = choice(False, **case)
     assert without in actual.reason if isinstance(without, str) else actual.kernel is without
+
+
+LONG = {"queries": 256, "keys": 256}
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        ({**LONG, "causal": True}, Kernel.CUDNN),
+        ({**LONG, "causal": True, "dropout_p": 0.1}, Kernel.CUDNN),
+        ({"queries": 256, "keys": 512}, Kernel.CUDNN),
+        ({"queries": 256, "keys": 512, "causal": True}, Kernel.SDPA),  # of which triangle, kernels differ
+        ({**LONG, "causal": True, "dtype": torch.float32}, Kernel.SDPA),
+        ({**LONG, "causal": True, "value_size": 32}, Kernel.SDPA),
+        ({**LONG, "causal": True, "size": 256, "value_size": 256}, Kernel.SDPA),
+        ({**LONG, "causal": True, "window": (2, 0)}, Kernel.FLEX),
+        ({"queries": 300, "keys": 300, "causal": True}, Kernel.SDPA),  # a plan for each length is slow
+        ({"causal": True}, Kernel.SDPA),
+    ],
+    ids=str,
+)
+def test_choice_with_cudnn(case, kernel):
+    assert choice(False, cudnn=True, **case).kernel is kernel
+    if kernel is Kernel.CUDNN:
+        assert choice(True, cudnn=True, **case).kernel is kernel
+        assert choice(True, **case).kernel is Kernel.FLASH_ATTN
+
+
+def test_cudnn_is_not_asked_for_where_gradients_must_repeat(monkeypatch):
+    monkeypatch.setattr(cuda, "_has_cudnn", lambda: True)
+    query = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, device="meta")
+    segments = dense_segments(256, 256, True, (None, None), 0)
+    spec = AttentionSpec("BNSD", 4, 4, 1.0, segments, False, False, 0.0)
+    assert cuda.plan_call(query, query, query, spec, None).kernel is Kernel.CUDNN
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cuda.plan_call(query, query, query, spec, None).kernel is not Kernel.CUDNN
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_order_of_torchs_kernels_is_put_back(monkeypatch):
+    """Inside it is cuDNN's first; where torch says that this cuDNN does not take the call, it stays."""
+    monkeypatch.setattr(cuda, "_has_cudnn", lambda: True)
+    before, seen = torch._C._get_sdp_priority_order(), []
+
+    def sdpa(query, *_):
+        seen.append(torch._C._get_sdp_priority_order())
+        return query
+
+    monkeypatch.setattr(cuda, "_sdpa", sdpa)
+    reference.operation.bind("cuda")
+    query = torch.ones(1, 4, 256, 64, dtype=torch.bfloat16)
+    for takes in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _, takes=takes: takes)
+        attention(query, query, query, layout="BNSD", scale=1.0, causal=True)
+    reference.operation.bind("cpu")
+    assert [order[0] for order in seen] == [3, before[0]]
+    assert torch._C._get_sdp_priority_order() == before
 
 
 @pytest.fixture

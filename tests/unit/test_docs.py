@@ -155,7 +155,8 @@ def test_every_operation_has_a_row():
         import importlib, pkgutil
         from megatron_npu import ops
         for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-            importlib.import_module(module.name)
+            if ".triton.kernels." not in module.name:  # they need triton
+                importlib.import_module(module.name)
         print(*(operation.name for operation in ops.dispatch.OPERATIONS))"""
     command = [sys.executable, "-c", code]
     done = warm.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
 """Activations of the MLP, with the bias of the layer before them: GELU, SwiGLU and GEGLU.
 
-Each keeps no more for backward than its inputs take. ``native`` is for cpu and cuda, ``cpu`` for what is
-faster there otherwise, ``npu`` for NPUs; ``reference`` says what they compute.
+Each keeps no more for backward than its inputs take. ``native`` is for cpu and what ``cuda`` has no kernel
+of ours for, ``cpu`` for what is faster there otherwise, ``npu`` for NPUs; ``reference`` says what they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_npu.ops.activation import cpu, native, npu, reference  # noqa: F401  (devices register themselves)
+from megatron_npu.ops.activation import (  # noqa: F401  (devices register themselves)
+    cpu,
+    cuda,
+    native,
+    npu,
+    reference,
+)
 from megatron_npu.ops.dispatch import Make
 
 __all__ = ["bias_gelu", "geglu", "gelu", "swiglu", "swiglu_backward"]

@@ -1,4 +1,4 @@
-"""Activations by torch's own kernels, with nothing kept but the inputs: for cpu, cuda and, in part, npu."""
+"""Activations by torch's own kernels, with nothing kept but the inputs: for cpu, and cuda without ours."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def _gradient(curve: str, grad: Tensor, gate: Tensor) -> Tensor:
 reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 
 
-@reference.bias_gelu.on("cuda", note="`F.gelu`")
 def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return the GELU of the sum, tanh form, by torch's kernels."""
     if torch.is_grad_enabled():
@@ -78,11 +77,13 @@ def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row
 
 
-@reference.swiglu.on("cpu", "cuda", note="`F.silu`")
-def _swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
+@reference.swiglu.on("cpu", note="`F.silu`")
+def torch_swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return SwiGLU of the sum by torch's kernels."""
     return Gated.apply(input, bias, "silu")
 
 
-@reference.geglu.on("cpu", "cuda", note="`F.gelu`")
-def _geglu(input: Tensor, bias: Tensor | None) -> Tensor:
+@reference.geglu.on("cpu", note="`F.gelu`")
+def torch_geglu(input: Tensor, bias: Tensor | None) -> Tensor:
+    """Return GEGLU of the sum by torch's kernels."""
     return Gated.apply(input, bias, "gelu")

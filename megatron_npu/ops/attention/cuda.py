@@ -1,4 +1,6 @@
-"""Attention on CUDA: flash-attn if installed, else torch's SDPA; FlexAttention for windows and packing.
+"""Attention on CUDA: cuDNN's or flash-attn's, else torch's SDPA; FlexAttention for windows and packing.
+
+On Hopper and later cuDNN's kernel is the fastest for what it takes, a triangle or everything, in 16 bits.
 
 Written without a GPU at hand: which kernel is chosen and what masks it is given are tested, the kernels on
 a GPU are not (docs/attention.md).
@@ -6,8 +8,9 @@ a GPU are not (docs/attention.md).
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -28,16 +31,23 @@ from megatron_npu.ops.attention.spec import (
     window_from_end,
 )
 from megatron_npu.ops.caching import lru_cache_tensors
-from megatron_npu.ops.dispatch import Unsupported
+from megatron_npu.ops.dispatch import Unsupported, note_slower
 
 # Head sizes of FlexAttention's kernel templates; flash-attn 2 takes any multiple of 8 up to 256.
 _FLEX_SIZES = (16, 32, 64, 128, 256)
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
+# What cuDNN's is asked for: it makes a plan for each new length, which takes as long as many short calls.
+_CUDNN_STEP, _CUDNN_FEWEST, _CUDNN_WIDEST = 64, 256, 128
+_CUDNN_SINCE = 9  # compute capability; before, flash kernels are as fast
+# Numbers of torch's SDPBackend: cuDNN, flash, memory-efficient, math, a device's own.
+_CUDNN_FIRST = (3, 1, 2, 0, 4)
+
 
 class Kernel(enum.Enum):
     """Which kernel computes a call."""
 
+    CUDNN = "cuDNN's, through torch's scaled_dot_product_attention"
     FLASH_ATTN = "flash-attn"
     SDPA = "torch's scaled_dot_product_attention"
     FLEX = "FlexAttention"
@@ -61,7 +71,17 @@ def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> CudaCall | Unsupported:
     """Return the kernel for ``spec``, or why there is none; reads no tensor's values."""
-    return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed())
+    # cuDNN adds up gradients in any order
+    cudnn = _has_cudnn() and not torch.are_deterministic_algorithms_enabled()
+    return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed(), cudnn)
+
+
+@lru_cache(maxsize=1)
+def _has_cudnn() -> bool:
+    """Return whether cuDNN's attention is worth asking for on the GPU of this process."""
+    if not hasattr(torch._C, "_set_sdp_priority_order"):  # before torch 2.6
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_SINCE
 
 
 @lru_cache(maxsize=64)  # every layer of every step asks
@@ -72,9 +92,12 @@ def choose(
     dtype: torch.dtype,
     spec: AttentionSpec,
     flash_attn: bool,
+    cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """As ``plan_call``, from shapes in the layout of ``spec``, dtype, and whether flash-attn is installed."""
+    """As ``plan_call``, from shapes in the layout of ``spec``, dtype, and whether the two are there."""
     sizes = _head_sizes(query, key, value, spec)
+    if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
+        return CudaCall(Kernel.CUDNN)
     if flash_attn and dtype in _FLASH_DTYPES:
         call = _flash_attn_call(spec, sizes)
         if call is not None:
@@ -86,6 +109,16 @@ def choose(
     if sizes[0] != sizes[2] or sizes[0] not in _FLEX_SIZES:
         return Unsupported(f"FlexAttention with head sizes {sizes[0]} and {sizes[2]}")
     return CudaCall(Kernel.FLEX)
+
+
+def _fits_cudnn(spec: AttentionSpec, sizes: tuple[int, ...]) -> bool:
+    if spec.packed or spec.masked or not _is_simple(spec.segments[0]):
+        return False
+    segment = spec.segments[0]
+    queries, keys = segment.q1 - segment.q0, segment.k1 - segment.k0
+    even = not queries % _CUDNN_STEP and not keys % _CUDNN_STEP and min(queries, keys) >= _CUDNN_FEWEST
+    causal = segment.window_right == 0
+    return even and (queries == keys or not causal) and _fit_flash_attn(sizes) and sizes[0] <= _CUDNN_WIDEST
 
 
 def _fit_flash_attn(sizes: tuple[int, ...]) -> bool:
@@ -133,7 +166,8 @@ def attend(
     if plan.kernel is Kernel.FLEX:
         output = _flex(query, key, value, spec)
     else:
-        output = _sdpa(query, key, value, spec, mask)
+        with _order_of(plan.kernel, query, key, value, spec):
+            output = _sdpa(query, key, value, spec, mask)
     return from_bnsd(output, spec.layout).contiguous()
 
 
@@ -163,6 +197,32 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
     queries, keys = [0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)]
     as_int32 = partial(torch.tensor, dtype=torch.int32, device=device)
     return as_int32(queries), as_int32(keys)
+
+
+@contextlib.contextmanager
+def _order_of(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
+) -> Iterator[None]:
+    """Let torch's SDPA take cuDNN's kernel inside, if that is the kernel; else what it takes by itself."""
+    if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
+        yield
+        return
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(list(_CUDNN_FIRST))
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+    """Return what torch says: whether this cuDNN takes the call."""
+    causal, grouped = spec.segments[0].window_right == 0, spec.heads != spec.key_heads
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, spec.dropout_p, causal, grouped)
+    if torch.backends.cuda.can_use_cudnn_attention(asked):
+        return True
+    note_slower("attention", "this torch or cuDNN has no kernel for a call", "is not cuDNN's, but flash")
+    return False
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:

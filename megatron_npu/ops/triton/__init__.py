@@ -1,0 +1,50 @@
+"""Triton kernels of our own for NVIDIA GPUs: what torch takes several passes over memory for, in one.
+
+``kernels`` has them, the other modules launch them; results differ from torch's by roundings, which are fewer
+here. They run where triton is installed (it comes with torch's wheels for CUDA) on compute capability 8.0 and
+later. Nothing imports triton before a kernel is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megatron_npu.base import settings
+from megatron_npu.base.installed_packages import is_installed
+
+__all__ = ["refusal", "switched_off"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OLDEST = (8, 0)
+
+
+@functools.cache
+def switched_off() -> bool:
+    """Return whether ``MEGATRON_NPU_TRITON=0`` asks for torch's own kernels."""
+    return not settings.TRITON.enabled()
+
+
+@functools.cache
+def absence() -> str | None:
+    """Return why the kernels cannot run on the GPU of this process, or None."""
+    if not is_installed("triton"):
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < _OLDEST:
+        return f"the GPU has compute capability {major}.{minor}, before {_OLDEST[0]}.{_OLDEST[1]}"
+    return None
+
+
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Return why the kernels do not take these tensors of a GPU, or None; the host waits for nothing."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in _DTYPES:
+            return f"kernels of ours take no {tensor.dtype}"
+        if tensor.device.type != "cuda":
+            return f"kernels of ours take tensors of a GPU, not of {tensor.device.type}"
+    return absence()

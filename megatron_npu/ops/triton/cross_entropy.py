@@ -1,0 +1,96 @@
+"""Cross-entropy of logits, a kernel forward and one backward; the autograd functions are the operations'."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.triton.launching import launch, power_of_two
+
+_BLOCK = 4096  # columns that a program has at a time
+_NOBODY = -(1 << 62)  # no target is this one
+
+
+class Vocabulary(NamedTuple):
+    """What the loss is of, besides logits and targets.
+
+    Attributes:
+        start: id of the first column.
+        size: of the whole vocabulary.
+        share: of the loss that all logits have: label smoothing, as upstream spreads it.
+        ignored: the target that says that there is none; None: each row has one.
+    """
+
+    start: int
+    size: int
+    share: float = 0.0
+    ignored: int | None = None
+
+
+def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return losses and normalizers ``[rows]``, fp32, of ``[rows, v]`` that are the whole vocabulary."""
+    losses, normalizers = _of_rows(logits), _of_rows(logits)
+    _forward(logits, targets, words, normalizers, normalizers, normalizers, losses, True)
+    return losses, normalizers
+
+
+def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
+    """Return normalizers, the targets' logits, and with smoothing the sums of logits, of a rank's part."""
+    normalizers, predicted = _of_rows(logits), _of_rows(logits)
+    totals = [_of_rows(logits)] if words.share else []
+    _forward(logits, targets, words, normalizers, predicted, *totals or [predicted], predicted, False)
+    return normalizers, predicted, *totals
+
+
+def _of_rows(logits: Tensor) -> Tensor:
+    return torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
+
+
+def _forward(
+    logits: Tensor,
+    targets: Tensor,
+    words: Vocabulary,
+    normalizers: Tensor,
+    predicted: Tensor,
+    totals: Tensor,
+    losses: Tensor,
+    is_whole: bool,
+) -> None:
+    from megatron_npu.ops.triton.kernels import cross_entropy as kernels
+
+    rows, width = logits.shape
+    launch(
+        *(kernels.forward, (rows,), normalizers),
+        *(logits, targets, normalizers, predicted, totals, losses, logits.stride(0), width),
+        *(words.start, _ignored(words), words.share, float(words.size)),
+        *(is_whole, words.share != 0.0, words.ignored is not None, min(_BLOCK, max(16, power_of_two(width)))),
+        num_warps=8,
+    )
+
+
+def gradient(
+    grads: Tensor, logits: Tensor, targets: Tensor, normalizers: Tensor, words: Vocabulary, out: Tensor
+) -> None:
+    """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be these.
+
+    Args:
+        grads: of the losses, ``[rows]``, contiguous.
+        normalizers: of the whole vocabulary.
+    """
+    from megatron_npu.ops.triton.kernels import cross_entropy as kernels
+
+    rows, width = logits.shape
+    block = min(_BLOCK, max(16, power_of_two(width)))
+    launch(
+        *(kernels.backward, (rows, -(-width // block)), out),
+        *(grads, logits, targets, normalizers, out, logits.stride(0), out.stride(0), width),
+        *(words.start, _ignored(words), words.share, float(words.size)),
+        *(words.share != 0.0, words.ignored is not None, block),
+        num_warps=8,
+    )
+
+
+def _ignored(words: Vocabulary) -> int:
+    return _NOBODY if words.ignored is None else words.ignored

@@ -1,0 +1,42 @@
+"""What a dropout has drawn, so that backward draws it again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LEVELS = 1 << 31  # as many bits decide about one value
+
+
+class Dropped(NamedTuple):
+    """Which values of a tensor are kept, and by what they are multiplied.
+
+    Attributes:
+        seed: int64 ``[1]`` on the device.
+        level: a value is kept whose 31 bits are less.
+        scale: the inverse of the probability to be kept.
+    """
+
+    seed: Tensor
+    level: int
+    scale: float
+
+
+def drawn(p: float, device: torch.device) -> Dropped | None:
+    """Return a new draw for probability ``p``; None for 0.
+
+    The seed comes from torch's generator of the device, on the device: Megatron's RNG tracker decides about
+    it, a recomputation that has set the generator back draws the same, a graph of CUDA draws anew at every
+    replay, and the host waits for nothing.
+    """
+    if p == 0.0:
+        return None
+    return Dropped(torch.randint(1 << 62, (1,), dtype=torch.int64, device=device), *level_and_scale(p))
+
+
+def level_and_scale(p: float) -> tuple[int, float]:
+    """Return ``level`` and ``scale`` of ``Dropped``; with p 1 nothing is kept."""
+    level = min(_LEVELS - 1, round((1.0 - p) * _LEVELS))
+    return level, _LEVELS / level if level else 0.0

@@ -1,0 +1,84 @@
+"""Cross-entropy of rows of logits: a pass over them each way. A program has a row, or a part of one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def forward(
+    logits, targets, normalizers, predicted, totals, losses, stride, words, start, ignored, share, size,
+    WHOLE: tl.constexpr, SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each row the logarithm of the sum of exponentials, in one pass with a running maximum.
+
+    Then, if it has the ``WHOLE`` vocabulary, the loss; else the target's logit, 0 where another rank has it,
+    and with ``SMOOTH`` the sum of all logits. Where targets may be ``ignored``, one that no column has gives
+    nan.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    wanted = words
+    if IGNORES:
+        wanted = tl.where(target == ignored, 0, words)
+    column = tl.arange(0, BLOCK)
+    largest = tl.full([], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, wanted, BLOCK):
+        inside = begin + column < words
+        z = tl.load(logits + begin + column, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(z, 0))
+        reference = tl.where(new == float("-inf"), 0.0, new)
+        sums = sums * tl.exp(largest - reference) + tl.exp(z - reference)
+        largest = new
+        if SMOOTH:
+            total += tl.where(inside, z, 0.0)
+    whole_sum = tl.sum(sums, 0)
+    if IGNORES:
+        whole_sum = tl.where(target == ignored, 1.0, whole_sum)
+    normalizer = largest + tl.log(whole_sum)
+    local = target - start
+    here = (local >= 0) & (local < words)
+    at_target = tl.load(logits + local, mask=here, other=0.0).to(tl.float32)
+    tl.store(normalizers + row, normalizer)
+    if WHOLE:
+        if IGNORES:
+            at_target = tl.where(here, at_target, float("nan"))
+        loss = normalizer - at_target
+        if SMOOTH:
+            loss = (1 - share) * loss + share * (normalizer - tl.sum(total, 0) / size)
+        if IGNORES:
+            loss = tl.where(target == ignored, 0.0, loss)
+        tl.store(losses + row, loss)
+    else:
+        tl.store(predicted + row, at_target)
+        if SMOOTH:
+            tl.store(totals + row, tl.sum(total, 0))
+
+
+@triton.jit
+def backward(
+    grads, logits, targets, normalizers, out, stride, out_stride, words, start, ignored, share, size,
+    SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits, of ``BLOCK`` columns of a row; ``out`` may be the logits themselves."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < words
+    target = tl.load(targets + row)
+    factor = tl.load(grads + row).to(tl.float32)
+    normalizer = tl.load(normalizers + row)
+    z = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    d = tl.exp(z - normalizer)
+    hit = factor
+    if SMOOTH:
+        d -= share / size
+        hit *= 1 - share
+    d *= factor
+    d = tl.where(column == target - start, d - hit, d)
+    if IGNORES:
+        d = tl.where(target == ignored, 0.0, d)
+    tl.store(out + row * out_stride + column, d, mask=inside)

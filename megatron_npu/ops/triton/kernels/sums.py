@@ -1,0 +1,32 @@
+"""Sums over rows in two stages: partial sums of chunks of rows, then these, always in the same order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``[rows, width]`` to fp32 ``[chunks, width]``, ``per`` rows in a chunk: the first stage alone."""
+    first = tl.program_id(0).to(tl.int64) * per
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    tile = row[:, None] * width + column[None, :]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, per, ROWS):
+        inside = (row[:, None] < rows - first - begin) & (column[None, :] < width)
+        sums += tl.load(x + (first + begin) * width + tile, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial + tl.program_id(0) * width + column, tl.sum(sums, 0), mask=column < width)
+
+
+@triton.jit
+def of_columns(partial, out, chunks, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """fp32 ``[chunks, width]`` to ``[width]``: the second stage."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, chunks, ROWS):
+        inside = (row[:, None] < chunks - begin) & (column[None, :] < width)
+        sums += tl.load(partial + (begin + row[:, None]) * width + column[None, :], mask=inside, other=0.0)
+    tl.store(out + column, tl.sum(sums, 0), mask=column < width)

@@ -1,0 +1,68 @@
+"""How a kernel is launched, and into how many programs a tensor is cut."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TILE = 4096  # values that a program has at a time, in registers
+_PER_PROCESSOR = 4  # programs on each of a GPU's processors where a program takes many rows
+_PROCESSORS = 108  # where there is no GPU to ask: kernels interpreted on a CPU, fake tensors
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **options: Any) -> None:
+    """Start a kernel on the current stream.
+
+    Args:
+        kernel: a function of ``kernels``.
+        grid: numbers of programs; nothing is started where one is 0.
+        result: the first tensor that is written, by which the device is chosen. A fake tensor gets nothing.
+        args, options: of the kernel.
+    """
+    if 0 in grid or is_fake(result):
+        return
+    device = result.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape and no values."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "fake_mode")
+
+
+def power_of_two(size: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=256)
+def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
+    """Return rows and columns of a tile for element-wise kernels, and the grid that covers all of it."""
+    columns = min(1024, max(16, power_of_two(width)))
+    tall = min(_TILE // columns, power_of_two(rows))
+    return tall, columns, (-(-rows // tall), -(-width // columns))
+
+
+@functools.lru_cache(maxsize=256)
+def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
+    """As ``tile_of``, where a program has many rows; before the grid stands how many."""
+    tall, columns, (tiles, across) = tile_of(rows, width)
+    wanted = max(1, _PER_PROCESSOR * processors(device) // across)
+    per = -(-tiles // wanted) * tall
+    return tall, columns, per, (-(-rows // per) if per else 0, across)
+
+
+@functools.lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

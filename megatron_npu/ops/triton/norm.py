@@ -1,0 +1,144 @@
+"""Layer norm and RMS norm, and both of a residual's sum: one pass over memory each way.
+
+Sums over rows, of the gradients of weight and biases, are partial ones of the same kernel, added up by a
+second one. ``bias`` None means RMS norm throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_npu.ops.triton.draws import Dropped
+from megatron_npu.ops.triton.launching import launch, power_of_two, processors
+from megatron_npu.ops.triton.sums import new_partial, sum_of_partial
+
+WIDEST = 1 << 14  # values of a row, which a program holds whole
+_TILE = 2048
+_PER_PROCESSOR = 4  # programs, each with its partial sums
+
+Keep = Callable[[Tensor, Tensor], bool]
+Gradients = tuple[Tensor | None, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(rows: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return rows and columns of a tile, rows of a program going backward, and the warps of both."""
+    columns = max(16, power_of_two(width))
+    tall = min(max(1, _TILE // columns), power_of_two(rows))
+    tiles = -(-rows // tall)
+    per = -(-tiles // (_PER_PROCESSOR * processors(device))) * tall
+    return tall, columns, per, min(16, max(4, tall * columns // 512))
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.size(-1))
+
+
+class Norm(torch.autograd.Function):
+    """Either norm of the input, which is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    ) -> Tensor:
+        output, saved = normalised(input, weight, bias, eps, centered)
+        ctx.save_for_backward(*saved, weight)
+        ctx.layer, ctx.centered = bias is not None, centered
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        x, means, rstds, weight = ctx.saved_tensors
+        d_x, _, partial = _backward(ctx, grad, None, x, means, rstds, weight)
+        if not ctx.layer:
+            return d_x, sum_of_partial(partial, weight.dtype), None, None, None
+        if ctx.bias_dtype is weight.dtype:
+            both = sum_of_partial(partial, weight.dtype)
+        else:
+            both = sum_of_partial(partial, torch.float32)
+        d_weight, d_bias = both.chunk(2)
+        return d_x, d_weight.to(weight.dtype), d_bias.to(ctx.bias_dtype), None, None
+
+
+def normalised(
+    input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return the norm, and what backward needs: the input, means (of layer norm) and 1 / deviations."""
+    x = input.contiguous()
+    output = torch.empty_like(x)
+    return output, _forward(x, None, None, None, None, weight, bias, output, eps, centered)
+
+
+def _forward(
+    x: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    total: Tensor | None,
+    dropped: Dropped | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megatron_npu.ops.triton.kernels import norm as kernels
+
+    width, rows = x.size(-1), _rows(x)
+    tall, columns, _, warps = _cut(rows, width, x.device)
+    rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
+    means = rstds if bias is None else torch.empty_like(rstds)
+    launch(
+        *(kernels.forward, (-(-rows // tall),), output),
+        *(x, _or(shift, x), _or(residual, x), _or(total, output), x if dropped is None else dropped.seed),
+        *(weight, _or(bias, weight), output, means, rstds, rows, width, eps),
+        *((0, 1.0) if dropped is None else (dropped.level, dropped.scale)),
+        *(bias is not None, centered, residual is not None, shift is not None, dropped is not None),
+        *(tall, columns),
+        num_warps=warps,
+    )
+    return _or(total, x), means, rstds
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return the tensor, or another one in its place, which the kernel does not read."""
+    return other if tensor is None else tensor
+
+
+def _backward(
+    ctx: Any,
+    grad: Tensor,
+    of_total: Tensor | None,
+    x: Tensor,
+    means: Tensor,
+    rstds: Tensor,
+    weight: Tensor,
+    dropped: Dropped | None = None,
+    shifted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the norm's input and of what was dropped in part, and the partial sums."""
+    from megatron_npu.ops.triton.kernels import norm as kernels
+
+    width, rows, grad = x.size(-1), _rows(x), grad.contiguous()
+    of_total = None if of_total is None else of_total.contiguous()
+    tall, columns, per, warps = _cut(rows, width, x.device)
+    d_x = torch.empty_like(x)
+    d_added = d_x if dropped is None else torch.empty_like(x)
+    chunks = -(-rows // per) if per else 0
+    partial = new_partial(x, chunks, width * (1 + ctx.layer + shifted))
+    launch(
+        *(kernels.backward, (chunks,), d_x),
+        *(grad, _or(of_total, x), x, weight, means, rstds, d_x, d_added),
+        *(x if dropped is None else dropped.seed, partial, rows, width, per),
+        *((0, 1.0) if dropped is None else (dropped.level, dropped.scale)),
+        *(ctx.layer, ctx.centered, of_total is not None, shifted, dropped is not None, tall, columns),
+        num_warps=warps,
+    )
+    return d_x, d_added, partial

@@ -1,0 +1,192 @@
+"""Triton kernels against formulas in fp64: on a GPU, or interpreted, where triton is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_npu.ops import activation, cross_entropy, dispatch, norm, triton
+from tests.ops.against_fp64 import check, rows_of
+from tests.ops.test_cross_entropy import formula
+from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
+from tests.support import interpreted
+from tests.support.tolerances import assert_near
+
+FEW = settings(max_examples=4)
+widths = st.integers(1, 70) | st.sampled_from([1024, 1030])
+
+
+@pytest.fixture
+def on(monkeypatch) -> str:
+    """Bind every operation to cuda, and let kernels take tensors of where Triton runs here."""
+    device = interpreted.device()
+    if device is None:
+        pytest.skip("the case: triton is not installed")
+    if device == "cpu":
+        monkeypatch.setattr(triton, "refusal", lambda *_: None)
+        monkeypatch.setattr(cross_entropy, "_by_kernel", lambda *_: True)
+    for operation in dispatch.OPERATIONS:
+        operation.bind("cuda")
+    dispatch.fallbacks.clear()
+    yield device
+    assert not dispatch.fallbacks
+
+
+@FEW
+@given(shape=rows_of(widths), biased=st.booleans())
+@example(shape=(5, 3, 1030), biased=True)
+@example(shape=(1, 1, 1), biased=True)
+def test_bias_gelu(on, dtype, shape, biased):
+    torch.manual_seed(1)
+    tensors = [2 * torch.randn(shape, device=on), *([torch.randn(shape[-1], device=on)] if biased else [])]
+    check(activation.bias_gelu, lambda x, b=0: F.gelu(x + b, approximate="tanh"), tensors, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, which interprets
+def test_gelu_far_out(on, dtype):
+    x = torch.tensor([[-torch.inf, -1e4, -60.0, 60.0, 1e4, torch.nan]], device=on).to(dtype).requires_grad_()
+    y = activation.bias_gelu(x)
+    (slope,) = torch.autograd.grad(y.nan_to_num().sum() + y.sum(), x)
+    assert y[0, 1:5].tolist() == [0.0, 0.0, 60.0, x[0, 4].item()]
+    assert slope[0, 1:5].tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert slope[0, 5].isnan()
+
+
+@pytest.mark.parametrize("curve", ["swiglu", "geglu"])
+@FEW
+@given(shape=rows_of(widths.map(lambda width: 2 * width)), biased=st.booleans())
+@example(shape=(5, 3, 2060), biased=True)
+def test_gated(on, dtype, curve, shape, biased):
+    def right(x, bias=0):
+        gate, value = (x + bias).chunk(2, -1)
+        return (F.silu(gate) if curve == "swiglu" else F.gelu(gate, approximate="tanh")) * value
+
+    torch.manual_seed(1)
+    tensors = [2 * torch.randn(shape, device=on), *([torch.randn(shape[-1], device=on)] if biased else [])]
+    check(getattr(activation, curve), right, tensors, dtype)
+
+
+@FEW
+@given(shape=rows_of(st.integers(2, 70) | st.just(1030)), centered=st.booleans(), layer=st.booleans())
+@example(shape=(6, 3, 1030), centered=True, layer=True)
+@example(shape=(4, 300, 3), centered=False, layer=True)
+def test_norms(on, dtype, shape, centered, layer):
+    torch.manual_seed(1)
+    vectors = torch.randn(2 if layer else 1, shape[-1], device=on)
+
+    def ours(x, weight, bias=None):
+        if bias is None:
+            return norm.rms_norm(x, weight, EPS, centered)
+        return norm.layer_norm(x, weight, bias, EPS, centered)
+
+    right = layer_formula if layer else rms_formula
+    x = spread(shape, on)
+    check(ours, lambda *t: right(*t, centered), [x if layer else x.sign() + x, *vectors], dtype)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_weight_in_fp32_is_no_fallback(on, narrow):
+    x = spread((5, 2, 40), on).to(narrow).requires_grad_()
+    weight, bias = torch.randn(2, 40, device=on).requires_grad_().unbind()
+    leaves = [x, *(t.detach().requires_grad_() for t in (weight, bias))]
+    doubles = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    actual, expected = norm.layer_norm(*leaves, EPS), layer_formula(*doubles)
+    assert actual.dtype is narrow
+    assert_near(actual, expected, narrow)
+    ours = torch.autograd.grad(actual, leaves, torch.ones_like(actual))
+    right = torch.autograd.grad(expected, doubles, torch.ones_like(expected))
+    assert [t.dtype for t in ours] == [narrow, torch.float32, torch.float32]
+    for a, b in zip(ours[1:], right[1:], strict=True):
+        assert_near(a, b, torch.float32, loose=5)
+
+
+@FEW
+@given(rows=st.integers(1, 5), words=st.integers(2, 70), smoothing=st.sampled_from([0.0, 0.1]))
+@example(rows=3, words=70_001, smoothing=0.1)
+@example(rows=2, words=4096, smoothing=0.0)
+def test_cross_entropy_of_a_vocabulary(on, dtype, rows, words, smoothing):
+    torch.manual_seed(2)
+    leaf = (3 * torch.randn(rows, 2, words, device=on)).to(dtype).requires_grad_()
+    target = torch.randint(words, (rows, 2), device=on)
+    double = leaf.detach().cpu().double().requires_grad_()
+    logits = leaf * 1
+    loss = cross_entropy.vocab_parallel_cross_entropy(
+        logits, target, vocab_start=0, vocab_size=words, label_smoothing=smoothing
+    )
+    expected = formula(double, target.cpu(), smoothing)
+    assert loss.dtype is torch.float32
+    assert_near(loss, expected, torch.float32)
+    factor = torch.rand(expected.shape)
+    places = [logits.data_ptr()]
+    logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+    (ours,) = torch.autograd.grad(loss, leaf, factor.to(on), retain_graph=True)
+    (right,) = torch.autograd.grad(expected, double, factor.double())
+    assert_near(ours, right, dtype, "gradient")
+    assert places[0] == places[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss.sum(), leaf)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_a_part(on, dtype, smoothing):
+    """Two parts of a vocabulary, put together as ranks do."""
+    from megatron_npu.ops.triton import cross_entropy as kernels
+
+    torch.manual_seed(3)
+    logits = torch.randn(7, 24, device=on).to(dtype)
+    target = torch.randint(24, (7,), device=on)
+    double = logits.detach().cpu().double().requires_grad_()
+    expected = formula(double, target.cpu(), smoothing)
+    share = smoothing * 24 / 23
+    words = [kernels.Vocabulary(start, 24, share) for start in (0, 10)]
+    parts = [logits[:, :10], logits[:, 10:]]
+    found = [kernels.part(z, target, each) for z, each in zip(parts, words, strict=True)]
+    normalizer = torch.stack([each[0] for each in found]).logsumexp(0)
+    loss = normalizer - sum(each[1] for each in found)
+    if smoothing:
+        loss = (1 - share) * loss + share * (normalizer - sum(each[2] for each in found) / 24)
+    assert_near(loss, expected, torch.float32)
+    (right,) = torch.autograd.grad(expected.sum(), double)
+    for z, each in zip(parts, words, strict=True):
+        kernels.gradient(torch.ones(7, device=on), z, target, normalizer, each, z)
+    assert_near(logits, right, dtype, "gradient")
+
+
+@FEW
+@given(rows=st.integers(1, 5), words=st.integers(2, 70))
+@example(rows=3, words=66_000)
+def test_cross_entropy_with_ignored_targets(on, dtype, rows, words):
+    torch.manual_seed(2)
+    leaf = (3 * torch.randn(rows, 2, words, device=on)).to(dtype).requires_grad_()
+    target = torch.randint(words, (rows, 2), device=on)
+    target[0, 0] = -100
+    double = leaf.detach().cpu().double().requires_grad_()
+    loss = cross_entropy.cross_entropy(leaf, target)
+    expected = F.cross_entropy(double.flatten(0, 1), target.cpu().flatten(), reduction="none").view(rows, 2)
+    assert_near(loss, expected, torch.float32)
+    (ours,) = torch.autograd.grad(loss.sum(), leaf)
+    (right,) = torch.autograd.grad(expected.sum(), double)
+    assert not ours[0, 0].any()
+    assert_near(ours, right, dtype, "gradient")
+
+
+def test_logits_of_masked_words(on):
+    logits = torch.tensor([[-torch.inf] * 3 + [1.0, 2.0], [500.0, -500.0, 499.0, 0.0, 0.0]], device=on)
+    loss = cross_entropy.cross_entropy(logits.requires_grad_(), torch.tensor([3, 0], device=on))
+    torch.testing.assert_close(loss.cpu(), torch.tensor([1.3132617, 0.3132617]))
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    assert grad.isfinite().all()
+    assert not grad[0, :3].any()
+
+
+def test_a_call_that_no_kernel_takes_is_told_once(on, caplog):
+    x = torch.randn(3, 8, device=on, requires_grad=True)
+    for _ in range(2):
+        activation.bias_gelu(x, torch.randn(3, 8, device=on))
+    told = [record.message for record in caplog.records if "bias_gelu" in record.message]
+    assert told == ["bias_gelu runs on torch's kernels: the bias (3, 8) is not of the columns of (3, 8)"]
+    assert list(dispatch.fallbacks.values()) == [2]
+    dispatch.fallbacks.clear()
