@@ -248,6 +248,11 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
     return reason is None
 
 
+def without_kernels() -> str | None:
+    """Return why no Triton kernel of ours will run on a GPU; None: there will, if the GPU is new enough."""
+    return triton.not_to_be_expected()
+
+
 def note_slower(operation: str, reason: str, does: str) -> None:
     """Count, and log the first time, why a slower implementation computes a call: no error in strict mode."""
     seen = fallbacks.get((operation, reason), 0)

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops.dispatch import Operation, takes_kernel
 from megatron_npu.ops.tiling import rows_per_tile, scratch_buffers
+from megatron_npu.ops.triton.residual import BiasDropoutAdd
 
 # On a CPU 16 random bits decide about one value, so a probability of keeping is a multiple of 2^-16.
 KEEP_LEVELS = 1 << 16
@@ -41,6 +42,8 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     if training and p > 0.0:
         return _bias_dropout_add(x, bias, residual, p)
     if training or _needs_grad(x, bias, residual):
+        if _on_gpu(x):
+            return _bias_dropout_add(x, bias, residual, 0.0)
         return residual + (x if bias is None else x + bias)
     return (x if bias is None else x.add_(bias)).add_(residual)
 
@@ -107,13 +110,19 @@ def most_of_kept(keep: int) -> int:
     return keep - KEEP_LEVELS // 2 - 1  # the first beyond would not fit int16 where everything is kept
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Return whether a sum without dropout is an operation, too: on a GPU it is one kernel."""
+    return x.is_cuda
+
+
 def _needs_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
 def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Operation by operation; torch's dropout keeps a mask of a byte per value, torch_npu's of a bit."""
-    return residual + F.dropout(x if bias is None else x + bias, p)
+    value = x if bias is None else x + bias
+    return residual + (F.dropout(value, p) if p else value)
 
 
 def _plain_dropout(x: Tensor, p: float) -> Tensor:
@@ -182,9 +191,20 @@ class _CpuDropout(torch.autograd.Function):
         return output, None
 
 
-_bias_dropout_add = Operation("bias_dropout_add", _composed, group="dropout", draws=lambda *_: True)
-_bias_dropout_add.on("cuda", note="torch's dropout")(_composed)
+_bias_dropout_add = Operation(
+    "bias_dropout_add", _composed, group="dropout", draws=lambda x, bias, residual, p: p > 0.0
+)
 _bias_dropout_add.on("npu", note="torch_npu's dropout")(_composed)
+
+
+@_bias_dropout_add.on("cuda", note="one Triton kernel each way⁶ that keeps no mask, else torch's dropout")
+def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
+    beyond = None
+    if residual.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
+        beyond = "the shapes of bias and residual are not those of rows"
+    if takes_kernel("bias_dropout_add", x, bias, residual, beyond=beyond):
+        return BiasDropoutAdd.apply(x, bias, residual, p)
+    return _composed(x, bias, residual, p)
 
 
 @_bias_dropout_add.on("cpu", note="tiles, 16 random bits a value²")

@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops import norm
 from megatron_npu.ops.caching import lru_cache_tensors
-from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
+from megatron_npu.ops.dispatch import Make, Operation, takes_kernel, unsupported_dtype
+from megatron_npu.ops.dropout import dropout
+from megatron_npu.ops.triton.residual import AddNorm
 
 _NPU_EPSILON = 1e-5  # the only one that aclnnAddLayerNorm takes
 
@@ -29,8 +31,10 @@ def add_layer_norm(
     eps: float,
     zero_centered_gamma: bool = False,
     keep: Keep | None = None,
+    shift: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of ``x + residual``, as ``norm.layer_norm`` has it, and that sum.
+    """Return the layer norm of ``residual + dropout(x + shift)``, as of ``norm.layer_norm``, and that sum.
 
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
@@ -41,11 +45,13 @@ def add_layer_norm(
         zero_centered_gamma: the factor is ``1 + weight``.
         keep: who adds gradients of parameters up in fp32: what it takes, autograd is not given. A device that
             has the gradient in the parameter's dtype alone does not ask.
+        shift: ``[h]``, a bias of ``x``; None: there is none.
+        p: the probability that a value is dropped, as of ``dropout.dropout`` in training.
 
     Returns:
         Both ``[..., h]`` in the dtype of ``x``.
     """
-    return _add_layer_norm(x, residual, weight, bias, eps, zero_centered_gamma, keep)
+    return _add_layer_norm(x, residual, weight, bias, eps, zero_centered_gamma, keep, shift, p)
 
 
 def add_rms_norm(
@@ -55,9 +61,11 @@ def add_rms_norm(
     eps: float,
     zero_centered_gamma: bool = False,
     keep: Keep | None = None,
+    shift: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of ``x + residual`` and that sum; as ``add_layer_norm`` otherwise."""
-    return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep)
+    """Return the RMS norm of the sum and the sum itself; as ``add_layer_norm`` otherwise."""
+    return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
@@ -75,6 +83,14 @@ def result_of(reader: Any, input: Tensor) -> Tensor | None:
     return result if norm is reader else None
 
 
+def _dropped(x: Tensor, shift: Tensor | None, p: float) -> Tensor:
+    return dropout(x if shift is None else x + shift, p, True)
+
+
+def _draws(*arguments: Any) -> bool:
+    return bool(arguments[-1])  # p
+
+
 def _layer_norm_reference(
     x: Tensor,
     residual: Tensor,
@@ -83,22 +99,62 @@ def _layer_norm_reference(
     eps: float,
     zero_centered: bool,
     keep: Keep | None,
+    shift: Tensor | None,
+    p: float,
 ) -> tuple[Tensor, Tensor]:
-    total = x + residual
+    total = _dropped(x, shift, p) + residual
     return norm.layer_norm(total, weight, bias, eps, zero_centered), total
 
 
 def _rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, keep: Keep | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    keep: Keep | None,
+    shift: Tensor | None,
+    p: float,
 ) -> tuple[Tensor, Tensor]:
-    total = x + residual
+    total = _dropped(x, shift, p) + residual
     return norm.rms_norm(total, weight, eps, zero_centered), total
 
 
-_add_layer_norm = Operation("add_layer_norm", _layer_norm_reference, group="norm", rounds_within=True)
-_add_rms_norm = Operation("add_rms_norm", _rms_norm_reference, group="norm", rounds_within=True)
-_add_layer_norm.on("cpu", "cuda", note="a sum and `layer_norm`")(_layer_norm_reference)
-_add_rms_norm.on("cpu", "cuda", note="a sum and `rms_norm`")(_rms_norm_reference)
+_add_layer_norm = Operation(
+    "add_layer_norm", _layer_norm_reference, group="norm", draws=_draws, rounds_within=True
+)
+_add_rms_norm = Operation("add_rms_norm", _rms_norm_reference, group="norm", draws=_draws, rounds_within=True)
+_add_layer_norm.on("cpu", note="a sum and `layer_norm`")(_layer_norm_reference)
+_add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
+
+
+def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
+    """Return why our Triton kernel of a sum and its norm does not take such tensors, or None."""
+    if x.shape != residual.shape or x.dtype is not residual.dtype:
+        return f"the residual {residual.dtype} {tuple(residual.shape)} is not as the summand {x.dtype}"
+    if shift is not None and shift.shape != x.shape[-1:]:
+        return f"the bias {tuple(shift.shape)} is not of the columns of {tuple(x.shape)}"
+    return norm.beyond_kernel(x, weight)
+
+
+@_add_layer_norm.on("cuda", note="one Triton kernel each way⁶, else a sum and `layer_norm`")
+def _add_layer_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    beyond = beyond_kernel(x, residual, weight, rest[2])
+    if takes_kernel("add_layer_norm", x, residual, weight, bias, rest[2], beyond=beyond):
+        return AddNorm.apply(x, residual, weight, bias, eps, *rest)
+    return _layer_norm_reference(x, residual, weight, bias, eps, *rest)
+
+
+@_add_rms_norm.on("cuda", note="one Triton kernel each way⁶, else a sum and `rms_norm`")
+def _add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    beyond = beyond_kernel(x, residual, weight, rest[2])
+    if takes_kernel("add_rms_norm", x, residual, weight, rest[2], beyond=beyond):
+        return AddNorm.apply(x, residual, weight, None, eps, *rest)
+    return _rms_norm_reference(x, residual, weight, eps, *rest)
 
 
 def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
@@ -124,7 +180,8 @@ def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_no
     limits="eps 1e-5, weight in the dtype of the input",
 )
 def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _AddLayerNorm.apply(x, *arguments)
+    *others, shift, p = arguments
+    return _AddLayerNorm.apply(_dropped(x, shift, p), *others)
 
 
 @_add_rms_norm.on(
@@ -134,7 +191,8 @@ def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     limits="2 to 8 dimensions, weight in the dtype of the input",
 )
 def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _AddRmsNorm.apply(x, *arguments)
+    *others, shift, p = arguments
+    return _AddRmsNorm.apply(_dropped(x, shift, p), *others)
 
 
 class _AddLayerNorm(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops import activation, cross_entropy, dispatch, norm, triton
+from megatron_npu.ops import activation, cross_entropy, dispatch, dropout, norm, residual_norm, triton
 from tests.ops.against_fp64 import check, rows_of
 from tests.ops.test_cross_entropy import formula
 from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
@@ -28,6 +28,7 @@ def on(monkeypatch) -> str:
     if device == "cpu":
         monkeypatch.setattr(triton, "refusal", lambda *_: None)
         monkeypatch.setattr(cross_entropy, "_by_kernel", lambda *_: True)
+        monkeypatch.setattr(dropout, "_on_gpu", lambda _: True)
     for operation in dispatch.OPERATIONS:
         operation.bind("cuda")
     dispatch.fallbacks.clear()
@@ -180,6 +181,162 @@ def test_logits_of_masked_words(on):
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert grad.isfinite().all()
     assert not grad[0, :3].any()
+
+
+@FEW
+@given(shape=rows_of(st.integers(2, 70) | st.just(1030)), shifted=st.booleans(), layer=st.booleans())
+@example(shape=(6, 3, 1030), shifted=True, layer=True)
+def test_a_sum_and_its_norm(on, dtype, shape, shifted, layer):
+    torch.manual_seed(1)
+    x, residual = spread(shape, on), torch.randn(shape, device=on)
+    vectors = torch.randn(3, shape[-1], device=on)
+    leaves = [x, residual, *vectors[: 2 if layer else 1], *(vectors[2:] if shifted else [])]
+    leaves = [t.to(dtype).requires_grad_() for t in leaves]
+    doubles = [t.detach().cpu().double().requires_grad_() for t in leaves]
+
+    def ours(x, residual, weight, *rest):
+        shift = rest[-1] if shifted else None
+        if layer:
+            return residual_norm.add_layer_norm(x, residual, weight, rest[0], EPS, True, shift=shift)
+        return residual_norm.add_rms_norm(x, residual, weight, EPS, True, shift=shift)
+
+    def right(x, residual, weight, *rest):
+        total = x + residual + (rest[-1] if shifted else 0)
+        return (layer_formula(total, weight, rest[0], 1) if layer else rms_formula(total, weight, 1)), total
+
+    found, expected = ours(*leaves), right(*doubles)
+    grads = [torch.randn(shape).to(dtype) for _ in range(2)]
+    for some in ((0, 1), (0,), (1,)):  # the other output is not used
+        results = torch.autograd.grad(
+            [found[i] for i in some],
+            leaves,
+            [grads[i].to(on) for i in some],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        exact = torch.autograd.grad(
+            [expected[i] for i in some],
+            doubles,
+            [grads[i].double() for i in some],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for i, (a, b) in enumerate(zip(results, exact, strict=True)):
+            # the sum is rounded before it is normalised
+            assert_near(
+                torch.zeros_like(leaves[i]) if a is None else a,
+                torch.zeros_like(doubles[i]) if b is None else b,
+                dtype,
+                f"gradient {i} of {some}",
+                3.0,
+            )
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, dtype, loose=2.0)
+
+
+def _mask(p, shape, on, bias=None):
+    """Return by what a dropout of the generator's state multiplies each value."""
+    x, residual = torch.ones(shape, device=on), torch.zeros(shape, device=on)
+    return dropout.bias_dropout_add(x, bias, residual, p, True)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_keeps_as_many_as_it_should_and_scales_them(on, p):
+    torch.manual_seed(5)
+    mask = _mask(p, (40, 1030), on)
+    kept = (mask != 0).float().mean().item()
+    assert abs(kept - (1 - p)) < 5 * (p * (1 - p) / mask.numel()) ** 0.5
+    torch.testing.assert_close(mask[mask != 0], torch.full_like(mask[mask != 0], 1 / (1 - p)))
+    for dim in (0, 1):  # no row or column is another's
+        parts = (mask != 0).cpu().unbind(dim)
+        assert not any(torch.equal(parts[0], other) for other in parts[1:])
+    assert not torch.equal(mask, _mask(p, (40, 1030), on))
+    torch.manual_seed(5)
+    assert torch.equal(mask, _mask(p, (40, 1030), on))
+
+
+def test_everything_may_be_dropped(on):
+    x = torch.randn(3, 5, device=on, requires_grad=True)
+    out = dropout.bias_dropout_add(x, None, torch.ones_like(x), 1.0, True)
+    assert out.eq(1).all()
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
+@FEW
+@given(shape=rows_of(st.integers(1, 70) | st.just(1030)), p=st.sampled_from([0.0, 0.3]), biased=st.booleans())
+def test_bias_dropout_add(on, dtype, shape, p, biased):
+    """Backward drops what forward has dropped; so does the operation with a norm, of the same state."""
+    torch.manual_seed(7)
+    tensors = [torch.randn(shape, device=on) for _ in range(2)] + [torch.randn(shape[-1], device=on)] * biased
+    torch.manual_seed(8)
+    mask = _mask(p, shape, on).cpu().double() if p else 1.0
+
+    def ours(x, residual, bias=None):
+        torch.manual_seed(8)
+        return dropout.bias_dropout_add(x, bias, residual, p, True)
+
+    check(ours, lambda x, residual, bias=0: residual + (x + bias) * mask, tensors, dtype)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_sum_with_dropout_and_its_norm(on, p):
+    torch.manual_seed(7)
+    leaves = [torch.randn(s, device=on, requires_grad=True) for s in [(3, 4, 70)] * 2 + [(70,)] * 3]
+    x, residual, weight, bias, shift = leaves
+    torch.manual_seed(8)
+    out, total = residual_norm.add_layer_norm(x, residual, weight, bias, EPS, shift=shift, p=p)
+    torch.manual_seed(8)
+    total_apart = dropout.bias_dropout_add(x, shift, residual, p, True)
+    apart = norm.layer_norm(total_apart, weight, bias, EPS)
+    torch.testing.assert_close(total, total_apart)
+    torch.testing.assert_close(out, apart)
+    grad = torch.randn_like(x)
+    for a, b in zip(
+        torch.autograd.grad([out, total], leaves, [grad, 2 * grad]),
+        torch.autograd.grad([apart, total_apart], leaves, [grad, 2 * grad]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_recomputation_drops_the_same(on):
+    x = torch.randn(5, 70, device=on, requires_grad=True)
+    seen = []
+
+    def layer(x):
+        seen.append(dropout.bias_dropout_add(x, None, x, 0.5, True))
+        return seen[-1] * 2
+
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_results_repeat_to_the_bit(on):
+    x, weight, bias = torch.randn(300, 70, device=on), torch.randn(70, device=on), torch.randn(70, device=on)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    first, again = (
+        torch.autograd.grad(norm.layer_norm(*leaves, EPS).square().sum(), leaves) for _ in range(2)
+    )
+    assert all(map(torch.equal, first, again))
+
+
+def test_without_values_nothing_is_launched(on):
+    """Fake tensors, by which memory is planned, and empty ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, vector = torch.randn(4, 70, device=on).requires_grad_(), torch.ones(70, device=on)
+        out, total = residual_norm.add_layer_norm(x, x * 1, vector, vector, EPS, shift=vector, p=0.1)
+        activation.bias_gelu(out + total, vector).sum().backward()
+        loss = cross_entropy.vocab_parallel_cross_entropy(
+            x * 1, torch.zeros(4, dtype=torch.int64, device=on), vocab_start=0, vocab_size=70
+        )
+        loss.sum().backward()
+        assert x.grad.shape == x.shape
+    empty = torch.randn(0, 70, device=on, requires_grad=True)
+    activation.bias_gelu(norm.rms_norm(empty, torch.ones(70, device=on), EPS)).sum().backward()
+    assert empty.grad.shape == empty.shape
 
 
 def test_a_call_that_no_kernel_takes_is_told_once(on, caplog):

@@ -30,6 +30,17 @@ def installed(*packages: str) -> str | None:
     return next(found, None)
 
 
+def upstream_compiles() -> str | None:
+    """Return why a patch of what upstream compiles on cuda is not needed: no kernel of ours will run."""
+    from megatron_npu import devices
+    from megatron_npu.ops import dispatch
+
+    if devices.current().name != "cuda":
+        return None
+    reason = dispatch.without_kernels()
+    return None if reason is None else f"{reason}: on cuda upstream compiles it"
+
+
 def backports_not_wanted() -> str | None:
     """Return why a patch that makes upstream's numbers right is not applied, or None: the user wants it."""
     variable = settings.BACKPORT

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_npu.base import settings
 from megatron_npu.base.installed_packages import is_installed
 
-__all__ = ["refusal", "switched_off"]
+__all__ = ["not_to_be_expected", "refusal", "switched_off"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
@@ -25,6 +25,13 @@ _OLDEST = (8, 0)
 def switched_off() -> bool:
     """Return whether ``MEGATRON_NPU_TRITON=0`` asks for torch's own kernels."""
     return not settings.TRITON.enabled()
+
+
+def not_to_be_expected() -> str | None:
+    """Return why no kernel will run in this process, or None; the GPU is not asked, which may be too old."""
+    if switched_off():
+        return f"{settings.TRITON.name}=0"
+    return None if is_installed("triton") else "triton is not installed"
 
 
 @functools.cache

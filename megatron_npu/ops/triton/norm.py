@@ -57,7 +57,7 @@ class Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, means, rstds, weight = ctx.saved_tensors
-        d_x, _, partial = _backward(ctx, grad, None, x, means, rstds, weight)
+        d_x, _, partial = backward(ctx, grad, None, x, means, rstds, weight)
         if not ctx.layer:
             return d_x, sum_of_partial(partial, weight.dtype), None, None, None
         if ctx.bias_dtype is weight.dtype:
@@ -74,10 +74,10 @@ def normalised(
     """Return the norm, and what backward needs: the input, means (of layer norm) and 1 / deviations."""
     x = input.contiguous()
     output = torch.empty_like(x)
-    return output, _forward(x, None, None, None, None, weight, bias, output, eps, centered)
+    return output, forward(x, None, None, None, None, weight, bias, output, eps, centered)
 
 
-def _forward(
+def forward(
     x: Tensor,
     shift: Tensor | None,
     residual: Tensor | None,
@@ -89,6 +89,7 @@ def _forward(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the norm of ``x``, or of ``total``, its sum with a residual, and return what backward needs."""
     from megatron_npu.ops.triton.kernels import norm as kernels
 
     width, rows = x.size(-1), _rows(x)
@@ -112,7 +113,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _backward(
+def backward(
     ctx: Any,
     grad: Tensor,
     of_total: Tensor | None,

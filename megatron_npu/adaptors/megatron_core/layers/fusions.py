@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import WITHOUT_CUDA, around, constant, replace
+from megatron_npu.adaptors.shared.decorators import upstream_compiles
 from megatron_npu.ops import activation, dropout
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,14 +23,14 @@ _WHY_SWIGLU = "a chain of element-wise passes; on cuda upstream compiles it"
 constant(
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
     activation.bias_gelu,
-    devices=WITHOUT_CUDA,
+    condition=upstream_compiles,
     why="eight element-wise passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
 )
 
 
 @replace(
     "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
-    devices=WITHOUT_CUDA,
+    condition=upstream_compiles,
     why="a chain of passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
 )
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,7 +38,7 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     return activation.geglu(input, bias)
 
 
-@around(f"{_SWIGLU}:bias_swiglu_impl", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
+@around(f"{_SWIGLU}:bias_swiglu_impl", condition=upstream_compiles, why=_WHY_SWIGLU)
 def bias_swiglu_impl(
     original: Callable[..., Tensor], input: Tensor, bias: Tensor | None, *options: Any, **named: Any
 ) -> Tensor:
@@ -87,6 +88,24 @@ def bias_dropout_add_in_residual_dtype(
     x, bias = x_with_bias
     bias = None if bias is None else bias.to(residual.dtype)
     return dropout.bias_dropout_add(x.to(residual.dtype), bias, residual, prob, training)
+
+
+@replace(
+    "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
+    devices=("cuda",),
+    condition=upstream_compiles,
+    why="upstream compiles it, and keeps a mask of a byte for each value; a kernel of ours draws again",
+)
+def bias_dropout_add_in_training(
+    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
+) -> Tensor:
+    """As upstream's ``_bias_dropout_add_func`` of the version, in training."""
+    from megatron.core.fusions import fused_bias_dropout
+
+    x, bias = x_with_bias
+    if x.dtype is not residual.dtype:  # which wins depends on the version
+        return fused_bias_dropout._bias_dropout_add_func(x_with_bias, residual, prob, True)
+    return dropout.bias_dropout_add(x, bias, residual, prob, True)
 
 
 @replace(

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import around, records
+from megatron_npu.adaptors.shared.decorators import upstream_compiles
 from megatron_npu.adaptors.shared.layers import biased_product, residual_norms
 from megatron_npu.standins.transformer_engine import pytorch as te_layers
 
@@ -26,7 +28,7 @@ biased_product.connect(records, lambda bias: None)
 Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
-_in_layers = partial(around, devices=("npu",), why=residual_norms.WHY)
+_in_layers = partial(around, devices=("npu", "cuda"), condition=upstream_compiles, why=residual_norms.WHY)
 
 
 @_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
@@ -63,8 +65,9 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
     """
     layers = list(layers)
     for layer in layers:
-        biased_product.let_layers_add(layer)
-        _let_products_add_biases(layer)
+        if devices.current().name == "npu":  # elsewhere the kernel that reads a product adds its bias
+            biased_product.let_layers_add(layer)
+            _let_products_add_biases(layer)
     modules = config.recompute_modules
     if not residual_norms.without_recomputation(None, modules) or _moves_inputs_of_norms(config):
         return

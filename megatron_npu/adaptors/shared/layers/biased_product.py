@@ -29,6 +29,10 @@ _WHY = (
     "on an NPU a product adds a bias in the same launch; upstream takes another one for it" + LAUNCHES_COUNTED
 )
 
+_WHY_OWN = (
+    "one launch and pass over memory where a layer adds its bias itself, as of queries, keys and values"
+)
+
 _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
 
 
@@ -61,7 +65,9 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
     """
     function = "LinearWithGradAccumulationAndAsyncCommunication"
     outermost = partial(recorder.around, devices=("npu",), why=_WHY, order=2)
-    outermost(f"{_LAYERS}:{function}.forward")(add_in_product)
+    recorder.around(f"{_LAYERS}:{function}.forward", devices=("npu", "cuda"), why=_WHY_OWN, order=2)(
+        add_in_product
+    )
     outermost(f"{_LAYERS}:{_PRODUCT}")(with_waiting_bias)
     for kind in ("Column", "Row"):
 
@@ -119,7 +125,7 @@ def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
     """Run upstream's forward without the bias, which the product within takes; backward knows of it."""
-    if bias is None:
+    if bias is None or torch.is_autocast_enabled(input.device.type):  # which chooses the dtype of the product
         return original(ctx, input, weight, bias, *args)
     with _AddingBias(bias):
         output = original(ctx, input, weight, None, *args)

@@ -1,4 +1,4 @@
-"""A residual's sum and the norm that reads it in one operation, on an NPU.
+"""A residual's sum and the norm that reads it in one operation, on an NPU and, by a kernel of ours, a GPU.
 
 Upstream adds in one function and normalises in the next, or in the next layer. Here each place that adds is
 told which norm will read the sum; that norm finds its result with the sum, and computes it itself where
@@ -14,14 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_npu import devices
 from megatron_npu.adaptors.shared import gradients
 from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops import residual_norm
 from megatron_npu.ops.activation_offload import saving
-from megatron_npu.ops.dropout import dropout
 
 WHY = (
-    "on an NPU one operation adds the residual and normalises the sum; upstream takes two" + LAUNCHES_COUNTED
+    "on an NPU one operation adds the residual and normalises the sum, on cuda a kernel of ours; upstream "
+    "takes two" + LAUNCHES_COUNTED
 )
 
 
@@ -38,6 +39,9 @@ def reads_sums(norm: Any) -> bool:
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
     shape = (1, weight.numel())  # every shape of an input is taken that a norm here is given
+    if devices.current().name == "cuda":
+        x = weight.new_empty(shape)
+        return residual_norm.beyond_kernel(x, x, weight, None) is None
     if bias is None:
         return residual_norm.rms_norm_beyond_npu(weight.new_empty(shape), weight) is None
     return residual_norm.layer_norm_beyond_npu(weight.new_empty(shape), weight, norm.eps) is None
@@ -59,13 +63,13 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
     weight, norm_bias = vectors_of(norm)
     if not x.dtype is residual.dtype is weight.dtype or x.shape != residual.shape:
         return None
-    dropped = dropout(x if bias is None else x + bias, p, True)
-    options = (norm.eps, getattr(norm, "zero_centered_gamma", False), gradients.keep)
+    keep = None if x.is_cuda else gradients.keep  # there nobody adds vectors up at the end of backward
+    options = (norm.eps, getattr(norm, "zero_centered_gamma", False), keep, bias, p)
     with saving(norm):
         if norm_bias is None:
-            result, total = residual_norm.add_rms_norm(dropped, residual, weight, *options)
+            result, total = residual_norm.add_rms_norm(x, residual, weight, *options)
         else:
-            result, total = residual_norm.add_layer_norm(dropped, residual, weight, norm_bias, *options)
+            result, total = residual_norm.add_layer_norm(x, residual, weight, norm_bias, *options)
     residual_norm.hand_on(total, norm, result)
     return total
 
