@@ -175,7 +175,11 @@ def steps(model: str) -> Callable[[Day], list[Command]]:
 
     def piece(day: Day) -> list[Command]:
         size = "tiny" if day.rehearsal else model
-        variants = ["project", *(["nanogpt"] if day.rehearsal else ["nanogpt compiled", "floor"])]
+        variants = [
+            "project",
+            "project, one graph",
+            *(["nanogpt"] if day.rehearsal else ["nanogpt compiled", "floor"]),
+        ]
         count = ["--together", "1", "--steps", "2" if day.rehearsal else "10"]  # a GPU holds one
         line = [
             PYTHON,

@@ -2,14 +2,14 @@
 
     python benchmarks/train.py --model demo --dtype bf16
 
-"project" is the embedded driver, "whole run" the same after a checkpoint and an evaluation (the few steps
-that bring another one do not move a median). "redirection" is Megatron's own code with what makes it run and
-no more; "huggingface" a GPT-2 of Transformers and "nanogpt" one in sixty lines of plain torch, both also
-under torch.compile, warm. Beside the rates stand the seconds from the start of the process to the end of the
-first step (compiling included; of the driver to where its gradients are complete), and the largest resident
-set; on a GPU the most that its tensors took, and the share of its peak rate (MFU: 6 operations for a
-parameter and a token, 12 for a pair of tokens and a hidden unit of a layer, as PaLM counts; positions are no
-such parameters).
+"project" is the embedded driver, "project, one graph" the same with --cuda-graph-impl local, "whole run"
+after a checkpoint and an evaluation (the few steps that bring another one do not move a median).
+"redirection" is Megatron's own code with what makes it run and no more; "huggingface" a GPT-2 of
+Transformers and "nanogpt" one in sixty lines of plain torch, both also under torch.compile, warm. Beside
+the rates stand the seconds from the start of the process to the end of the first step (compiling included;
+of the driver to where its gradients are complete), and the largest resident set; on a GPU the most that its
+tensors took, and the share of its peak rate (MFU: 6 operations for a parameter and a token, 12 for a pair
+of tokens and a hidden unit of a layer, as PaLM counts; positions are no such parameters).
 
 Each variant runs in a process of its own, and their steps alternate (``turns.py``): a ratio is the median of
 those of neighbouring steps, since a machine's speed drifts. Memory holds ``--together`` of them at once, and
@@ -49,7 +49,7 @@ VOCABULARY = 50304
 WARM_UP = 2  # steps that do not count
 WHOLE_RUN = 6  # the same of a run whose last step but one saves and evaluates
 VARIANTS = (
-    *("project", "whole run", "redirection", "huggingface", "huggingface compiled"),
+    *("project", "project, one graph", "whole run", "redirection", "huggingface", "huggingface compiled"),
     *("nanogpt", "nanogpt compiled", "floor"),
 )
 # What is left out in "redirection": everything that makes Megatron faster and not just run (in bf16 it does
@@ -406,6 +406,7 @@ def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
 
 MEASURES: dict[str, Callable[..., float]] = {
     "project": measure_project,
+    "project, one graph": functools.partial(measure_project, more=("--cuda-graph-impl", "local")),
     "whole run": measure_whole_run,
     "redirection": measure_redirection,
     "huggingface": measure_huggingface,

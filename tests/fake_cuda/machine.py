@@ -208,7 +208,7 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
     init, new = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         init("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
     def new_group(ranks: Any = None, *_: Any, **options: Any) -> Any:
