@@ -85,7 +85,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.variant:
         started = MEASURES[arguments.variant](shape_of(arguments), arguments)
-        print(json.dumps({"start_seconds": started, "peak_bytes": peak_bytes()}))
+        said = {"start_seconds": started, "peak_bytes": peak_bytes(), "reserved_bytes": reserved_bytes()}
+        print(json.dumps(said))
         return
     groups = []
     for names in groups_of(arguments.only or VARIANTS, arguments.together):
@@ -148,14 +149,27 @@ def peak_bytes() -> int:
     return device.memory().peak
 
 
-def device_name() -> str:
-    """Return the name of the hardware; empty on a CPU, which the report names."""
-    import torch
-
+def reserved_bytes() -> int:
+    """Return what the allocator of a GPU held at most; on a CPU, which has none, 0."""
     from megatron_npu import devices
 
     device = devices.current()
-    return "" if device.is_host else torch.get_device_module(device.name).get_device_name()
+    return 0 if device.is_host else torch_device_module(device.name).max_memory_reserved()
+
+
+def torch_device_module(name: str) -> Any:
+    """Return ``torch.cuda`` or its like."""
+    import torch
+
+    return torch.get_device_module(name)
+
+
+def device_name() -> str:
+    """Return the name of the hardware; empty on a CPU, which the report names."""
+    from megatron_npu import devices
+
+    device = devices.current()
+    return "" if device.is_host else torch_device_module(device.name).get_device_name()
 
 
 def shares_of_peak(rates: dict[str, float], model: dict) -> dict[str, float]:
@@ -181,7 +195,7 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
 
     model = shape_of(arguments)
     rates: dict[str, list[float]] = {}
-    said: dict[str, dict[str, list[float]]] = {"start_seconds": {}, "peak_bytes": {}}
+    said: dict[str, dict[str, list[float]]] = {"start_seconds": {}, "peak_bytes": {}, "reserved_bytes": {}}
     ratios = {}
     for group in groups:
         for one in group:
@@ -240,8 +254,10 @@ def measure_project(
     ended: list[float] = []
 
     def take(*_: object) -> None:
-        devices.current().synchronize()
-        ended.append(since_start())
+        # later steps wait for the device by themselves, once: for the gradient's norm
+        if not ended:
+            devices.current().synchronize()
+            ended.append(since_start())
         turn.take()
 
     trained(model, arguments, (before or WARM_UP) + arguments.steps, more, take)

@@ -41,7 +41,7 @@ def test_without_a_gpu_it_is_refused_in_a_line(day, monkeypatch, capsys) -> None
 def test_a_piece_that_is_not_there_is_named(day, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         day.main(["benchmark"])
-    assert "benchmark: expected tests, stock-scripts, verify" in capsys.readouterr().err
+    assert "benchmark: expected tests, verify, losses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rehearsal", [[], ["--rehearse"]])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices, plugin, watchdog
 from megatron_npu.ops.compiled import building
+from megatron_npu.pretrain.run import step_graph
 
 
 def silence_known_warnings() -> None:
@@ -58,7 +59,7 @@ def session(args: Namespace) -> Iterator[None]:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
         seed_everything(args.seed)
-        with watchdog.watching():
+        with step_graph.on_its_stream(args), watchdog.watching():
             yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -7,7 +7,9 @@ megatron-core 0.16.1), for megatron-core of any version and without TransformerE
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,20 @@ from megatron_npu.pretrain.data import datasets as data
 WARM_UP = 3  # steps before: caches, autotuning and lazy buffers must be there when the graph is captured
 
 Compute = Callable[..., list[torch.Tensor]]
+
+
+@contextlib.contextmanager
+def on_its_stream(args: Namespace) -> Iterator[None]:
+    """Let the run use a stream that can be captured, from before its model is built, if a graph is asked for.
+
+    CUDA's default stream cannot, and autograd adds a gradient up on the stream on which the weight was first
+    used.
+    """
+    if args.cuda_graph_impl == "none":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
 
 
 class StepGraph:
@@ -75,7 +91,7 @@ class StepGraph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # of this thread alone: NCCL's watchdog asks for events from its own
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             self._outputs = self._compute(data_iterator=iter(self._inputs), **others)
         torch.cuda.synchronize()
         self._graph = graph
