@@ -129,8 +129,9 @@ def verify(day: Day) -> list[Command]:
 
 def losses(day: Day) -> list[Command]:
     """Losses of twenty steps beside a CPU's: the driver and the stock script, fp32 and 345M in bf16."""
-    only = ["--only", "small-fp32"] if day.rehearsal else []
-    return [[PYTHON, "benchmarks/gpu_losses.py", *only, "--json", str(day.results / "losses.json")]]
+    names = ["small-fp32"] if day.rehearsal else ["small-fp32", "345m-bf16"]
+    script = [PYTHON, "benchmarks/gpu_losses.py"]
+    return [[*script, "--only", name, "--json", str(day.results / f"losses-{name}.json")] for name in names]
 
 
 def memory(day: Day) -> list[Command]:

@@ -40,7 +40,7 @@ MODELS = {
     "gpt2-124m": {"layers": 12, "hidden": 768, "heads": 12, "seq": 512, "batch": 2},
     # for a GPU of 80 GB
     "gpt-345m": {"layers": 24, "hidden": 1024, "heads": 16, "seq": 1024, "batch": 16},
-    "gpt-1.3b": {"layers": 24, "hidden": 2048, "heads": 16, "seq": 2048, "batch": 4},
+    "gpt-1.3b": {"layers": 24, "hidden": 2048, "heads": 16, "seq": 2048, "batch": 8},
     "tiny": {"layers": 1, "hidden": 32, "heads": 2, "seq": 16, "batch": 1},
 }
 # operations in a second of dense bf16, by what is in a device's name: from NVIDIA's data sheets
