@@ -13,10 +13,12 @@ from torch.autograd.function import once_differentiable
 from megatron_npu.ops import compiled
 from megatron_npu.ops.compiled import products
 from megatron_npu.ops.dispatch import Make, Operation
+from megatron_npu.ops.triton.launching import is_fake
 
 # From this many outputs on a gradient is looked through for rows of zeros: heads over a vocabulary, of which
 # a masked language model predicts 15 % and padding none. Looking costs a thousandth of the products.
 _WIDE = 4096
+_HALVES = (torch.bfloat16, torch.float16)
 _WORTH_GATHERING = 0.75  # of the rows; with more of them alive, all are multiplied
 
 
@@ -124,8 +126,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         products.multiply(left, right.t(), total, add=True)
     elif total.dtype is left.dtype and not _has_faster(left):
         total.addmm_(left, right.t())
+    elif _gpu_adds(total, left):
+        torch.ops.aten.addmm.dtype_out(total, left, right.t(), total.dtype, out=total)
     else:
         compiled.accumulate(total, product(left, right))
+
+
+def _gpu_adds(total: Tensor, left: Tensor) -> bool:
+    """Return whether a GPU's product adds 16-bit factors to fp32 itself, unrounded: since torch 2.8."""
+    if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
+        return False
+    return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it
 
 
 def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:

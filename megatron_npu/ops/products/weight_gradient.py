@@ -9,7 +9,6 @@ from megatron_npu.ops.caching import lru_cache_tensors
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.products.linear import add_product
 
-_ADDS_WIDER = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8
 _HALVES = (torch.bfloat16, torch.float16)
 _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
@@ -17,9 +16,9 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass where the device has a product that does.
 
-    That is: where all have one dtype, and on an NPU and on cuda for 16-bit factors and an fp32 buffer.
-    Elsewhere (a 16-bit model with an fp32 buffer on a cpu, or on cuda by a torch before 2.8) the product is
-    rounded to 16 bits and then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
+    That is: where all have one dtype, and for 16-bit factors and an fp32 buffer on an NPU and, with torch 2.8,
+    a GPU. Elsewhere (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits
+    and then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
 
     Args:
         input: ``[..., h_in]``, what the layer was given.
@@ -37,25 +36,19 @@ def _reference(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
 _weight_gradient = Operation("weight_gradient", _reference)
 
 
-@_weight_gradient.on(
+_weight_gradient_on_cpu = _weight_gradient.on(
     "cpu",
     note="one product that adds; 16 bits into an fp32 buffer: product, then sum⁴, but bf16 by ours⁵ in one",
 )
+
+
+@_weight_gradient_on_cpu
+@_weight_gradient.on("cuda", note="one product that adds, 16 bits into an fp32 buffer too (torch 2.8)")
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     if input.dtype is torch.float32:
         main_grad.addmm_(grad_output.t(), input)
     else:
         add_product(main_grad, grad_output.t(), input.t())
-
-
-@_weight_gradient.on("cuda", note="one product that adds, to fp32 by `torch.addmm` with `out_dtype`")
-def _accumulate_cuda(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    if main_grad.dtype is input.dtype:
-        main_grad.addmm_(grad_output.t(), input)
-    elif _ADDS_WIDER and input.size(0):
-        torch.addmm(main_grad, grad_output.t(), input, out_dtype=main_grad.dtype, out=main_grad)
-    else:
-        main_grad.add_(grad_output.t() @ input)
 
 
 def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:
