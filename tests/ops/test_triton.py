@@ -312,6 +312,72 @@ def test_recomputation_drops_the_same(on):
     assert torch.equal(*seen)
 
 
+def _adams(on, monkeypatch, copies=torch.bfloat16, **options):
+    """Two optimizers of equal parameters: by the kernel, and by torch's; and 16-bit copies of the first's."""
+    from megatron_npu.ops.optimizers import adam, adam_update
+
+    monkeypatch.setattr(adam_update, "has_kernel", lambda _: True)
+    torch.manual_seed(3)
+    memory = torch.randn(20_000, device=on)
+    # the second lies across the 16 bytes of a load
+    weights = [memory[:9000].view(90, 100), memory[9001:9031], memory[9040:9041], memory[10_000:18_192]]
+    ours, theirs = ([torch.nn.Parameter(w.clone() if o else w) for w in weights] for o in (0, 1))
+    twins = {w: w.detach().to(copies) for w in ours} if copies else {}
+    one, other = (adam.FusedAdam(ps, lr=0.1, weight_decay=0.1, **options) for ps in (ours, theirs))
+    one.copies = twins
+    return one, other, ours, theirs, twins
+
+
+@pytest.mark.parametrize("copies", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam(on, monkeypatch, copies, decoupled):
+    from megatron_npu.ops.optimizers import adam_update
+
+    one, other, ours, theirs, twins = _adams(on, monkeypatch, copies, adam_w_mode=decoupled)
+    for factor in (1.0, 0.25, 1.0):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad * factor
+        grads = [a.grad.clone() for a in ours]
+        if factor != 1.0:
+            one.multiply_gradients(factor)
+        one.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(adam_update, "has_kernel", lambda _: False)
+            other.step()
+        assert all(torch.equal(a.grad, grad) for a, grad in zip(ours, grads, strict=True))
+        assert one.written == set(twins)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(one.state[a][name], other.state[b][name], rtol=1e-5, atol=1e-7)
+        for a, twin in twins.items():  # the interpreter cuts bits off where a GPU rounds
+            torch.testing.assert_close(twin.float(), a.detach(), rtol=2.0**-7, atol=0)
+            assert on == "cpu" or torch.equal(twin, a.detach().to(copies))
+
+
+def test_adam_of_what_the_kernel_does_not_take(on, monkeypatch):
+    """bf16 weights with main weights are the kernel's, and such without torch's; the factor is for both."""
+    from megatron_npu.ops.optimizers import adam, adam_update
+
+    monkeypatch.setattr(adam_update, "has_kernel", lambda _: True)
+    for options in ({"master_weights": True}, {}):
+        torch.manual_seed(3)
+        weight = torch.nn.Parameter(torch.randn(50, device=on).bfloat16())
+        twin = torch.nn.Parameter(weight.detach().clone())
+        weight.grad = torch.randn(50, device=on).bfloat16()
+        twin.grad = weight.grad / 4
+        one, other = (adam.FusedAdam([each], lr=0.1, **options) for each in (weight, twin))
+        one.multiply_gradients(0.25)
+        one.step()
+        monkeypatch.setattr(adam_update, "has_kernel", lambda _: False)
+        other.step()
+        monkeypatch.setattr(adam_update, "has_kernel", lambda _: True)
+        assert torch.equal(weight, twin)
+        one.step()  # the factor was for one step
+        assert one._factor == 1.0
+
+
 def test_results_repeat_to_the_bit(on):
     x, weight, bias = torch.randn(300, 70, device=on), torch.randn(70, device=on), torch.randn(70, device=on)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_npu.ops.dispatch import Make
-from megatron_npu.ops.optimizers import narrow_states, swapped_memory
+from megatron_npu.ops.optimizers import adam_update, narrow_states, swapped_memory
 from megatron_npu.ops.optimizers.adam_update import AdamStep, update_adam
 from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.optimizers.multi_tensor import local_parts
@@ -48,6 +49,8 @@ class FusedAdam(FusedOptimizer):
         others: further options of TransformerEngine's class, which are refused unless they are off.
 
     Attributes:
+        copies: of 16-bit tensors, by their fp32 parameters: what a step is to round these to, where a kernel
+            does both at once; ``written`` are those that have been.
         swap_moments: whether fp32 moments rest in the host's memory, where the NPU's kernel updates them: 8
             bytes a parameter less on the device, the same numbers to the bit. Of the class it is what the
             next ones begin with: who builds them, Megatron, has no argument for it.
@@ -57,6 +60,10 @@ class FusedAdam(FusedOptimizer):
     """
 
     swap_moments = False
+    # of a step that runs, or comes next: no copy of an optimizer takes them along
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    written: frozenset[Tensor] = frozenset()
+    _factor = 1.0
 
     _options = (
         "set_grad_none",
@@ -122,6 +129,18 @@ class FusedAdam(FusedOptimizer):
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
 
+    def multiply_gradients(self, factor: float) -> None:
+        """Let the next step take the gradients times ``factor``; they themselves may stay as they are."""
+        self._factor *= factor
+
+    def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        self.written = frozenset()
+        try:
+            return super().step(closure, **moved)
+        finally:
+            self._factor = 1.0
+
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         group["step"] = int(group.get("step", 0)) + 1
         step = AdamStep(
@@ -134,7 +153,14 @@ class FusedAdam(FusedOptimizer):
         )
         self._initialize_shards(group["params"])
         rows = [self._row(parameter) for parameter in parameters]
-        rows = [row for row in rows if row.weight.numel()]  # a rank may hold no row of a small weight
+        pairs = [
+            (parameter, row)
+            for parameter, row in zip(parameters, rows, strict=True)
+            if row.weight.numel()  # a rank may hold no row of a small weight
+        ]
+        rows = self._without_kernel(pairs, step)
+        if self._factor != 1.0 and rows:
+            torch._foreach_mul_([row.grad for row in rows], self._factor)
         update = functools.partial(update_adam, step=step)
         narrow_states.update_in_blocks([row for row in rows if narrow_states.is_narrow(row)], update)
         rows = [row for row in rows if not narrow_states.is_narrow(row)]
@@ -142,6 +168,24 @@ class FusedAdam(FusedOptimizer):
         for row in rows:
             if row.main is not row.weight:
                 row.weight.copy_(row.main)
+
+    def _without_kernel(self, pairs: list[tuple[Tensor, Row]], step: AdamStep) -> list[Row]:
+        """Update what the kernel for GPUs takes; return the other rows."""
+        if not pairs or not adam_update.has_kernel(pairs[0][1].weight):
+            return [row for _, row in pairs]
+        taken, left, written = [], [], set()
+        for parameter, row in pairs:
+            copy = self.copies.get(parameter) if row.main is row.weight else row.weight
+            tensors = adam_update.Tensors(row.main, row.grad, row.first, row.second, copy)
+            if row.scales or not adam_update.takes(tensors):
+                left.append(row)
+                continue
+            taken.append(tensors)
+            if copy is not None:
+                written.add(parameter)
+        adam_update.update_by_kernel(taken, step, self._factor)
+        self.written |= written
+        return left
 
     @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:

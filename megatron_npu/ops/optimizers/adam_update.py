@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_npu.ops.dispatch import Operation
+from megatron_npu.ops import verify
+from megatron_npu.ops.dispatch import Operation, takes_kernel
+from megatron_npu.ops.triton.adam import Numbers, Tensors, takes, update
+
+__all__ = ["AdamStep", "Tensors", "has_kernel", "takes", "update_adam", "update_by_kernel"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,10 @@ def _adam_reference(
 update_adam = Operation("adam", _adam_reference)
 
 
-@update_adam.on("cpu", "cuda", note="`torch._fused_adamw_`, `torch._fused_adam_`")
+@update_adam.on(
+    "cuda", note="one Triton kernel for all fp32 weights and their 16-bit copies⁶, else `torch._fused_adamw_`"
+)
+@update_adam.on("cpu", note="`torch._fused_adamw_`, `torch._fused_adam_`")
 def _adam_torch(
     targets: list[Tensor],
     grads: list[Tensor],
@@ -83,6 +90,33 @@ def _adam_torch(
         amsgrad=False,
         maximize=False,
     )
+
+
+def has_kernel(parameter: Tensor) -> bool:
+    """Return whether a Triton kernel of ours takes the steps of a GPU; not where they are to be verified."""
+    if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
+        return False
+    return takes_kernel("adam", parameter)
+
+
+def update_by_kernel(rows: list[Tensors], step: AdamStep, factor: float) -> None:
+    """Take a step in one launch, with the gradients times ``factor``."""
+    beta1, beta2 = step.betas
+    correction1 = 1.0 if step.number is None else 1 - beta1**step.number
+    correction2 = 1.0 if step.number is None else 1 - beta2**step.number
+    numbers = Numbers(
+        factor=factor,
+        decay=1 - step.lr * step.weight_decay if step.decoupled else 1.0,
+        l2=0.0 if step.decoupled else step.weight_decay,
+        keep1=beta1,
+        new1=1 - beta1,
+        keep2=beta2,
+        new2=1 - beta2,
+        size_of_step=step.lr / correction1,
+        root=1 / math.sqrt(correction2),
+        eps=step.eps,
+    )
+    update(rows, numbers)
 
 
 @update_adam.on("npu", note="`torch._fused_adamw_`; without bias correction `npu_apply_adam_w`")

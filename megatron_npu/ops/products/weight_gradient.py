@@ -16,9 +16,9 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass where the device has a product that does.
 
-    That is: where all have one dtype, and for 16-bit factors and an fp32 buffer on an NPU and, with torch 2.8,
-    a GPU. Elsewhere (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits
-    and then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
+    That is: where all have one dtype, and for 16-bit factors and an fp32 buffer on an NPU and, since torch
+    2.8, a GPU. Elsewhere (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits and
+    then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
 
     Args:
         input: ``[..., h_in]``, what the layer was given.

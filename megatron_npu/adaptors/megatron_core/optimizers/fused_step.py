@@ -1,0 +1,109 @@
+"""Adam's step on a GPU with what stands around it: gradients are clipped, and weights rounded, in its launch.
+
+Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Each of both is a pass over all parameters, of
+8 and 6 bytes each, beside the step's 28.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_npu.adaptors.megatron_core.decorators import around, fused_optimizer_present
+from megatron_npu.adaptors.shared.decorators import upstream_compiles
+from megatron_npu.ops.optimizers import adam_update
+from megatron_npu.ops.optimizers.adam import FusedAdam
+
+_OPTIMIZER = "megatron.core.optimizer"
+_IS_OF = "megatron_npu_is_of"  # a parameter: the FusedAdam that steps it
+
+
+def _not_needed() -> str | None:
+    return fused_optimizer_present() or upstream_compiles()
+
+
+_on_cuda = partial(around, devices=("cuda",), condition=_not_needed)
+
+
+@_on_cuda(
+    f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32",
+    why="it reads and writes all gradients; a kernel of ours multiplies while it takes the step",
+)
+def clip_in_the_step(
+    original: Callable[..., None],
+    parameters: list[Tensor] | Tensor,
+    max_norm: float,
+    total_norm: float,
+    use_decoupled_grad: bool = False,
+    **others: Any,
+) -> None:
+    """Let the optimizer that these are all parameters of multiply in its next step.
+
+    The gradients are left as they are, and zeroed before anybody reads them again.
+    """
+    optimizer = None
+    if not (torch.is_tensor(parameters) or use_decoupled_grad or others):
+        optimizer = _optimizer_of(parameters)
+    if optimizer is None:
+        original(parameters, max_norm, total_norm, use_decoupled_grad, **others)
+        return
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if coefficient < 1.0:
+        optimizer.multiply_gradients(coefficient)
+
+
+def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
+    """Return the optimizer whose parameters with a gradient are just these; None: there is none yet."""
+    given = {parameter for parameter in parameters if parameter.grad is not None}
+    found = {getattr(parameter, _IS_OF, None) for parameter in given}
+    reference = found.pop() if len(found) == 1 else None
+    optimizer = None if reference is None else reference()
+    if optimizer is None:
+        return None
+    own = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    return optimizer if own == given else None
+
+
+@_on_cuda(
+    f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.step_with_ready_grads",
+    why="main weights are read again to be rounded; a kernel of ours rounds them while it takes the step",
+)
+def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
+    """Tell Adam which 16-bit weights its parameters are the main weights of."""
+    adam = self.optimizer
+    if type(adam) is not FusedAdam or not adam_update.has_kernel(_first_of(adam)):
+        return original(self)
+    reference = weakref.ref(adam)
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            setattr(parameter, _IS_OF, reference)
+    adam.copies = {
+        main: model.detach()
+        for models, mains in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
+        for model, main in zip(models, mains, strict=True)
+    }
+    try:
+        return original(self)
+    finally:
+        adam.copies, adam.written = MappingProxyType({}), frozenset()
+
+
+def _first_of(adam: FusedAdam) -> Tensor:
+    return next((p for group in adam.param_groups for p in group["params"]), torch.empty(0))
+
+
+@_on_cuda(
+    f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
+    why="the step has rounded them",
+)
+def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
+    """Round main weights, unless the step that has just been taken has."""
+    written = getattr(self.optimizer, "written", frozenset())
+    if not all(main in written for mains in self.fp32_from_float16_groups for main in mains):
+        original(self)

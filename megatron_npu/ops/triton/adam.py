@@ -1,0 +1,98 @@
+"""Adam over many tensors in one launch, which scales gradients and writes 16-bit copies of weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_npu.ops.triton.launching import is_fake, launch
+
+_BLOCK = 2048
+_ALIGNED = 16  # bytes of the widest load
+_NARROW = {None: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Numbers(NamedTuple):
+    """What the kernel multiplies with, in its order; the kernel says what they are."""
+
+    factor: float
+    decay: float
+    l2: float
+    keep1: float
+    new1: float
+    keep2: float
+    new2: float
+    size_of_step: float
+    root: float
+    eps: float
+
+
+class Tensors(NamedTuple):
+    """Of one parameter: what is updated in place, fp32, and the copy of the weight, of which one is None."""
+
+    weight: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+    copy: Tensor | None
+
+
+class _Table(NamedTuple):
+    """What the kernel is told of many tensors, on their device.
+
+    Attributes:
+        addresses, sizes, firsts, owners: as the kernel describes them.
+        blocks: how many.
+        aligned: whether all addresses are multiples of 16 bytes.
+    """
+
+    addresses: Tensor
+    sizes: Tensor
+    firsts: Tensor
+    owners: Tensor
+    blocks: int
+    aligned: bool
+
+
+def takes(row: Tensors) -> bool:
+    """Return whether the kernel takes a parameter."""
+    exact = (row.weight, row.grad, row.first, row.second)
+    shape, device = row.weight.shape, row.weight.device
+    if row.copy is not None and row.copy.dtype not in _NARROW:
+        return False
+    return all(t.dtype is torch.float32 for t in exact) and all(
+        t.is_contiguous() and t.device == device and t.shape == shape and not is_fake(t)
+        for t in (*exact, *(() if row.copy is None else (row.copy,)))
+    )
+
+
+def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
+    """Take a step with parameters that the kernel takes, all on one device."""
+    from megatron_npu.ops.triton.kernels import adam as kernels
+
+    for dtype, narrow in _NARROW.items():
+        chosen = [row for row in rows if (None if row.copy is None else row.copy.dtype) is dtype]
+        if not chosen:
+            continue
+        device = chosen[0].weight.device
+        addresses = tuple(0 if t is None else t.data_ptr() for row in chosen for t in row)
+        table = _table(addresses, tuple(row.weight.numel() for row in chosen), device)
+        launch(
+            *(kernels.step, (table.blocks,), chosen[0].weight),
+            *(*table[:4], *numbers, narrow, table.aligned, _BLOCK),
+            num_warps=8,
+        )
+
+
+@functools.lru_cache(maxsize=32)  # of each step the same, as a rule
+def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> _Table:
+    counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    tensors = (torch.tensor(addresses), torch.tensor(sizes), counts.cumsum(0) - counts, owners)
+    aligned = all(address % _ALIGNED == 0 for address in addresses)
+    with torch.inference_mode(False):
+        return _Table(*(t.to(device) for t in tensors), int(owners.numel()), aligned)

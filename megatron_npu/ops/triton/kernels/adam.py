@@ -1,0 +1,84 @@
+"""Adam over many tensors in one launch, which also writes 16-bit copies of what it has updated."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to value ``begin``, a multiple of a block, of a column of ``[tensors, 5]`` addresses."""
+    pointer = tl.load(table + owner * 5 + column).to(tl.pointer_type(KIND)) + begin
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def update(
+    weights, grads, firsts, seconds, copies, left,
+    factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
+    NARROW: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block from these pointers on; ``PARTIAL``: of which ``left`` values are there."""
+    index = tl.arange(0, BLOCK)
+    if PARTIAL:
+        inside = index < left
+    else:
+        inside = tl.full([BLOCK], True, tl.int1)
+    g = tl.load(grads + index, mask=inside, other=0.0)
+    w = tl.load(weights + index, mask=inside, other=0.0)
+    m = tl.load(firsts + index, mask=inside, other=0.0)
+    v = tl.load(seconds + index, mask=inside, other=0.0)
+    g *= factor
+    g += l2 * w
+    w *= decay
+    m = keep1 * m + new1 * g
+    v = keep2 * v + new2 * g * g
+    w -= size_of_step * m / (tl.sqrt(v) * root + eps)
+    tl.store(weights + index, w, mask=inside)
+    tl.store(firsts + index, m, mask=inside)
+    tl.store(seconds + index, v, mask=inside)
+    if NARROW != 0:
+        tl.store(copies + index, w.to(copies.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def step(
+    table, sizes, firsts, owners, factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
+    NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one tensor: weights, gradients, both moments, all fp32, and the 16-bit copy of the weights.
+
+    Args:
+        table: int64 ``[tensors, 5]``, the addresses of these.
+        sizes, firsts: of the tensors: their values, and the number of their first block.
+        owners: int32, of the blocks: whose it is.
+        factor: of the gradients.
+        decay, l2: weight decay of AdamW, a factor of the weights; and of Adam, added to the gradient.
+        NARROW: 0 without copies, 1 for bf16, 2 for fp16.
+    """
+    block = tl.program_id(0)
+    owner = tl.load(owners + block)
+    begin = (block - tl.load(firsts + owner)).to(tl.int64) * BLOCK
+    left = tl.load(sizes + owner) - begin
+    weights = at(table, owner, 0, begin, tl.float32, ALIGNED)
+    grads = at(table, owner, 1, begin, tl.float32, ALIGNED)
+    first = at(table, owner, 2, begin, tl.float32, ALIGNED)
+    second = at(table, owner, 3, begin, tl.float32, ALIGNED)
+    copies = weights
+    if NARROW == 1:
+        copies = at(table, owner, 4, begin, tl.bfloat16, ALIGNED)
+    elif NARROW == 2:
+        copies = at(table, owner, 4, begin, tl.float16, ALIGNED)
+    if left >= BLOCK:
+        update(
+            weights, grads, first, second, copies, left,
+            factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps, NARROW, False, BLOCK,
+        )  # fmt: skip
+    else:
+        update(
+            weights, grads, first, second, copies, left,
+            factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps, NARROW, True, BLOCK,
+        )  # fmt: skip
