@@ -6,6 +6,7 @@ With --check nothing is written; the exit code is 1 if the page is not up to dat
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -36,9 +37,20 @@ def page() -> str:
     files = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     if not files:
         return f"{HEAD}\n{NEVER}"
-    parts = (pieces, losses, training, bert, memory, kernels, operations, tables)
-    lines = [HEAD, *(line for part in parts for line in part(files))]
-    return "\n".join(lines).rstrip() + "\n"
+    parts = (sessions, pieces, losses, training, bert, memory, kernels, operations, tables)
+    lines = [HEAD, *(line for part in parts for line in part(files) if line is not None)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def sessions(files: dict[str, Any]) -> Iterator[str]:
+    """Yield what was run when, as written down by hand."""
+    if text := files.get("sessions.json"):
+        yield "\n\n".join(text["paragraphs"]) + "\n"
+
+
+def note_of(found: dict[str, Any]) -> str:
+    """Return what is to be said of a file's numbers, as a paragraph."""
+    return f"{found['note']}\n" if "note" in found else ""
 
 
 def pieces(files: dict[str, Any]) -> Iterator[str]:
@@ -60,6 +72,7 @@ def losses(files: dict[str, Any]) -> Iterator[str]:
     if not rows:
         return
     yield "## Losses of twenty steps, beside a CPU's\n\nThe same initial weights and data, no dropout.\n"
+    yield from {note_of(found): None for name, found in files.items() if name.startswith("losses-")}
     yield "| model | program | largest relative distance | last loss |\n|---|---|---|---|"
     for row in rows:
         apart = "no reference" if row["largest"] is None else f"{row['largest']:.1e}"
@@ -77,6 +90,7 @@ def bert(files: dict[str, Any]) -> Iterator[str]:
         f"## A step of BERT by `train`\n\n{model['layers']} layers, {found['dtype']}, {model['batch']} x "
         f"{model['seq_length']} tokens, torch {found['versions']['torch']}.\n"
     )
+    yield note_of(found)
     yield "| way | ms a step |\n|---|---|"
     for way, said in found["ways"].items():
         yield f"| {way} | {1e3 * statistics.median(said['seconds']):.1f} |"
@@ -89,6 +103,7 @@ def memory(files: dict[str, Any]) -> Iterator[str]:
     if found is None:
         return
     yield f"## Memory\n\n{found['device']}, torch {found['versions']['torch']}.\n"
+    yield note_of(found)
     yield "| setup | peak allocated | peak reserved |\n|---|---|---|"
     for row in found["rows"]:
         if "failed" not in row:
@@ -104,6 +119,7 @@ def kernels(files: dict[str, Any]) -> Iterator[str]:
         rows = [row for row in found["kernels"] if "#" not in row["kernel"]]  # spans of the host
         total = sum(row["milliseconds"] for row in rows)
         yield f"## Kernels of a step of {found['model']}\n\n{total:.1f} ms in all; the longest:\n"
+        yield note_of(found)
         yield "| kernel | ms | calls |\n|---|---|---|"
         for row in rows[:16]:
             yield f"| `{row['kernel'][:70]}` | {row['milliseconds']:.2f} | {row['calls']:.0f} |"
@@ -117,6 +133,7 @@ def operations(files: dict[str, Any]) -> Iterator[str]:
         return
     torch = found["versions"]["torch"]
     yield f"## Operations\n\n{found['device']}, torch {torch}, forward and backward in bf16.\n"
+    yield note_of(found)
     yield "| operation | variant | ms | MiB beside its inputs | off from fp32 |\n|---|---|---|---|---|"
     for row in found["rows"]:
         start = f"| {row['operation']} | {row['variant']} |"
@@ -137,6 +154,7 @@ def training(files: dict[str, Any]) -> Iterator[str]:
         tokens, torch = f"{model['batch']} x {model['seq']} tokens", found["versions"]["torch"]
         where = f"{found['device']}, torch {torch}"
         yield f"## A step of {model['name']}\n\n{where}, {found['dtype']}, {tokens}.\n"
+        yield note_of(found)
         yield "| variant | tokens/s | MFU | peak GiB | seconds to the first step |\n|---|---|---|---|---|"
         for variant, rates in found["tokens_per_second"].items():
             share = found["mfu"].get(variant)

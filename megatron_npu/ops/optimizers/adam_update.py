@@ -58,9 +58,6 @@ def _adam_reference(
 update_adam = Operation("adam", _adam_reference)
 
 
-@update_adam.on(
-    "cuda", note="one Triton kernel for all fp32 weights and their 16-bit copies⁶, else `torch._fused_adamw_`"
-)
 @update_adam.on("cpu", note="`torch._fused_adamw_`, `torch._fused_adam_`")
 def _adam_torch(
     targets: list[Tensor],
@@ -90,6 +87,24 @@ def _adam_torch(
         amsgrad=False,
         maximize=False,
     )
+
+
+@update_adam.on(
+    "cuda", note="one Triton kernel for all fp32 weights and their 16-bit copies⁶, else `torch._fused_adamw_`"
+)
+def _adam_cuda(
+    targets: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    step: AdamStep,
+) -> None:
+    """The same kernel for narrow states: they give the numbers of wide ones to the bit."""
+    rows = [Tensors(*row, None) for row in zip(targets, grads, first, second, strict=True)]
+    if rows and takes_kernel("adam", targets[0]) and all(map(takes, rows)):
+        update_by_kernel(rows, step, 1.0)
+    else:
+        _adam_torch(targets, grads, first, second, step)
 
 
 def has_kernel(parameter: Tensor) -> bool:
