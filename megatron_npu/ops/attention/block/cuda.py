@@ -1,4 +1,4 @@
-"""A block of attention on CUDA: torch's flash kernel. Written without a GPU at hand."""
+"""A block of attention on CUDA: torch's flash kernel. Not yet run on a GPU."""
 
 from __future__ import annotations
 
