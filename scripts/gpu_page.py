@@ -27,6 +27,8 @@ make gpu                                        # all pieces; the machine's torc
 make gpu PIECES="operations gpt-345m"           # some of them
 python benchmarks/gpu_day.py --dry-run          # what would run
 python benchmarks/gpu_day.py --rehearse verify  # on a CPU, with small sizes: that it starts, and no more
+python benchmarks/gpu_day.py --together         # pieces that measure no time beside each other, first
+python scripts/gpu_package.py .gpu              # for a machine with torch and no network: wheels and trees
 ```
 """
 NEVER = "No GPU has run it yet: there are no results.\n"
