@@ -42,6 +42,18 @@ def absence() -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < _OLDEST:
         return f"the GPU has compute capability {major}.{minor}, before {_OLDEST[0]}.{_OLDEST[1]}"
+    return _trouble()
+
+
+def _trouble() -> str | None:
+    """Return why Triton cannot launch anything: for its own use it needs a C compiler and Python's headers."""
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:  # whatever its build, the compiler or the driver raises
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"triton does not work here: {told}"
     return None
 
 
@@ -52,6 +64,8 @@ def refusal(*tensors: Tensor | None) -> str | None:
             continue
         if tensor.dtype not in _DTYPES:
             return f"kernels of ours take no {tensor.dtype}"
+        if hasattr(tensor, "to_local"):
+            return f"kernels of ours take no {type(tensor).__name__}"
         if tensor.device.type != "cuda":
             return f"kernels of ours take tensors of a GPU, not of {tensor.device.type}"
     return absence()
