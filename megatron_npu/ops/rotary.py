@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_npu.ops.caching import cache_on_tensor
-from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
+from megatron_npu.ops.dispatch import Make, Operation, takes_kernel, unsupported_dtype
 from megatron_npu.ops.tiling import row_slices
+from megatron_npu.ops.triton.rotary import Rotary
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
@@ -122,7 +123,24 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     return output
 
 
-_rotary.on("cpu", "cuda", note="products in fp32, tables computed once")(_Rotary.apply)
+_rotary.on("cpu", note="products in fp32, tables computed once")(_Rotary.apply)
+
+
+@_rotary.on("cuda", note="one Triton kernel each way⁶, else as cpu")
+def _cuda(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    if takes_kernel("rotary", input, cosine, sine, beyond=_beyond_kernel(input, cosine, sine)):
+        return Rotary.apply(input, cosine, sine, interleaved)
+    return _Rotary.apply(input, cosine, sine, interleaved)
+
+
+def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
+    if input.dim() != 4 or cosine.dim() != 4 or cosine.shape != sine.shape:
+        return (
+            f"tables {tuple(cosine.shape)} and {tuple(sine.shape)} of {tuple(input.shape)}, not 4 dimensions"
+        )
+    if not cosine.size(-1):
+        return "nothing is to be turned"
+    return None
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_npu.ops import activation, cross_entropy, dispatch, dropout, norm, residual_norm, triton
+from megatron_npu.ops import activation, cross_entropy, dispatch, dropout, norm, residual_norm, rotary, triton
 from tests.ops.against_fp64 import check, rows_of
 from tests.ops.test_cross_entropy import formula
 from tests.ops.test_norm import EPS, layer_formula, rms_formula, spread
@@ -413,6 +413,31 @@ def test_a_call_that_no_kernel_takes_is_told_once(on, caplog):
     assert told == ["bias_gelu runs on torch's kernels: the bias (3, 8) is not of the columns of (3, 8)"]
     assert list(dispatch.fallbacks.values()) == [2]
     dispatch.fallbacks.clear()
+
+
+@FEW
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)),
+    turned=st.integers(1, 9).map(lambda half: 2 * half),
+    rest=st.sampled_from([0, 3]),
+    interleaved=st.booleans(),
+    of_batch=st.booleans(),
+)
+def test_rotary(on, dtype, sizes, turned, rest, interleaved, of_batch):
+    """Of a part of wider heads, as attention has it, and by tables of all sequences or of each."""
+    torch.manual_seed(4)
+    angles = torch.randn(*(sizes[:2] if of_batch else (sizes[0], 1)), 1, turned, device=on)
+    x = torch.randn(*sizes, turned + rest, device=on)
+
+    def ours(x):
+        wide = torch.cat((x, x), -1)[..., : x.size(-1)]
+        return rotary.rotary(wide, angles, interleaved)
+
+    def right(x):
+        exact = angles.cpu().double()
+        return rotary._reference(x, exact.cos(), exact.sin(), interleaved)
+
+    check(ours, right, [x], dtype)
 
 
 def test_why_no_kernel_runs(monkeypatch):

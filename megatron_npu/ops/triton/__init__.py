@@ -46,7 +46,7 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return why Triton cannot launch anything: for its own use it needs a C compiler and Python's headers."""
+    """Return why Triton cannot launch anything; it needs a C compiler and Python's headers, for example."""
     try:
         from triton.runtime import driver
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import (
-    WITHOUT_CUDA,
     constant,
     replace,
     transformer_engine_present,
 )
+from megatron_npu.adaptors.shared.decorators import upstream_compiles
 from megatron_npu.ops.rotary import rotary
 
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
@@ -21,7 +21,7 @@ _MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _unfused = partial(
     replace,
     f"{_MODULE}:_apply_rotary_pos_emb_bshd",
-    devices=WITHOUT_CUDA,
+    condition=upstream_compiles,
     why="computes sine and cosine again in every layer, and five passes over the tensor",
 )
 
