@@ -92,7 +92,14 @@ def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
 def _table(addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> _Table:
     counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
-    tensors = (torch.tensor(addresses), torch.tensor(sizes), counts.cumsum(0) - counts, owners)
+    firsts = counts.cumsum(0) - counts
     aligned = all(address % _ALIGNED == 0 for address in addresses)
     with torch.inference_mode(False):
-        return _Table(*(t.to(device) for t in tensors), int(owners.numel()), aligned)
+        return _Table(
+            torch.tensor(addresses).to(device),
+            torch.tensor(sizes).to(device),
+            firsts.to(device),
+            owners.to(device),
+            int(owners.numel()),
+            aligned,
+        )

@@ -39,9 +39,12 @@ def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, T
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
     """Return normalizers, the targets' logits, and with smoothing the sums of logits, of a rank's part."""
     normalizers, predicted = _of_rows(logits), _of_rows(logits)
-    totals = [_of_rows(logits)] if words.share else []
-    _forward(logits, targets, words, normalizers, predicted, *totals or [predicted], predicted, False)
-    return normalizers, predicted, *totals
+    if not words.share:
+        _forward(logits, targets, words, normalizers, predicted, predicted, predicted, False)
+        return normalizers, predicted
+    totals = _of_rows(logits)
+    _forward(logits, targets, words, normalizers, predicted, totals, predicted, False)
+    return normalizers, predicted, totals
 
 
 def _of_rows(logits: Tensor) -> Tensor:

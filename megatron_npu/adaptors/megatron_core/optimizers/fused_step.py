@@ -104,6 +104,6 @@ def _first_of(adam: FusedAdam) -> Tensor:
 )
 def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
     """Round main weights, unless the step that has just been taken has."""
-    written = getattr(self.optimizer, "written", frozenset())
+    written: frozenset[Tensor] = getattr(self.optimizer, "written", frozenset())
     if not all(main in written for mains in self.fp32_from_float16_groups for main in mains):
         original(self)
