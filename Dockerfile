@@ -1,4 +1,4 @@
-# megatron_npu over the torch of a base image; docs/containers.md says which images will do.
+# megatron_npu over the torch of a base image; docs/how-to/containers.md says which images will do.
 #   docker build -t megatron-image --build-arg BASE=IMAGE .
 ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
 FROM ${BASE}

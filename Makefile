@@ -1,7 +1,7 @@
 # Two commands do everything on a new machine: `make demo` and `make test`.
 #   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
 #   make demo CLEAN=1    the same from the beginning
-#   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/gpu.md)
+#   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/records/gpu.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can

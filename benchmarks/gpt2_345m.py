@@ -1,4 +1,4 @@
-"""GPT-2 345M with a Megatron-DeepSpeed: three iterations in the shape of docs/guides/gpt2-345m.md.
+"""GPT-2 345M with a Megatron-DeepSpeed: three iterations in the shape of docs/tutorials/gpt2-345m.md.
 
     export MEGATRON_LM_PATH=TREE
     python benchmarks/gpt2_345m.py DATA cpu      # one process
@@ -40,7 +40,7 @@ from typing import Any
 
 import report
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "gpt2-345m.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "tutorials" / "gpt2-345m.md"
 LAYERS, HIDDEN, LENGTH, VOCABULARY = 24, 1024, 1024, 50688
 BATCH = 2
 DECAY = 3  # iterations: of this many, however few of them are run, the learning rate tells

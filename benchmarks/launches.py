@@ -17,7 +17,8 @@ does not start.
 
 A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
 optimizer's constant part do not count. Launches are calls at the lowest level of torch's dispatcher; only the
-ratios mean something (docs/simulator.md). Results go to benchmarks/results/launches{,-megatron-lm}.json.
+ratios mean something (docs/explanation/simulator.md). Results go to
+benchmarks/results/launches{,-megatron-lm}.json.
 
 With --optimizers, instead: all that is asked of the device's allocator and held after a step of Megatron's
 distributed optimizer, in bytes per parameter (the attention mask of 4 MiB is 2 of them here), and the

@@ -7,8 +7,8 @@ A step of a Llama-style megatron-core GPT in bf16 (RMSNorm, SwiGLU, rotary posit
 Megatron's own schedule: forward and backward passes of the micro-batches and the reduction of gradients,
 without the optimizer. The second step is counted: the first one creates the communicators. For each layout:
 launches and peak of the rank that has most of them, and for each process group the calls, the bytes that a
-rank hands over to them and the device memory that HCCL holds for the group (docs/simulator.md). Results go to
-benchmarks/results/messages.json.
+rank hands over to them and the device memory that HCCL holds for the group (docs/explanation/simulator.md).
+Results go to benchmarks/results/messages.json.
 """
 
 from __future__ import annotations

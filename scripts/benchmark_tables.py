@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and the tables of launches and costs in docs/simulator.md and docs/reliability.md.
+"""Write docs/records/benchmarks.md and tables of docs/explanation/simulator.md, docs/how-to/reliability.md.
 
     python scripts/benchmark_tables.py [--check]
 
@@ -43,7 +43,7 @@ quote the ratios. In files from 2026-11-25 on, ratios of training steps are medi
 
 "Stock" is megatron-core's own unfused code; "the redirection" is what lets stock Megatron run on a device
 and no more; "the floor" is the time of a training step's matrix products alone, by torch. Where products
-of our own are faster ([operations](operations.md), note 5) a step can take less than its floor.
+of our own are faster ([operations](../reference/operations.md), note 5) a step can take less than its floor.
 """
 
 
@@ -475,7 +475,7 @@ PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str
 
 
 def page() -> str:
-    """Return the text of docs/benchmarks.md.
+    """Return the text of docs/records/benchmarks.md.
 
     Raises:
         ValueError: a file of results belongs to no part.
@@ -500,7 +500,7 @@ def page() -> str:
         text += [*told, ""] if told else []
         if start == "ops":
             text += ["Each operation's memory traffic against the rate of a copy measured in between:\n"]
-            text += ["![rates of all operations](../benchmarks/results/ops.png)\n"]
+            text += ["![rates of all operations](../../benchmarks/results/ops.png)\n"]
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -517,7 +517,7 @@ def _source(name: str, data: dict[str, Any]) -> str:
 
 
 def launch_table() -> str:
-    """Return the table of docs/simulator.md."""
+    """Return the table of docs/explanation/simulator.md."""
     data = json.loads((RESULTS / "launches.json").read_text(encoding="utf-8"))
     lines = ["| layer | launches | peak of the forward and backward pass |", "|---|---|---|"]
     for style, measured in data["styles"].items():
@@ -532,7 +532,7 @@ def launch_table() -> str:
 
 
 def cost_table() -> str:
-    """Return the table of docs/reliability.md: a step, a save and a load before the protections and now."""
+    """Return the table of docs/how-to/reliability.md: step, save and load before the protections and now."""
     if not COST_RESULTS.is_file():
         return "Before and after, as one table: not measured yet (`benchmarks/reliability_cost.py`)."
     data = json.loads(COST_RESULTS.read_text(encoding="utf-8"))
@@ -557,10 +557,11 @@ def cost_table() -> str:
 
 def pages() -> dict[Path, str]:
     """Return each page with the text that it ought to have."""
-    simulator, reliability = ROOT / "docs" / "simulator.md", ROOT / "docs" / "reliability.md"
+    simulator = ROOT / "docs" / "explanation" / "simulator.md"
+    reliability = ROOT / "docs" / "how-to" / "reliability.md"
     return {
         reliability: inserted(reliability.read_text(encoding="utf-8"), COSTS, cost_table(), END_OF_COSTS),
-        ROOT / "docs" / "benchmarks.md": page(),
+        ROOT / "docs" / "records" / "benchmarks.md": page(),
         simulator: inserted(simulator.read_text(encoding="utf-8"), BEGIN, launch_table(), END),
     }
 

@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md: how the patches stand to Megatrons that are on disk, read statically.
+"""Write docs/internals/compatibility.md: how the patches stand to Megatrons on disk, read statically.
 
     python scripts/compatibility.py ROOT... --tree 0.20.0 "Megatron-LM's main, d98e8a64 of 2026-08-22"
 
@@ -21,7 +21,7 @@ from megatron_npu.patching.verdicts import Verdict, by_target
 from megatron_npu.upstream import megatrons
 from megatron_npu.upstream.megatrons import Upstream
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "compatibility.md"
 HEAD = """# Compatibility
 
 Every patch is pinned to the text it was written against (patches/README.md). This page compares the pins with

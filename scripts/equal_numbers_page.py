@@ -1,7 +1,7 @@
-"""Write docs/equal-numbers.md from benchmarks/results/equal/numbers.json: equal_numbers_page.py [--check]
+"""Write docs/explanation/equal-numbers.md: equal_numbers_page.py [--check]
 
-Nothing is measured: ``benchmarks/equal_numbers.py`` does that. With --check nothing is written; the exit code
-is 1 if the page is not up to date.
+It is made from benchmarks/results/equal/numbers.json. Nothing is measured: ``benchmarks/equal_numbers.py``
+does that. With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from equal_numbers import LAYOUTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "equal" / "numbers.json"
-PAGE = ROOT / "docs" / "equal-numbers.md"
+PAGE = ROOT / "docs" / "explanation" / "equal-numbers.md"
 VERSIONS = {
     "285068c8": "Megatron-LM 285068c8, its pretrain_gpt.py",
     "0.12.1": "megatron-core 0.12.1, the embedded driver",

@@ -1,6 +1,7 @@
-"""Write docs/gpu.md from benchmarks/results/gpu/*.json, which `make gpu` writes: gpu_page.py [--check]
+"""Write docs/records/gpu.md: gpu_page.py [--check]
 
-With --check nothing is written; the exit code is 1 if the page is not up to date.
+It is made from benchmarks/results/gpu/*.json, which `make gpu` writes. With --check nothing is written; the
+exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NEVER = "No GPU has run it yet: there are no results.\n"
 
 
 def page() -> str:
-    """Return the text of docs/gpu.md."""
+    """Return the text of docs/records/gpu.md."""
     files = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     if not files:
         return f"{HEAD}\n{NEVER}"
@@ -181,4 +182,4 @@ def tables(files: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(finish({ROOT / "docs" / "gpu.md": page()}, check="--check" in sys.argv))
+    sys.exit(finish({ROOT / "docs" / "records" / "gpu.md": page()}, check="--check" in sys.argv))

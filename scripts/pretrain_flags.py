@@ -1,4 +1,4 @@
-"""Write docs/pretrain-flags.md from the driver's parser: pretrain_flags.py [--check]
+"""Write docs/reference/pretrain-flags.md from the driver's parser: pretrain_flags.py [--check]
 
 No Megatron is needed. With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
@@ -15,7 +15,7 @@ from marked import finish
 from megatron_npu.base.arg_parser import default_of, metavar_of
 from megatron_npu.pretrain.flags.arguments import parser
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "pretrain-flags.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "pretrain-flags.md"
 
 HEAD = """# The flags of the embedded driver
 

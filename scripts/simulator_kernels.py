@@ -1,4 +1,4 @@
-"""Write docs/simulator-kernels.md from the kernels and their limits: simulator_kernels.py [--check]
+"""Write docs/internals/simulator-kernels.md from the kernels and their limits: simulator_kernels.py [--check]
 
 Neither torch_npu nor a simulated NPU is needed. With --check nothing is written; the exit code is 1 if the
 page is not up to date.
@@ -17,7 +17,7 @@ from megatron_npu.sim.kernels.checker import Limit, Limits
 from megatron_npu.sim.kernels.limits import LIMITS
 from megatron_npu.sim.kernels.registry import KERNELS, Kernel
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "simulator-kernels.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "internals" / "simulator-kernels.md"
 
 _HEAD = """# Kernels of the simulated NPU
 

@@ -1,4 +1,4 @@
-"""Write docs/train-switches.md from the tables of switch_rules.py: switch_table.py [--check]
+"""Write docs/reference/train-switches.md from the tables of switch_rules.py: switch_table.py [--check]
 
 With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
@@ -21,7 +21,7 @@ from megatron_npu.options.switch_rules import DEVICES, WORDS, Place, Refusal, Wo
 from megatron_npu.options.switches import Switches
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "train-switches.md"
+PAGE = ROOT / "docs" / "reference" / "train-switches.md"
 STACKS = ROOT / "benchmarks" / "results" / "stacks"  # what tests/finetune/every_stack.py has found
 
 HEAD = """# Switches, models, devices

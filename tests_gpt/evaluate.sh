@@ -54,7 +54,7 @@ share_out() {
     local parts=$((TP * PP))
     [ "$device" = cpu ] || [ "$devices" -ge "$parts" ] ||
         fail "$devices x $device for a checkpoint of TP $TP x PP $PP; expected $parts devices," \
-            "or a checkpoint that tools/checkpoint_util.py has cut for fewer (docs/megatron-lm.md)"
+            "or a checkpoint that tools/checkpoint_util.py has cut for fewer (docs/how-to/megatron-lm.md)"
     devices=$((devices < parts ? parts : devices / parts * parts))
     # shellcheck disable=SC2034  # for choose_sizes
     total=$((devices * ${NNODES:-1}))

@@ -4,7 +4,7 @@
     megatron-npu run --redirect ddp_train.py                     # one for each NPU
     megatron-npu run --redirect --cpu-devices 2 ddp_train.py     # two on a CPU
 
-docs/guides/ddp-from-scratch.md walks through it.
+docs/tutorials/ddp-from-scratch.md walks through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bugs of upstream that this project cures: one list, made of the adaptors' own records.
 
-The page docs/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` tell them; the ledger tells
-their patches.
+The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` tell them; the
+ledger tells their patches.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ BACKPORT = Variable(
     "MEGATRON_NPU_BACKPORT",
     "0",
     "Cure the bugs of upstream that make its numbers wrong, as its own later versions do; losses and "
-    "gradients then differ from those of the stock version. docs/known-upstream-bugs.md lists them.",
+    "gradients then differ from those of the stock version. List: docs/reference/known-upstream-bugs.md.",
     ("0", "1"),
 )
 VERIFY = Variable(

@@ -92,7 +92,8 @@ options:
   --version           say the version
 
 Several processes: torchrun --nproc-per-node N -m megatron_npu COMMAND [ARGUMENTS...]
-megatron-npu help COMMAND (or COMMAND --help) says more; docs/flags.md lists the environment variables."""
+megatron-npu help COMMAND (or COMMAND --help) says more.
+docs/reference/flags.md lists the environment variables."""
 
 
 def _usage() -> str:

@@ -20,7 +20,7 @@ _USAGE = """%(prog)s ARGUMENTS...
        torchrun --nproc-per-node N -m megatron_npu evaluate ARGUMENTS..."""
 _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') with the models megatron_npu and, its own,
 megatron_lm on this machine's device. ARGUMENTS are those of `lm_eval`: --model megatron_npu --model_args
-load=DIR --tasks NAME... See docs/evaluation.md."""
+load=DIR --tasks NAME... See docs/how-to/evaluation.md."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ class Registered(NamedTuple):
     Attributes:
         function: the implementation.
         supports, plan: what is asked before each call: one of the two, or nothing.
-        note: what the function runs on, for the table in docs/operations.md.
+        note: what the function runs on, for the table in docs/reference/operations.md.
         limits: what ``supports`` admits, for the same table.
     """
 
@@ -113,7 +113,7 @@ class Operation:
             supports: given the arguments of a call, returns why the function cannot take it, or None.
             plan: instead of ``supports``, where finding that out decides how the call is made: returns
                 ``Unsupported``, or anything else, which the function is given as ``plan``.
-            note: what the function runs on, for the table in docs/operations.md; Markdown.
+            note: what the function runs on, for the table in docs/reference/operations.md; Markdown.
             limits: what ``supports`` admits, for the same table; Markdown.
         """
 

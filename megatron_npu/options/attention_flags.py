@@ -2,7 +2,7 @@
 
 A flag is declared once, as a field of ``AttentionFlags``: every command and script has it then. The object
 goes from the command line through the layers to each call of ``ops.attention``, where the plan of a device
-reads it as ``spec.flags`` (docs/adding-a-flag.md).
+reads it as ``spec.flags`` (docs/contributing/adding-a-flag.md).
 """
 
 from __future__ import annotations

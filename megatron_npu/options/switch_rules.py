@@ -1,6 +1,6 @@
 """Which switches go together, for which models, where; the rest is refused before anything is loaded.
 
-Both ``train`` and ``pretrain`` ask here, and docs/train-switches.md is written from the tables
+Both ``train`` and ``pretrain`` ask here, and docs/reference/train-switches.md is written from the tables
 (scripts/switch_table.py).
 """
 

@@ -19,7 +19,8 @@ BOOT = Path(__file__).resolve().parent / "boot"
 _INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
 _DESCRIPTION = """Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, kernels
-are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too. See docs/simulator.md."""
+are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too.
+See docs/explanation/simulator.md."""
 
 _FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
 

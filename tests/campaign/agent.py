@@ -58,7 +58,7 @@ def rank(*arguments: str) -> None:
 def main() -> int:
     stacks.print_on_signal()
     ranks, restarts, *arguments = sys.argv[1:]
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/reliability.md, restarts
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/how-to/reliability.md, restarts
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -57,7 +57,7 @@ def with_chapters(text: str) -> str:
 
 
 def corrected(text: str) -> str:
-    """Return the program with what docs/guides/ddp-from-scratch.md corrects in it, on any device."""
+    """Return the program with what docs/tutorials/ddp-from-scratch.md corrects in it, on any device."""
     own = "train_loader.sampler.rank = rank"
     text = _replaced(
         text, "=DistributedSampler(train_dataset", "=DistributedSampler(train_dataset, world_size, rank=0"

@@ -1,4 +1,4 @@
-"""docs/guides/ddp-from-scratch.md: its commands, in order, with a smaller model and fewer steps."""
+"""docs/tutorials/ddp-from-scratch.md: its commands, in order, with a smaller model and fewer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sim.conftest import unavailable
 from tests.support import processes, warm
 from tests.support.ports import free_port
 
-PAGE = ROOT / "docs" / "guides" / "ddp-from-scratch.md"
+PAGE = ROOT / "docs" / "tutorials" / "ddp-from-scratch.md"
 HEADING = re.compile(r"^###? (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SMALLER = {

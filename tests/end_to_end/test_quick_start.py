@@ -1,4 +1,4 @@
-"""docs/quick-start-cpu.md from its first block to its last, with a small corpus."""
+"""docs/tutorials/quick-start-cpu.md from its first block to its last, with a small corpus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.upstream import megatrons
 from tests.conftest import LONGEST, checkout
 from tests.support import processes, stock_lm, tiny, walk, warm
 
-PAGE = tiny.ROOT / "docs" / "quick-start-cpu.md"
+PAGE = tiny.ROOT / "docs" / "tutorials" / "quick-start-cpu.md"
 BLOCKS = walk.blocks_of_page(PAGE.read_text(encoding="utf-8"))
 INSTALL, DATA, DRIVER, STOCK, OLD = range(5)
 

@@ -1,4 +1,4 @@
-"""A run that goes on with other flags: row by row, what docs/resume.md says of each."""
+"""A run that goes on with other flags: row by row, what docs/how-to/resume.md says of each."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_another_vocabulary_of_the_same_size_is_said(begun, resume, tmp_path):
 
 
 def test_the_page_has_a_row_for_each_flag():
-    page = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
     for row in resume_changes.FLAGS:
         cells = [line for line in page.splitlines() if line.startswith("|") and row.flag in line]
         assert any(f"| {row.effect} |" in line for line in cells), row.flag

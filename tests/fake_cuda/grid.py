@@ -6,8 +6,8 @@ the exit code is 1 if one has ended otherwise than a rank on a GPU would. NAME i
 ``installed``; Megatron-DeepSpeed's trees have no part in it.
 
 About a minute of a core for each Megatron. ``--output`` writes the reports as JSON, which
-docs/cuda-without-a-gpu.md sums up; with ``--resume`` those ranks do not run again that have trained according
-to it.
+docs/explanation/cuda-without-a-gpu.md sums up; with ``--resume`` those ranks do not run again that have
+trained according to it.
 """
 
 from __future__ import annotations

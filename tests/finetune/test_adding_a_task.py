@@ -1,4 +1,4 @@
-"""A task is one file: docs/adding-a-task.md, done; and what is made of what the others declare."""
+"""A task is one file: docs/contributing/adding-a-task.md, done; and what is made of what others declare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.finetune import tasks_data, tiny_models
 from tests.support import processes
 
-PAGE = (ROOT / "docs" / "adding-a-task.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "contributing" / "adding-a-task.md").read_text(encoding="utf-8")
 TRAINABLE = [name for name, task in tasks.every().items() if task.head is not None]
 # what version 5 of Transformers has left out, and 4 had
 REMOVED = {"question-answering", "text2text-generation"}
@@ -116,7 +116,7 @@ def test_declarations_are_found_without_transformers() -> None:
 
 
 def test_the_page_of_tasks_has_a_row_for_each() -> None:
-    page = (ROOT / "docs" / "train-tasks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "train-tasks.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| `(AutoModel\w+)` \|", page, re.M))
     assert rows == {name: tasks.every()[name].head for name in TRAINABLE}
 

@@ -1,4 +1,4 @@
-"""docs/train-tasks.md: every command of it, on small models and data of the names that it has."""
+"""docs/how-to/train-tasks.md: every command of it, on small models and data of the names that it has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_npu.commands import cli  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.finetune import tasks_data, tiny_models  # noqa: E402
 
-PAGE = (ROOT / "docs" / "train-tasks.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "train-tasks.md").read_text(encoding="utf-8")
 COMMANDS = [
     shlex.split(block)[1:]
     for block in re.findall(r"```bash\n(.*?)```", PAGE.replace("\\\n", " "), re.S)

@@ -1,4 +1,4 @@
-"""docs/guides/codeparrot.md on a Megatron-LM 285068c8: its commands in order, with small numbers."""
+"""docs/tutorials/codeparrot.md on a Megatron-LM 285068c8: its commands in order, with small numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import ROOT, checkout
 from tests.guides import page as pages
 from tests.support import ports, stock_lm
 
-PAGE = ROOT / "docs" / "guides" / "codeparrot.md"
+PAGE = ROOT / "docs" / "tutorials" / "codeparrot.md"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/guides/gpt2-345m.md on a Megatron-LM 285068c8: its commands in order, with small numbers."""
+"""docs/tutorials/gpt2-345m.md on a Megatron-LM 285068c8: its commands in order, with small numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import ROOT, checkout
 from tests.guides import page as pages
 from tests.support import ports, stock_lm
 
-PAGE = ROOT / "docs" / "guides" / "gpt2-345m.md"
+PAGE = ROOT / "docs" / "tutorials" / "gpt2-345m.md"
 FLAGS = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers --hidden-size
 --num-attention-heads --micro-batch-size --global-batch-size --seq-length --max-position-embeddings

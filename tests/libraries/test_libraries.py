@@ -1,6 +1,6 @@
 """Libraries on top of Megatron, unedited: a Transformers model in, trained with TP 2, and out again.
 
-They are no requirement of the project: docs/libraries.md says how to install one into a folder of its own.
+They are no requirement of the project: docs/how-to/libraries.md says how to install one into its own folder.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_model_goes_in_is_trained_and_comes_out(
 ) -> None:
     """Two ranks: tensor parallel with sequence parallelism, or (``--stages``) a pipeline."""
     if not installed(LIBRARIES[library]):
-        pytest.skip(f"{library} is not installed: see docs/libraries.md")
+        pytest.skip(f"{library} is not installed: see docs/how-to/libraries.md")
     if (library, option, device) == ("mcore_bridge", "--lora", "npu"):
         pytest.skip("the LoRA of mcore-bridge 1.6.5 takes layers on an NPU for MindSpeed's: not installed")
     if device == "npu" and unavailable():

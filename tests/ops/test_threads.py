@@ -1,6 +1,6 @@
 """Deterministic mode on a CPU: the same bits with one, two and four threads, dropout included, by operation.
 
-Two differ, which docs/reliability.md names: fp32 products that sum over many rows (the BLAS shares out the
+Two differ, which docs/how-to/reliability.md names: fp32 products that sum over many rows (the BLAS splits the
 sum), and torch's sum of all values of a large tensor.
 """
 

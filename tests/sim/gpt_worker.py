@@ -67,7 +67,8 @@ def build(dtype: torch.dtype) -> tuple[torch.nn.Module, object]:
     model = GPTModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, share_embeddings_and_output_weights=True
     )
-    # Which generator initialises weights is the device's business: the CPU has two (docs/architecture.md).
+    # Which generator initialises weights is the device's business: the CPU has two
+    # (docs/contributing/architecture.md).
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() > 1:

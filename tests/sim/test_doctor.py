@@ -1,4 +1,4 @@
-"""The first command of docs/quick-start-npu.md, as it stands there."""
+"""The first command of docs/tutorials/quick-start-npu.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.base import settings
 from tests.conftest import LONGEST
 from tests.support import processes, tiny, walk
 
-PAGE = tiny.ROOT / "docs" / "quick-start-npu.md"
+PAGE = tiny.ROOT / "docs" / "tutorials" / "quick-start-npu.md"
 
 
 def test_the_doctor_finds_simulated_npus_well(simulated, tmp_path):

@@ -42,7 +42,7 @@ def test_the_same_losses_with_less(simulated):
     assert (fused["calls"], unfused["calls"]) == ([2, 2], [0, 0])  # two layers, forward and backward
     launches, peaks = ([way[name] for way in (unfused, fused)] for name in ("launches", "peak"))
     before, after = (f"{peak / 2**20:.1f}" for peak in peaks)
-    page = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
     counted = f"{launches[0]} launches and {before} MiB before, {launches[1]} and {after} after"
     assert counted in page
     assert launches[1] < 0.9 * launches[0]

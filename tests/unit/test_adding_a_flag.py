@@ -1,4 +1,4 @@
-"""docs/adding-a-flag.md, done to a copy of the package."""
+"""docs/contributing/adding-a-flag.md, done to a copy of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.conftest import LONGEST, ROOT
 
-PAGE = ROOT / "docs" / "adding-a-flag.md"
+PAGE = ROOT / "docs" / "contributing" / "adding-a-flag.md"
 DIFF = re.compile(r"^```diff\n--- (?P<file>\S+)\n(?P<lines>.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 

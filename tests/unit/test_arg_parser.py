@@ -199,7 +199,12 @@ def test_a_misspelt_command_gets_the_nearest_one(argv, told, capsys):
 def test_help_names_commands_variables_and_torchrun(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    for name in (*cli.COMMANDS, "--version", "docs/flags.md", "torchrun --nproc-per-node N -m megatron_npu"):
+    for name in (
+        *cli.COMMANDS,
+        "--version",
+        "docs/reference/flags.md",
+        "torchrun --nproc-per-node N -m megatron_npu",
+    ):
         assert name in out
 
 

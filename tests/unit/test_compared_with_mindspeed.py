@@ -14,7 +14,11 @@ _NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def rows() -> list[list[str]]:
-    lines = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     tables = [
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")
     ]
@@ -22,7 +26,7 @@ def rows() -> list[list[str]]:
 
 
 def test_the_flags_that_the_driver_lacks_are_those_that_it_names() -> None:
-    page = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
     ours = {flag for action in parser()._actions for flag in action.option_strings}
     flags = {flag for cells in rows() for cell in cells[1:] for flag in re.findall(_FLAG, cell)}
     head = page[: page.index("## Optimizer")]
@@ -91,7 +95,7 @@ def test_numbers_that_are_not_there_are_missed() -> None:
 
 
 def test_its_counts_are_those_that_were_measured() -> None:
-    page = (ROOT / "docs" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
     rows_and_paragraphs = re.split(r"\n\n|\n(?=\|)", page)
     stale = [
         numbers for numbers in measured() if not any(appear(numbers, text) for text in rows_and_paragraphs)

@@ -80,10 +80,10 @@ def test_the_index_lists_every_page():
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("megatron_lm", "megatron-lm.md"),
-        ("megatron_core", "megatron-core.md"),
-        ("megatron_deepspeed", "megatron-deepspeed.md"),
-        ("megatron_deepspeed_core", "megatron-deepspeed-core.md"),
+        ("megatron_lm", "how-to/megatron-lm.md"),
+        ("megatron_core", "how-to/megatron-core.md"),
+        ("megatron_deepspeed", "how-to/megatron-deepspeed.md"),
+        ("megatron_deepspeed_core", "how-to/megatron-deepspeed-core.md"),
     ],
 )
 def test_the_page_lists_every_patch(name, page):
@@ -132,14 +132,14 @@ def test_an_address_without_a_purpose_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_the_page_of_security_advises(section, said):
-    page = TEXTS[ROOT / "docs" / "security.md"]
+    page = TEXTS[ROOT / "docs" / "reference" / "security.md"]
     text = re.search(rf"^## {section}\n(.*?)(?=^## )", page, re.M | re.S)[1]
     for words in said:
         assert words in text, words
 
 
 def test_what_to_do_without_rdma_is_named():
-    page = TEXTS[ROOT / "docs" / "troubleshooting.md"]
+    page = TEXTS[ROOT / "docs" / "how-to" / "troubleshooting.md"]
     assert "NCCL_IB_DISABLE=1" in re.search(r"^## 5\. .*?(?=^## 6)", page, re.M | re.S)[0]
 
 
@@ -160,7 +160,7 @@ def test_every_operation_has_a_row():
         print(*(operation.name for operation in ops.dispatch.OPERATIONS))"""
     command = [sys.executable, "-c", code]
     done = warm.run(command, env=tiny.environment(), capture_output=True, text=True, check=True)
-    rows = re.findall(r"^\| (`.*?) \|", TEXTS[ROOT / "docs" / "operations.md"], re.M)
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS[ROOT / "docs" / "reference" / "operations.md"], re.M)
     named = {part for row in rows for name in re.findall(r"`([\w.*]+)`", row) for part in name.split(".")}
     named |= {"attention"}  # has a page of its own
     assert len(done.stdout.split()) > 10
@@ -235,13 +235,13 @@ def test_every_flag_of_ours_is_documented():
     attention_flags.add_attention_flags(parser)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     assert {"--pre-tockens", "--next-tockens", "--shape-order"} <= set(flags)
-    assert set(flags) <= set(FLAGS.findall(TEXTS[ROOT / "docs" / "flags.md"]))
+    assert set(flags) <= set(FLAGS.findall(TEXTS[ROOT / "docs" / "reference" / "flags.md"]))
 
 
 # -- the worked examples ----------------------------------------------------------------------------
 
-GUIDE = ROOT / "docs" / "writing-an-adaptor.md"
-OPERATION = ROOT / "docs" / "adding-an-operation.md"
+GUIDE = ROOT / "docs" / "contributing" / "writing-an-adaptor.md"
+OPERATION = ROOT / "docs" / "contributing" / "adding-an-operation.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

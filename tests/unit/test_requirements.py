@@ -1,4 +1,4 @@
-"""docs/requirements.md: every row of the requirement documents, and tests that exist for each."""
+"""docs/records/requirements.md: every row of the requirement documents, and tests that exist for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PAGE = ROOT / "docs" / "requirements.md"
+PAGE = ROOT / "docs" / "records" / "requirements.md"
 ROWS = {"003": 53, "000": 20, "002": 23, "004": 19, "001": 88}  # rows of each document
 
 

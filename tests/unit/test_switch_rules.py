@@ -55,7 +55,7 @@ def test_refused_or_not(family, device, cut, alone, monkeypatch):
 
 def test_every_pair_that_is_refused_somewhere_is_in_the_table():
     """Nothing is refused that the page does not say: on one device a switch may be refused by itself."""
-    page = (ROOT / "docs" / "train-switches.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "train-switches.md").read_text(encoding="utf-8")
     places = [Place(family, device) for family in ("transformers", "megatron") for device in DEVICES]
     for place, (one, other) in itertools.product(places, itertools.combinations(switch_rules.WORDS, 2)):
         if one.name == other.name:

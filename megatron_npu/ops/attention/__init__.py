@@ -2,7 +2,7 @@
 
 ``spec`` says what a call asks for, ``checks`` refuses contradictions, ``reference`` is the formula; ``cpu``,
 ``cuda`` and ``npu`` compute it, the cpu with ``blockwise`` where torch has no kernel. ``block`` is attention
-over some of the keys, a step of the ring in ``context_parallel``. docs/attention.md has the kernels.
+over some of the keys, a step of the ring in ``context_parallel``. Kernels: docs/reference/attention.md.
 """
 
 from __future__ import annotations

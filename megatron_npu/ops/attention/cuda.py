@@ -3,7 +3,7 @@
 On Hopper and later cuDNN's kernel is the fastest for what it takes, a triangle or everything, in 16 bits.
 
 Written without a GPU at hand: which kernel is chosen and what masks it is given are tested, the kernels on
-a GPU are not (docs/attention.md).
+a GPU are not (docs/reference/attention.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Replacement(NamedTuple):
 
     Attributes:
         what: the module's part in the model, such as ``norm``.
-        by: the operation, by its name in docs/operations.md, with what is worth knowing of it.
+        by: the operation, by its name in docs/reference/operations.md, with what is worth knowing of it.
         forward: takes the module, then what the module's own takes; a function of a file, so that a deep
             copy of the model has one of its own.
         notes: attributes that the module gets for it.

@@ -246,7 +246,7 @@ void note_default(const char* name) {
 
 void note_refused(const char* name) {
   note_default(name);
-  set_recent_error(std::string(name) + " computes nothing here: the operation has no kernel (docs/simulator.md)");
+  set_recent_error(std::string(name) + " computes nothing here: the operation has no kernel (docs/explanation/simulator.md)");
 }
 
 }  // namespace sim

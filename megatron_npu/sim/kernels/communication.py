@@ -1,7 +1,7 @@
 """Products that exchange their factors or results between ranks, as one operation.
 
 The collective is that of the communicator they name, so that its bytes, order and mistakes are what they
-would be as an operation of its own (docs/simulator-hccl.md).
+would be as an operation of its own (docs/reference/simulator-hccl.md).
 """
 
 from __future__ import annotations

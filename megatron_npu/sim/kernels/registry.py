@@ -150,7 +150,7 @@ def _refuse_unknown(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"{name} has no kernel on the simulated NPU. Write one in megatron_npu/sim/kernels "
-            "(docs/simulator-kernels.md says how), or run this on hardware"
+            "(docs/internals/simulator-kernels.md says how), or run this on hardware"
         )
 
     return refuse

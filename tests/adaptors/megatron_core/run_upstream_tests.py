@@ -6,7 +6,7 @@
 
 CHECKOUT is a Megatron-LM tree with ``tests/unit_tests``, or one of Megatron-DeepSpeed with ``tests``.
 With MEGATRON_NPU_TE=local only those tests run that are recorded as excluded for want of TransformerEngine.
-npu is the simulated Ascend where no real one is there. docs/upstream-tests.md says what is judged, and how.
+npu is the simulated Ascend where no real one is there. docs/records/upstream-tests.md says what is judged.
 Exit status: 0, or 1 with the names of the tests that passed when the baseline was recorded and do not now
 (regressions), and of those that fail unexplained and are not recorded (new failures).
 """
@@ -98,7 +98,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--resume", action="store_true", help="run only files without a result in SCRATCH, and judge all"
     )
     parser.add_argument("--record", action="store_true", help="write the baseline, compare nothing")
-    parser.add_argument("--page", action="store_true", help="only write docs/upstream-tests.md again")
+    parser.add_argument("--page", action="store_true", help="only write docs/records/upstream-tests.md again")
     options = parser.parse_args(argv)
     if options.checkout is None and not options.page:
         parser.error("CHECKOUT is missing")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# docs/benchmarks.md has what is recorded; a step of the smallest shapes takes about 55,000.
+# docs/records/benchmarks.md has what is recorded; a step of the smallest shapes takes about 55,000.
 MOST = 80_000
 
 

@@ -1,7 +1,7 @@
 """The commands of the guide, in the folders that it describes: this project cloned inside Megatron-LM.
 
 They are run one after another as they stand in the guide's own text, where that is at hand, and in our page
-about it (docs/guides/ascend-gpt.md), which has them all. What they would get from the network is a sample
+about it (docs/tutorials/ascend-gpt.md), which has them all. What they would get from the network is a sample
 made here; sizes come from the environment.
 """
 
@@ -20,7 +20,7 @@ from tests.support import stock_lm, walk
 from tests.support.tiny import ROOT
 
 DOCUMENT = next(iter((ROOT.parent / "shared" / "seeds").glob("003_*.txt")), None)  # the guide's own text
-PAGE = ROOT / "docs" / "guides" / "ascend-gpt.md"
+PAGE = ROOT / "docs" / "tutorials" / "ascend-gpt.md"
 OUR_CLONE = re.compile(r"git clone \S+ megatron_npu\b")
 
 SIZES = {

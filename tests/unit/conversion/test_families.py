@@ -268,9 +268,9 @@ def test_no_two_families_have_the_same_traits() -> None:
     assert list(families.FAMILIES.values()) == list(listed)  # no model_type twice
 
 
-# -- docs/adding-a-family.md, done
+# -- docs/contributing/adding-a-family.md, done
 
-PAGE = (ROOT / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "contributing" / "adding-a-family.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

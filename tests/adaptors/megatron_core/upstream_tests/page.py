@@ -1,4 +1,4 @@
-"""Write docs/upstream-tests.md from the baselines."""
+"""Write docs/records/upstream-tests.md from the baselines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import trees
 from .baseline import FOLDER, Baseline
 from .results import EXCLUDED, FAILED, PASSED, SKIPPED
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "upstream-tests.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "records" / "upstream-tests.md"
 _MOST = 15  # causes of failures that are listed
 
 _INTRODUCTION = """# Upstream's unit tests as judge
@@ -27,19 +27,19 @@ python tests/adaptors/megatron_core/run_upstream_tests.py --page
 A run compares with the baseline and names the tests that passed when it was recorded and do not now
 (`REGRESSION`), and those that fail unexplained and are not recorded (`new failure`); either makes the exit
 status 1. `--record` writes a new baseline, `--resume --scratch FOLDER` goes on where a run ended. Other
-versions of the [versions page](megatron-core.md) than those recorded here can be tried; nobody has judged
-their failures. Checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
+versions of the [versions page](../how-to/megatron-core.md) than those recorded here can be tried; nobody has
+judged their failures. Checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
 ```
 
-`npu` is the [simulated Ascend](simulator.md) on a machine without NPUs. The baselines were taken with what
-upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx, requests, httpx,
-pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version 0.6.0 of the last,
-which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that lacks one of them is not
-judged; the run says so.
+`npu` is the [simulated Ascend](../explanation/simulator.md) on a machine without NPUs. The baselines were
+taken with what upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx,
+requests, httpx, pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version
+0.6.0 of the last, which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that
+lacks one of them is not judged; the run says so.
 
 ## How they are run
 
@@ -61,10 +61,11 @@ judged; the run says so.
 - **Megatron-DeepSpeed.** Of deepspeedai's tree all of `tests` is run, with the extra `[deepspeed]`, but for
   its functional tests, which judge the logs of a cluster. Its conftest asks for the rank before there is a
   process group, which no test would survive: it is told 1. Bigscience's tests start their ranks themselves;
-  what they did is on [the page of that tree](megatron-deepspeed.md#the-trees-own-tests).
+  what they did is on [the page of that tree](../how-to/megatron-deepspeed.md#the-trees-own-tests).
 
 - **TransformerEngine** is not there. A test that fails for want of it runs a second time, with
-  [our layers under its names](without-transformer-engine.md#layers-under-its-names); that counts then:
+  [our layers under its names](../explanation/without-transformer-engine.md#layers-under-its-names); that
+  counts then:
 
   ```bash
   MEGATRON_NPU_TE=local python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --record
