@@ -52,6 +52,7 @@ PURPOSES = {
     "https://en.wikipedia.org": "named in a made-up dump of the tests; never asked",
     "https://catalog.ngc.nvidia.com": "NVIDIA's trained 345M model, downloaded by hand",
     "https://github.com/cybertronai/bflm": "passages of LAMBADA, downloaded by hand",
+    "https://img.shields.io": "badges of the README; asked by whoever views it",
     "https://raw.githubusercontent.com/cybertronai/bflm": "passages of LAMBADA, downloaded by hand",
 }
 

@@ -23,7 +23,8 @@ from tests.support import processes, tiny, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "patches/README.md")),
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CHANGELOG.md", "patches/README.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -72,8 +73,8 @@ def test_files_that_are_named_exist(page):
 
 def test_the_index_lists_every_page():
     index = TEXTS[ROOT / "docs" / "README.md"]
-    for page in PAGES:
-        name = str(page.relative_to(ROOT / "docs")) if ROOT / "docs" in page.parents else "README.md"
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        name = str(page.relative_to(ROOT / "docs"))
         assert name == "README.md" or f"]({name})" in index, f"docs/README.md does not list {name}"
 
 
