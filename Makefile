@@ -1,6 +1,7 @@
 # Two commands do everything on a new machine: `make demo` and `make test`.
 #   make demo            set up, get data, pre-train a small GPT; again: goes on where it stopped
 #   make demo CLEAN=1    the same from the beginning
+#   make docs            build the site of docs/ into build/site
 #   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/records/gpu.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -13,7 +14,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 PIECES ?=
 
-.PHONY: demo test sanitize gpu megatron pythons lint clean
+.PHONY: demo docs test sanitize gpu megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -27,6 +28,9 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 	@# last: what it finds may hang on the version of torch
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/python scripts/site_pages.py
 
 sanitize: $(VENV)/test.stamp
 	$(VENV)/bin/python scripts/sanitize.py

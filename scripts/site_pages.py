@@ -1,0 +1,94 @@
+"""Build the documentation's site with Zensical: site_pages.py [--stage]
+
+The pages of docs/ link to files beside it: pictures, tests, the change log. They are copied to build/docs, where
+these links lead to copies (pictures, pages) or become plain text (code). Then Zensical builds build/site from
+mkdocs.yml, and any warning is an error. With --stage nothing is built.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGED = Path("build") / "docs"
+BESIDE = ("README.md", "README.zh-CN.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+_LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+
+
+def place(path: Path, root: Path = ROOT) -> Path | None:
+    """Return where a file of the repository is in the site, below build/docs; None: it is not there."""
+    if (root / "docs") in path.parents:
+        return path.relative_to(root / "docs")
+    if path.suffix in (".png", ".svg"):
+        return Path("assets") / path.relative_to(root)
+    if path.suffix == ".md" and path.is_file():
+        return Path("project") / path.relative_to(root)
+    return None
+
+
+def staged(page: Path, root: Path = ROOT) -> tuple[str, set[Path]]:
+    """Return a page with its links as the site needs them, and the files outside docs/ that it links to."""
+    wanted: set[Path] = set()
+
+    def changed(match: re.Match[str]) -> str:
+        shown, text, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if not target or re.match(r"[a-z]+:", target):
+            return match[0]
+        file = (page.parent / target).resolve()
+        there, here = place(file, root), place(page, root)
+        if there is None or here is None or not file.is_file():
+            return text
+        if (root / "docs") not in file.parents:
+            wanted.add(file)
+        return f"{shown}[{text}]({os.path.relpath(there, here.parent)}{anchor})"
+
+    parts = re.split(r"(^```.*?^```$)", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = "".join(part if part.startswith("```") else _LINK.sub(changed, part) for part in parts)
+    hidden = place(page, root)
+    if hidden is not None and hidden.parts[0] in ("internals", "records"):
+        text = _HIDDEN + text
+    return text, wanted
+
+
+def stage(folder: Path, root: Path = ROOT) -> int:
+    """Write every page and picture of the site into a folder; return how many pages."""
+    shutil.rmtree(folder, ignore_errors=True)
+    waiting = [*sorted((root / "docs").rglob("*.md")), *(root / name for name in BESIDE)]
+    pictures = {path for path in (root / "docs").rglob("*") if path.suffix in (".png", ".svg")}
+    done: set[Path] = set()
+    while waiting:
+        page = waiting.pop()
+        to = place(page, root)
+        if page in done or to is None:
+            continue
+        done.add(page)
+        text, wanted = staged(page, root)
+        (folder / to).parent.mkdir(parents=True, exist_ok=True)
+        (folder / to).write_text(text, encoding="utf-8")
+        waiting += [path for path in wanted if path.suffix == ".md"]
+        pictures |= {path for path in wanted if path.suffix != ".md"}
+    for picture in pictures:
+        to = folder / (place(picture, root) or "")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, to)
+    return len(done)
+
+
+def main(argv: list[str]) -> int:
+    """Stage the pages; build the site unless --stage is given."""
+    print(f"{stage(ROOT / STAGED)} pages in {STAGED}")
+    if "--stage" in argv:
+        return 0
+    return subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=ROOT, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
