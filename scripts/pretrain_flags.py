@@ -57,7 +57,7 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
 # that Megatron-LM does not have
 OWN = tuple(
     """
-    --epochs --swap-optimizer --hccl-group-buffer-adaptive --json-log --plot --no-plot
+    --config --preset --epochs --swap-optimizer --hccl-group-buffer-adaptive --json-log --plot --no-plot
     --no-use-cpu-initialization --eval-train-loss --save-keep-last
     --log-loss-per-rank --sample-prompt --sample-tokens --sample-temperature --dashboard --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization

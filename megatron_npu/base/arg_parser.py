@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import difflib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_npu.base.command_examples import end_of_help
 from megatron_npu.base.errors import UsageError
 
 
@@ -125,6 +127,48 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, "the flags and values of --help", self._remedy())
 
+    def format_help(self) -> str:
+        """Return the help text, with examples and exit codes behind the flags."""
+        return super().format_help() + end_of_help(self.prog, self.epilog)
+
+    def help_about(self, keyword: str) -> str:
+        """Return the help of the flags that have a keyword in their names, their help or their group's title.
+
+        Raises:
+            UsageError: there is no such flag.
+        """
+        formatter, word, found = self._get_formatter(), keyword.casefold(), False
+        for group in self._action_groups:
+            title = str(group.title)
+            actions = [
+                action
+                for action in group._group_actions
+                if word in f"{title} {' '.join(action.option_strings)} {action.help}".casefold()
+            ]
+            found = found or bool(actions)
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if not word or not found:
+            titles = ", ".join(str(group.title) for group in self._action_groups if group._group_actions)
+            raise UsageError(
+                f"--help={keyword}",
+                f"a word of a flag or of its help, or a group: {titles}",
+                f"See `{self.prog} --help` for all flags.",
+            )
+        return formatter.format_help()
+
+    def _answer_keyword(self, args: Any) -> None:
+        """Print the help of ``--help=KEYWORD`` and end, where it was asked for."""
+        words = sys.argv[1:] if args is None else list(args)
+        words = words[: words.index("--")] if "--" in words else words
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            words = words[:1]  # what comes behind is another program's
+        for word in words:
+            if word.startswith("--help="):
+                self._print_message(self.help_about(word.partition("=")[2]), sys.stdout)
+                self.exit()
+
     def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
         self, args: Any = None, namespace: Any = None
     ) -> argparse.Namespace:
@@ -133,6 +177,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
         """
+        self._answer_keyword(args)
         try:
             values, unknown = self.parse_known_args(args, namespace)
         except argparse.ArgumentError as error:

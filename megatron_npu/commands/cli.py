@@ -27,36 +27,40 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pretrain": ("megatron_npu.pretrain.run.pretrain:main", "pre-train a GPT on megatron-core alone"),
     "train": (
         "megatron_npu.finetune.run.command:main",
-        "train Transformers' or your own models, accelerated by switches",
+        "fine-tune Transformers models, or train your own",
     ),
     "dashboard": (
         "megatron_npu.pretrain.report.dashboard.command:main",
-        "serve the page of a run that has ended or goes on",
+        "serve a web dashboard of a finished or running job",
     ),
-    "preprocess": ("megatron_npu.data.preprocessing.command:main", "turn text into .bin/.idx"),
+    "preprocess": ("megatron_npu.data.preprocessing.command:main", "tokenize text into Megatron's .bin/.idx"),
     "generate": ("megatron_npu.generation.generate:main", "generate text from a checkpoint"),
-    "serve": ("megatron_npu.serving.command:main", "serve text of a checkpoint over HTTP, with a page"),
+    "serve": ("megatron_npu.serving.command:main", "serve a checkpoint over HTTP (OpenAI's API)"),
     "convert": (
         "megatron_npu.conversion.command:main",
-        "convert checkpoints from and to Hugging Face, proven",
+        "convert checkpoints from and to Hugging Face",
     ),
     "lambada": ("megatron_npu.evaluation.lambada:main", "measure a checkpoint's LAMBADA accuracy"),
-    "evaluate": ("megatron_npu.evaluation.harness:main", "run lm-eval on a checkpoint, unconverted"),
+    "evaluate": (
+        "megatron_npu.evaluation.harness:main",
+        "run lm-eval on a checkpoint, without converting it",
+    ),
     "checkpoint": (
         "megatron_npu.pretrain.checkpoint.checkpoint_command:main",
-        "list, inspect, verify and prune a folder of checkpoints",
+        "list, inspect, verify and prune checkpoints",
     ),
     "bench": (
         "megatron_npu.measuring.command:main",
-        "throughput and memory of mixed precision, sharding, 3D parallelism, graphs",
+        "measure throughput and memory of each acceleration",
     ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
-    "doctor": ("megatron_npu.doctor.command:main", "say what is installed, what works, and what to do"),
+    "doctor": ("megatron_npu.doctor.command:main", "check this machine, and say what to fix"),
     "ledger": ("megatron_npu.commands.patches:ledger", "list every patch and its state"),
-    "check": ("megatron_npu.commands.patches:check", "compare a Megatron with the pins, statically"),
-    "pin": ("megatron_npu.commands.patches:pin", "write the pin file of a Megatron"),
+    "check": ("megatron_npu.commands.patches:check", "compare a Megatron with the supported versions"),
+    "pin": ("megatron_npu.commands.patches:pin", "record a Megatron version (for developers)"),
 }
 
+_VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 _OURS = ("a package that megatron_npu declares", "Run: pip install -e . in the clone, which brings it.")
 _REQUIRED = {
@@ -86,20 +90,48 @@ _MAY_COMPILE = (
 # behind these comes another's command line, whose --help is not ours
 _TAKES_A_COMMAND = ("run", "sim", "evaluate")
 
+# in this order, and doctor first: it says whether the others can work
+_GROUPS = {
+    "diagnose": ("doctor", "sim"),
+    "train": ("run", "pretrain", "train", "dashboard", "bench"),
+    "data and checkpoints": ("preprocess", "convert", "checkpoint"),
+    "use a checkpoint": ("generate", "serve", "lambada", "evaluate"),
+    "patches": ("ledger", "check", "pin"),
+}
+
 _END = """
 options:
-  --help, -h          say this; behind a command: its flags, with their defaults
-  --version           say the version
+  -h, --help          print this help; after a command: its flags, defaults and examples
+  --help=KEYWORD      after a command: only the flags about KEYWORD
+  -V, --version       print the version
+  --completion        print a completion script for bash and zsh: eval "$(megatron-npu --completion)"
 
 Several processes: torchrun --nproc-per-node N -m megatron_npu COMMAND [ARGUMENTS...]
-megatron-npu help COMMAND (or COMMAND --help) says more.
+Exit codes: 0 success; 1 failure; 2 bad input; 130 interrupted (docs/reference/exit-codes.md)
 docs/reference/flags.md lists the environment variables."""
+
+# the commands, and after one of them the flags that its --help lists
+_COMPLETION = """\
+[ -n "${ZSH_VERSION-}" ] && autoload -U +X bashcompinit && bashcompinit
+_megatron_npu() {
+    local word=${COMP_WORDS[COMP_CWORD]} flags
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "@COMMANDS@" -- "$word"))
+    elif [ "${word#-}" != "$word" ]; then
+        flags=$(megatron-npu "${COMP_WORDS[1]}" --help 2>/dev/null | grep -oE -- '--[A-Za-z][A-Za-z0-9_-]*')
+        COMPREPLY=($(compgen -W "$flags" -- "$word" | sort -u))
+    fi
+}
+complete -o default -F _megatron_npu megatron-npu"""
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:\n{rows}\n{_END}"
+    parts = ["usage: megatron-npu COMMAND [ARGUMENTS...]\n\ncommands:"]
+    for title, names in _GROUPS.items():
+        parts += [f"  {title}", *(f"    {name:<{width}}  {COMMANDS[name][1]}" for name in names)]
+    return "\n".join([*parts, _END])
 
 
 def _unknown(name: str) -> UsageError:
@@ -151,8 +183,10 @@ def _answer_without_command(argv: list[str]) -> int | None:
     """Answer what names no command (help, the version, an unknown word); None: it names one."""
     if not argv or argv[0] in ("-h", "--help"):
         return _say(_usage(), 0 if argv else 2)
-    if argv[0] == "--version":
+    if argv[0] in _VERSION or (argv[0] in COMMANDS and argv[1:2] and argv[1] in _VERSION):
         return _say(f"megatron_npu {__version__}", 0)
+    if argv[0] == "--completion":
+        return _say(_COMPLETION.replace("@COMMANDS@", " ".join(COMMANDS)), 0)
     if argv[0] not in COMMANDS:
         print(f"megatron-npu: error: {_unknown(argv[0])}", file=sys.stderr)
         return 2
@@ -270,8 +304,8 @@ def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
 
 
 def _asks_for_help(argv: list[str]) -> bool:
-    first = argv[1:2] in (["-h"], ["--help"])
-    return first or (argv[0] not in _TAKES_A_COMMAND and bool({"-h", "--help"} & {*_flags(argv)}))
+    words = argv[1:2] if argv[0] in _TAKES_A_COMMAND else _flags(argv)
+    return any(word in ("-h", "--help") or word.startswith("--help=") for word in words)
 
 
 def _flags(argv: list[str]) -> list[str]:

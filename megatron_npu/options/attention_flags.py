@@ -41,14 +41,14 @@ class AttentionFlags:
         "--pre-tokens",
         type=whole,
         metavar="P",
-        help="query i sees keys from i - P on (default: all)",
+        help="sliding window: query i sees keys from i - P on (default: all)",
     )
     next_tokens: int | None = _flag(
         "--next-tockens",
         "--next-tokens",
         type=whole,
         metavar="N",
-        help="query i sees keys up to i + N, the causal mask still holding (default: all)",
+        help="sliding window: query i sees keys up to i + N, under the causal mask (default: all)",
     )
     shape_order: str = _flag(
         "--shape-order",

@@ -15,7 +15,14 @@ from megatron_npu.options import hccl_buffers, memory_flags, older_flags
 from megatron_npu.options.attention_flags import add_attention_flags
 from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.options.switches import add_switches
-from megatron_npu.pretrain.flags import expert_flags, job_flags, latent_flags, muon_flags, rotary_flags
+from megatron_npu.pretrain.flags import (
+    expert_flags,
+    job_flags,
+    latent_flags,
+    muon_flags,
+    rotary_flags,
+    run_config,
+)
 from megatron_npu.web.address import address
 
 Add = Callable[..., Any]
@@ -23,7 +30,9 @@ Add = Callable[..., Any]
 # argparse's own would name all flags twice, 70 lines of them before the first help text
 _USAGE = """%(prog)s --num-layers N --hidden-size N --num-attention-heads N --seq-length N
        --max-position-embeddings N --micro-batch-size N
-       (--train-iters N | --train-samples N | --epochs N) [FLAG ...]"""
+       (--train-iters N | --train-samples N | --epochs N) [FLAG ...]
+       %(prog)s --preset NAME --micro-batch-size N (--train-iters N | ...) [FLAG ...]
+       %(prog)s --config FILE [FLAG ...]"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         hint="`megatron-npu run` takes a stock script and its flags.",
         usage=_USAGE,
     )
+    run_config.add(result.add_argument_group("configuration").add_argument)
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
     add_attention_flags(result)
@@ -48,7 +58,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
     """
-    args = parser().parse_args(list(argv))
+    flags_parser = parser()
+    argv = run_config.expanded(argv, flags_parser)
+    args = flags_parser.parse_args(argv)
     older_flags.apply(args, argv)
     return args
 

@@ -1,0 +1,155 @@
+"""``--config FILE`` and ``--preset NAME``: flags from a file, and the shapes of known models.
+
+The file is the flat part of YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package,
+and nothing in it is executed. The command line wins over the file, and the file over the preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+
+Add = Any
+_LLAMA = (
+    "--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --group-query-attention "
+    "--num-query-groups 8 "
+)
+PRESETS: dict[str, str] = {
+    "gpt2-124m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+    "--max-position-embeddings 1024",
+    "gpt2-345m": "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--max-position-embeddings 1024",
+    # the shapes of Llama 3.2 1B and Llama 3.1 8B, at 2048 tokens
+    "llama-1b": f"{_LLAMA}--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 "
+    "--seq-length 2048 --max-position-embeddings 2048",
+    "llama-8b": f"{_LLAMA}--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 "
+    "--num-attention-heads 32 --untie-embeddings-and-output-weights --seq-length 2048 "
+    "--max-position-embeddings 2048",
+}
+_LINE = re.compile(r"(?:--)?(?P<name>[A-Za-z][\w-]*)\s*:(?:\s+(?P<value>.*))?$")
+
+
+def add(group: Add) -> None:
+    """Declare both flags; ``expanded`` takes them out before the others are parsed."""
+    group(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read flags from a YAML file of `flag: value` lines; the command line wins (default: none)",
+    )
+    group(
+        "--preset",
+        choices=[*PRESETS],
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help=f"set the model's shape: {', '.join(PRESETS)}; other flags win (default: none)",
+    )
+
+
+def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return a command line with the flags of its --preset and --config in front of its own.
+
+    Raises:
+        UsageError: no such preset or file, or a line of it that is no flag with a value that it takes.
+    """
+    typed, files, presets = _taken_out(argv)
+    of_file: list[str] = []
+    for file in files:
+        for name, words in _of_file(Path(file), parser):
+            if name == "--preset":
+                presets = presets or words
+            else:
+                of_file += [name, *words]
+    shape = shlex.split(_preset(presets[-1])) if presets else []
+    return [*shape, *of_file, *typed]
+
+
+def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the command line without --config and --preset, and the values of each."""
+    rest: list[str] = []
+    values: dict[str, list[str]] = {"--config": [], "--preset": []}
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in values:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "")
+        if not value or value.startswith("--"):
+            expected = "a file of flags" if flag == "--config" else " or ".join(PRESETS)
+            raise UsageError(f"{flag} without a value", expected, f"Write {flag} VALUE.")
+        values[flag].append(value)
+    return rest, values["--config"], values["--preset"]
+
+
+def _preset(name: str) -> str:
+    if name not in PRESETS:
+        raise UsageError(f"--preset {name}", " or ".join(PRESETS), "Choose one of them, or type the flags.")
+    return PRESETS[name]
+
+
+def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag of a file with its values; a switch that is false is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}", "a readable file of flags", "Check the path.") from None
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        text = _without_comment(line)
+        if not text or text == "---":
+            continue
+        match = None if line[0].isspace() else _LINE.match(text)
+        if match is None or not match["value"]:
+            raise UsageError(f"{where}: {text}", "flag: value", "Write one flag a line, lists as [a, b].")
+        # Megatron's names have both: --override-opt_param-scheduler
+        name = next((f"--{each}" for each in _spelt(match["name"]) if f"--{each}" in flags), "")
+        if not name or name in ("--help", "--config"):
+            near = difflib.get_close_matches(f"--{match['name']}", flags, n=3)
+            expected = " or ".join(near) if near else "a flag of `megatron-npu pretrain --help`"
+            raise UsageError(f"{where}: no flag {match['name']}", expected, "Correct the name.")
+        if name in seen:
+            raise UsageError(f"{where}: {name} a second time", "each flag once", "Remove one of the lines.")
+        seen.add(name)
+        values = _values(match["value"], where)
+        if flags[name].nargs != 0:
+            yield name, values
+        elif values not in (["true"], ["false"]):
+            raise UsageError(f"{where}: {name} {match['value']}", "true or false", "It is a switch.")
+        elif values == ["true"]:
+            yield name, []
+
+
+def _spelt(name: str) -> tuple[str, str]:
+    return name, name.replace("_", "-")
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r"""(^|\s)#(?=(?:[^"']|"[^"]*"|'[^']*')*$).*""", "", line).strip()
+
+
+def _values(text: str, where: str) -> list[str]:
+    """Return a scalar, or the elements of a list in brackets."""
+    if text[0] in "{|>&*!":
+        raise UsageError(f"{where}: {text}", "a plain value or [a, b]", "Nested YAML is not read.")
+    if not text.startswith("["):
+        return [_scalar(text)]
+    if not text.endswith("]"):
+        raise UsageError(f"{where}: {text}", "a list that ends on its line: [a, b]", "Close the bracket.")
+    parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", text[1:-1])
+    return [_scalar(part.strip()) for part in parts if part.strip()]
+
+
+def _scalar(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

@@ -1,0 +1,90 @@
+"""--config and --preset of pretrain: what a file may hold, and that the command line wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags import arguments, run_config
+
+FILE = """\
+# a small run
+preset: gpt2-124m
+num-layers: 2   # not 12
+micro_batch_size: 4
+train-iters: 10
+bf16: true
+swiglu: false
+lr: 1e-3
+data-path: ["data/a b", data/c]
+override-opt_param-scheduler: true
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_gives_flags_and_the_command_line_wins(file):
+    args = arguments.parse(["--config", str(file), "--num-layers", "3"])
+    assert (args.num_layers, args.hidden_size, args.micro_batch_size) == (3, 768, 4)
+    assert (args.bf16, args.swiglu, args.lr) == (True, False, 1e-3)
+    assert args.data_path == ["data/a b", "data/c"]
+    assert args.override_opt_param_scheduler
+    assert not hasattr(args, "config")
+    assert arguments.parse([f"--config={file}"]).num_layers == 2
+
+
+def test_a_preset_of_the_command_line_wins_over_the_files(file):
+    assert arguments.parse(["--preset", "gpt2-345m", "--config", str(file)]).hidden_size == 1024
+
+
+@pytest.mark.parametrize("name", run_config.PRESETS)
+def test_every_preset_is_a_whole_shape(name):
+    args = arguments.parse(["--preset", name, "--micro-batch-size", "1", "--train-iters", "1"])
+    assert args.hidden_size % args.num_attention_heads == 0
+    assert args.seq_length <= args.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("num-layer: 2", r"line 1: no flag num-layer; expected --num-layers"),
+        ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr a second time"),
+        ("bf16: yes", r"line 1: --bf16 yes; expected true or false"),
+        ("model:\n  num-layers: 2", r"line 1: model:; expected flag: value"),
+        ("lr: {a: 1}", r"line 1: \{a: 1\}; expected a plain value"),
+        ("data-path: [a,", r"line 1: \[a,; expected a list that ends on its line"),
+        ("config: other.yaml", r"line 1: no flag config"),
+        ("just words", r"line 1: just words; expected flag: value"),
+    ],
+)
+def test_a_line_that_is_no_flag_is_named(tmp_path, text, told):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=told):
+        arguments.parse(["--config", str(path)])
+
+
+def test_a_value_of_the_wrong_kind_is_told_as_on_the_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("num-layers: many")
+    with pytest.raises(UsageError, match=r"^--num-layers many; expected a whole number from 1 on"):
+        arguments.parse(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--config", "no-such.yaml"], r"--config no-such\.yaml: .*; expected a readable file"),
+        (["--config"], r"--config without a value"),
+        (["--preset", "--bf16"], r"--preset without a value; expected gpt2-124m or "),
+        (["--preset", "gpt5"], r"--preset gpt5; expected gpt2-124m or "),
+    ],
+)
+def test_what_is_missing_is_said(argv, told):
+    with pytest.raises(UsageError, match=told):
+        arguments.parse(argv)
