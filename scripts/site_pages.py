@@ -1,8 +1,8 @@
 """Build the documentation's site with Zensical: site_pages.py [--stage]
 
 The pages of docs/ link to files beside it: pictures, tests, the change log. They are copied to build/docs,
-where these links lead to copies (pictures, pages) or become plain text (code). Then Zensical builds build/site
-from mkdocs.yml, and any warning is an error. With --stage nothing is built.
+where these links lead to copies (pictures, pages) or become plain text (code). Then Zensical builds
+build/site from mkdocs.yml, and any warning is an error. With --stage nothing is built.
 """
 
 from __future__ import annotations
