@@ -1,7 +1,7 @@
 """Write the table of an upstream's patches into a page: patch_table.py UPSTREAM PAGE [--check]
 
 The table stands between two comment lines of the page, and is made from the records alone: no Megatron is
-needed. A page with a second pair of such lines gets a second table, of the functions that the guide lists.
+needed. A page with the lines for it gets another table instead, of the functions that the guide lists.
 With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
 
@@ -63,9 +63,12 @@ def main(argv: list[str]) -> int:
     """Write the page, or check it."""
     upstream, page = [word for word in argv if word != "--check"]
     path = Path(page)
-    text = inserted(path.read_text(encoding="utf-8"), BEGIN, table(upstream), END)
+    text = path.read_text(encoding="utf-8")
+    patches = table(upstream)  # records them, which the other table needs, too
     if LISTED_BEGIN in text:
         text = inserted(text, LISTED_BEGIN, listed_table(), LISTED_END)
+    else:
+        text = inserted(text, BEGIN, patches, END)
     return finish({path: text}, check="--check" in argv)
 
 

@@ -16,7 +16,10 @@ from megatron_npu.patching.registry import registry
 
 ROOT = Path(__file__).resolve().parents[3]
 ADAPTORS = ROOT / "megatron_npu" / "adaptors"
-PAGES = {"megatron_core": "how-to/megatron-core.md", "megatron_lm": "how-to/megatron-lm.md"}
+PAGES = {
+    "megatron_core": "internals/patches-megatron-core.md",
+    "megatron_lm": "internals/patches-megatron-lm.md",
+}
 
 
 @pytest.mark.parametrize("upstream", PAGES)
