@@ -29,7 +29,8 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
     Raises:
         UsageError: they cannot be flags of the driver, or speak of more weights than its files hold.
     """
-    flags = {action.dest: action for action in arguments.parser()._actions if action.dest != "help"}
+    # --help, --config and --preset leave no value behind
+    flags = {a.dest: a for a in arguments.parser()._actions if a.default is not argparse.SUPPRESS}
     defaults = {name: flag.default for name, flag in flags.items() if not flag.required}
     values = defaults | expert_flags.of_a_dense_model() | found.arguments
     for name, flag in flags.items():
