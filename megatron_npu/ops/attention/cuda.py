@@ -2,8 +2,8 @@
 
 On Hopper and later cuDNN's kernel is the fastest for what it takes, a triangle or everything, in 16 bits.
 
-Written without a GPU at hand: which kernel is chosen and what masks it is given are tested, the kernels on
-a GPU are not (docs/reference/attention.md).
+cuDNN's kernel and torch's others have run on an H100; flash-attn and FlexAttention have not: which of them is
+chosen and what masks it is given are tested (docs/reference/attention.md).
 """
 
 from __future__ import annotations
