@@ -53,6 +53,8 @@ def test_environment_folder_and_search_path(tmp_path: Path, monkeypatch: pytest.
         ("1 / 0", 1),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
         ("import os; os.abort()", -signal.SIGABRT),
+        ("import sys; sys.exit('what went wrong')", 1),
+        ("import os; print('cannot be written'); os.close(1)", 120),
     ],
 )
 def test_it_ends_as_its_program_ends(code: str, returncode: int) -> None:
@@ -60,13 +62,20 @@ def test_it_ends_as_its_program_ends(code: str, returncode: int) -> None:
 
 
 END = """
-import atexit, ctypes, os, threading, time
+import atexit, ctypes, os, sys, threading, time, types
+import torch
 
 class Last:
-    def __del__(self, write=os.write):
-        write(1, b"module\\n")
+    def __init__(self, name):
+        self.name = name
 
-last = Last()
+    def __del__(self, write=os.write):
+        write(1, self.name)
+
+last = Last(b"module\\n")
+imported = sys.modules["imported"] = types.ModuleType("imported")
+imported.last = Last(b"imported\\n")
+torch.distributed.last = Last(b"what a run made\\n")
 atexit.register(print, "atexit")
 threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 ctypes.CDLL(None).printf(b"buffered by C\\n")
@@ -76,7 +85,8 @@ ctypes.CDLL(None).printf(b"buffered by C\\n")
 def test_all_but_the_destructors_of_torch_is_done_at_its_end() -> None:
     done = run("-c", END)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["atexit", "buffered by C", "module", "thread"]
+    ends = ["atexit", "buffered by C", "imported", "module", "thread", "what a run made"]
+    assert sorted(done.stdout.splitlines()) == ends
 
 
 def test_one_run_leaves_nothing_to_the_next() -> None:

@@ -7,6 +7,7 @@ process OWNER, and on SIGTERM if no fork runs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -27,6 +28,7 @@ import tempfile
 import types
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,15 @@ _ENVIRONMENT = dict(os.environ)
 # what a fork finds behind its first entry and PYTHONPATH
 _given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 _MOST_FILES = 64
+# modules whose globals hold what a run makes
+_HOLDING = ("megatron", "torch.distributed", "torch_npu")
 _BASE = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in _given]
 
 
 def main() -> None:
     """Serve until the end of the owner; in a fork, return when its program has ended."""
     address, owner, *modules = sys.argv[1:]
+    ending = Ending()  # before the imports: what registers first is called last
     for name in modules:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
@@ -57,10 +62,11 @@ def main() -> None:
     server.listen(64)
     parent = Parent(server, Path(address).parent, os.pidfd_open(int(owner)))
     print("ready", os.getpid(), flush=True)
+    ending.know_modules()
     request = parent.serve()
-    if "torch_npu" not in sys.modules:  # its end is the plug-in's matter
-        _end_before_the_libraries()
-    run(request)
+    _end_before_the_libraries()
+    with ending.status_known():
+        run(request)
 
 
 class Parent:
@@ -267,6 +273,71 @@ def _shorten_torchs_ways() -> None:
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if each.peek()[1].__module__ == "torch.library":
             each.atexit = False
+
+
+class Ending:
+    """The end of a fork, without what copies the parent's memory in vain: most of a short process's time.
+
+    Threads, ``atexit``, standard files, the modules that the fork has imported itself and all that they hold
+    end as in any interpreter. So do those of which the globals hold what a run makes (``_HOLDING``). The
+    other modules of the parent are not cleared, nor are the types and names of the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, types.ModuleType] = {}
+        self._cleared: list[str] = []
+        self._last = ""
+        self._status: int | None = None
+        atexit.register(self._keep_the_libraries)
+
+    def know_modules(self) -> None:
+        """Take what is imported for the parent's."""
+        for name, module in sys.modules.items():
+            if name in ("__main__", "builtins", "sys") or name.startswith(_HOLDING):
+                self._cleared.append(name)
+            else:
+                self._kept[name] = module
+        self._last = name
+
+    @contextlib.contextmanager
+    def status_known(self) -> Iterator[None]:
+        """Remember with which status the interpreter will end."""
+        try:
+            yield
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                self._status = end.code or 0
+            raise  # anything else is printed, as errors are, on a longer way
+        self._status = 0
+
+    def _keep_the_libraries(self) -> None:
+        """Leave to the interpreter only the modules that it is to clear; called behind all ``atexit``."""
+        gc.collect()  # what is garbage may still import
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))
+        rest = {name: sys.modules[name] for name in self._cleared if name in sys.modules}
+        for name in reversed(sys.modules):  # the fork's are the last ones
+            if name == self._last:
+                break
+            rest[name] = sys.modules[name]
+        sys.modules.clear()
+        sys.modules.update(rest)
+        with contextlib.suppress(Exception):  # what cannot be written changes the status, on the longer way
+            sys.stdout.flush()
+            if self._status is not None:
+                sys._end = _End(self._status)  # type: ignore[attr-defined]
+
+
+class _End:
+    """Ends the process when it is destroyed."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        self._collect = gc.collect  # names are gone by then
+        self._exit = ctypes.PyDLL(None).exit  # it keeps the lock of the interpreter
+
+    def __del__(self) -> None:
+        self._collect()
+        self._exit(self._status)
 
 
 def _end_before_the_libraries() -> None:
