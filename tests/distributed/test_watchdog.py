@@ -16,7 +16,7 @@ from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.watchdog import rank as ranks_watchdog
 from tests.conftest import LONGEST
-from tests.support import processes, tiny, warm
+from tests.support import tiny, warm
 from tests.support.ports import free_port
 
 RANKS = 3
@@ -30,7 +30,9 @@ STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)
 
 # Those of a group wait for seconds, and nearly idle: they do so at the same time.
 GROUPS = (("stop", "deadlock", "stuck_save"), ("slow_save", "compile"))
+ALONE = ("deadlock", "serve", "wait", "hang_in_request")
 Ranks = list[subprocess.Popen[str]]
+Alone = Callable[[str], tuple[int, str]]
 
 
 def start(scenario: str, limit: int = LIMIT, **more: str) -> Ranks:
@@ -110,16 +112,31 @@ def test_the_rank_that_is_missed_is_named(
         assert "ValueError: bad luck" in found[1][1]
 
 
-def alone(scenario: str) -> tuple[int, str]:
-    """Run one process, which stands still in its 20th step; return its exit code and errors."""
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Alone]:
+    """Return a function: a scenario of one process in its 20th step -> its exit code and errors.
+
+    They wait for seconds, too: the first one that is asked for starts them all.
+    """
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
-    command = [sys.executable, str(HERE / "watched_worker.py"), scenario]
-    command, env = warm.ready(command, {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": "3"})
-    done = processes.run(command, env=env, capture_output=True, text=True, timeout=LONGEST)
-    return done.returncode, done.stderr
+    settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": "3"}
+    running: dict[str, subprocess.Popen[str]] = {}
+
+    def of(scenario: str) -> tuple[int, str]:
+        for each in ALONE if not running else ():
+            command, env = warm.ready([sys.executable, str(HERE / "watched_worker.py"), each], settings)
+            running[each] = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        _, err = running[scenario].communicate(timeout=LONGEST)
+        return running[scenario].returncode, err
+
+    yield of
+    for process in running.values():
+        process.kill()
 
 
-def test_a_run_of_one_process_that_hangs_says_where_and_ends() -> None:
+def test_a_run_of_one_process_that_hangs_says_where_and_ends(alone: Alone) -> None:
     code, err = alone("deadlock")
     assert code == 1, err
     told = rf"^megatron_npu: the run ends: it has not moved for 3 s: it is {STEP}$"
@@ -130,11 +147,11 @@ def test_a_run_of_one_process_that_hangs_says_where_and_ends() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["serve", "wait"])
-def test_a_run_of_one_process_may_wait_for_requests(scenario: str) -> None:
+def test_a_run_of_one_process_may_wait_for_requests(alone: Alone, scenario: str) -> None:
     assert alone(scenario) == (0, "")
 
 
-def test_a_server_that_hangs_in_a_request_ends() -> None:
+def test_a_server_that_hangs_in_a_request_ends(alone: Alone) -> None:
     code, err = alone("hang_in_request")
     assert code == 1, err
     assert re.search(rf"the run ends: it has not moved for 3 s: it is {STEP}$", err, re.MULTILINE), err

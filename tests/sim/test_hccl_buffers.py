@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.end_to_end.conftest import dataset
-from tests.support import tiny
+from tests.support import tiny, warm
 
 __all__ = ["dataset"]
 
@@ -31,7 +31,7 @@ def test_buffers_hold_the_largest_message(simulated, dataset, tmp_path):
     flags = [*tiny.flags_for(dataset), *MODEL.split()]
     program = [str(HERE / "buffers_worker.py"), str(listed), str(tmp_path), *flags]
     ranks = ["python", str(HERE / "ranks.py"), "--torch", "2", *program]
-    done = simulated(*ranks, MEGATRON_NPU_SIM_DEVICES="2", MEGATRON_NPU_SIM_HCCL_TIMEOUT="60", cwd=ROOT)
+    done = simulated(*ranks, modules=warm.DRIVER, MEGATRON_NPU_SIM_HCCL_TIMEOUT="60", cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:]
     assert [f"rank {rank}: done" in done.stdout for rank in range(2)] == [True, True], done.stdout[-6000:]
     assert "HCCL's buffers of group tp: 2 x 1 MiB in place of 2 x 200 MiB, 398 MiB less" in done.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.ops.products.parallel_linear import RANKS
+from tests.support import warm
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,7 +20,7 @@ def test_the_same_bits_with_fewer_launches(simulated, ranks):
         "--torch",
         str(ranks),
         str(HERE / "overlap_worker.py"),
-        MEGATRON_NPU_SIM_DEVICES=str(ranks),
+        modules=warm.DRIVER,
         MEGATRON_NPU_SIM_HCCL_TIMEOUT="60",
     )
     assert done.returncode == 0, done.stdout[-6000:]

@@ -174,6 +174,14 @@ def test_where_the_plug_in_must_not_be_or_all_is_to_be_cold(monkeypatch: pytest.
     assert warm.ready(command, {})[0] == command
 
 
+def test_a_plain_one_has_torch_and_no_plug_in() -> None:
+    names = "('torch', 'transformers', 'megatron_npu')"
+    code = f"import sys; print(*(name in sys.modules for name in {names}))"
+    command, env = warm.plain([sys.executable, "-c", code], tiny.environment(), ("transformers",))
+    done = processes.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "True True False\n"
+
+
 def test_all_processes_of_a_run_have_the_same_parents() -> None:
     command = [sys.executable, "-c", "pass"]
     code = f"from tests.support import tiny, warm; print(warm.ready({command}, tiny.environment())[0][0])"

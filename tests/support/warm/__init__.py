@@ -29,8 +29,12 @@ ROOT = Path(__file__).resolve().parents[3]
 TORCH = ("numpy", "torch", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 _OPTIMIZERS = "torch._dynamo"  # half of a second; Megatron and torch's first optimizer import it
 DRIVER = (
+    "megatron_npu.commands.cli",
     "megatron_npu.pretrain.run.pretrain",
+    "megatron_npu.generation.generate",
     "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
 )
 STOCK = ("megatron.training",)
@@ -38,9 +42,9 @@ NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imp
 # What the imports of Megatron read and a parent may therefore be kept for.
 _READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE", "MEGATRON_NPU_BACKPORT")
 _READ = (*_READ_BY_MEGATRON, "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
-# And what the simulator reads when it is loaded. Its report is asked for in each fork.
-_READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
-_REPORT = "MEGATRON_NPU_SIM_REPORT"
+# And what torch_npu asks the simulator when it is loaded. The others are told it in each fork.
+_READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES")
+_OF_THE_FORK = ("MEGATRON_NPU_SIM_REPORT", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
 _READ_LATER = ("MEGATRON_NPU_WATCHDOG",)  # by a run
 _OF_NPUS = ("ACL", "ASCEND", "CUDA", "HCCL", "MEGATRON_", "NPU", "PYTORCH_", "TASK_", "TORCH_")
 
@@ -87,6 +91,23 @@ def ready(
     return [program, *command[1:]], {**env, "PYTHON_EXEC": program}
 
 
+def plain(
+    command: Sequence[str], env: Mapping[str, str], modules: tuple[str, ...] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Do what ``ready`` does where the plug-in must not be: no parent of these has it.
+
+    Args:
+        command: starts with ``sys.executable``.
+        env: of the process.
+        modules: imported before; Megatron's would be those of one tree.
+    """
+    off = {"MEGATRON_NPU_AUTOLOAD": "0"}
+    if _must_be_cold({}):
+        return list(command), {**env, **off}
+    program = _program(modules, off)
+    return [program, *command[1:]], {**env, **off, "PYTHON_EXEC": program}
+
+
 def simulated(
     command: Sequence[str],
     env: Mapping[str, str],
@@ -106,7 +127,7 @@ def simulated(
     if command[0] not in (sys.executable, "python") or _must_be_cold(env):
         return list(command), dict(env)
     changed = {name for name, value in env.items() if os.environ.get(name) != value}
-    later = {*_READ_ON_NPU, *_READ_LATER, _REPORT}
+    later = {*_READ_ON_NPU, *_READ_LATER, *_OF_THE_FORK}
     uncommon = [name for name in changed - later if name.startswith(_OF_NPUS)]
     read = {name: env[name] for name in _READ_ON_NPU if env.get(name)}
     if read.get("MEGATRON_NPU_DEVICE") == "npu":  # which is chosen there anyway

@@ -214,6 +214,7 @@ def run(request: dict[str, Any]) -> None:
         _load_backends()
     elif "torch_npu" in sys.modules:
         sys.modules["megatron_npu.sim.counters"].write_report_at_exit()
+        _tell_the_simulator()
     os.umask(request["umask"])
     _reseed()
     arguments = list(request["argv"])
@@ -260,6 +261,13 @@ def _load_backends() -> None:
     with simulator.unarmed():
         simulator.load_runtime()
     torch._import_device_backends()
+
+
+def _tell_the_simulator() -> None:
+    """Tell it the settings of this run; of those that it has asked for, the parent has the same."""
+    runtime = sys.modules["megatron_npu.sim.build"].runtime_library()
+    for name, value in sys.modules["megatron_npu.sim.settings"].simulator_values().items():
+        runtime.sim_set(name.encode(), value.encode())
 
 
 def _shorten_torchs_ways() -> None:

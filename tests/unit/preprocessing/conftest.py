@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from megatron_npu.base import installed_packages
 from megatron_npu.data.preprocessing import command
 from tests.conftest import ROOT, Vocabulary, checkout
-from tests.support import processes
+from tests.support import processes, warm
 
 SAMPLE = """From fairest creatures we desire increase, that thereby beauty's rose might never die.
 He's seen 42 things, they'll say: "I'd rather've not"; naïve café — Ωμέγα, 你好世界, 🙂🙂!\n\n\tIndented.  """
@@ -59,11 +60,12 @@ def stock_tool(tmp_path: Path) -> Callable[..., Path]:
     def run(*flags: str, level: str = "document", **environment: str) -> Path:
         runner = ROOT / "benchmarks" / "stock_preprocess.py"
         command = [sys.executable, str(runner), str(tree), *flags]
-        processes.run(
-            [*command, "--output-prefix", str(tmp_path / "stock")],
-            check=True,
-            env={**os.environ, "MEGATRON_NPU_AUTOLOAD": "0", **environment},
-        )
+        command += ["--output-prefix", str(tmp_path / "stock")]
+        # what takes longest behind torch; not nltk, which is told at its import where its data are
+        slow = {"transformers": "transformers", "scipy": "scipy.stats"}
+        modules = tuple(slow[name] for name in slow if installed_packages.is_installed(name))
+        command, env = warm.plain(command, {**os.environ, **environment}, modules)
+        processes.run(command, check=True, env=env)
         return tmp_path / f"stock_text_{level}"
 
     return run
