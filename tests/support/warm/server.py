@@ -13,7 +13,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
-import json
+import marshal
 import multiprocessing.spawn
 import os
 import random
@@ -134,7 +134,7 @@ class Parent:
             self._selector.register(client, selectors.EVENT_READ, process)
             return None
         self._leave(client)
-        request = json.loads(text)
+        request: dict[str, Any] = marshal.loads(text)
         _renumber(files, request["files"])
         return request
 
