@@ -15,6 +15,7 @@ trees=(
     "285068c8 285068c8108e0e8e6538f54fe27c3ee86c5217a2"
     "core_v0.12.1 core_v0.12.1"
     "core_v0.16.1 core_v0.16.1"
+    "core_main_d98e8a64 d98e8a64ddf34856e74b24714e3bedb2f5a39553"
     "8387ae17 8387ae17c4704f6579f88a84500b535d19d7fbbf https://github.com/bigscience-workshop/Megatron-DeepSpeed"
     "4efb479d 4efb479d5317ce9b86096b9d8e3e8030b0b5263b https://github.com/deepspeedai/Megatron-DeepSpeed"
 )

@@ -140,6 +140,16 @@ STAND_INS = (
         "the text-generation server and the inference examples of 0.16 import it always, by way of "
         "mamba_builders, and it imports triton",
     ),
+    *(
+        StandIn(
+            f"megatron.core.ssm.ops.{name}",
+            "megatron_npu.standins.ssm_generation",
+            "triton",
+            ("megatron_core",),
+            "megatron.training of 0.20 imports it always, by way of hybrid models, and it imports triton",
+        )
+        for name in ("common.causal_conv1d_varlen", "mamba2.batch_invariant_decode")
+    ),
     StandIn(
         "emerging_optimizers.triton_kernels",
         "megatron_npu.standins.emerging_triton_kernels",

@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 NAMES = ("megatron_core", "megatron_lm", "megatron_deepspeed", "megatron_deepspeed_core")
 # Tested versions of megatron-core: first that works, first that is not yet supported.
-OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 20)
+OLDEST_CORE, FIRST_TOO_NEW_CORE = (0, 12), (0, 21)
 LEGACY_VERSION = "285068c8"
 BIGSCIENCE_VERSION = "8387ae17"
 DEEPSPEEDAI_VERSION = "4efb479d"

@@ -43,7 +43,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.20.0", "new")])
+@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.21.0", "new")])
 def test_a_version_out_of_range(script: Path, tmp_path: Path, version: str, age: str) -> None:
     root = make_core(tmp_path / "core", version)
     # saying which of the two Megatrons is meant leaves its version to be refused

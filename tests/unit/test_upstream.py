@@ -103,7 +103,7 @@ def test_a_named_folder_without_a_megatron(tmp_path, given_by, told):
         megatrons.find(tmp_path / "absent", given_by)
 
 
-@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.20.0", "new"), ("1.0.0", "new")])
+@pytest.mark.parametrize(("version", "age"), [("0.11.0", "old"), ("0.21.0", "new"), ("1.0.0", "new")])
 def test_unsupported_versions(tmp_path, version, age):
     found = megatrons.find(make_core(tmp_path, version))
     with pytest.raises(UsageError, match=f"{version} in .* is too {age}; expected a version from 0.12"):
@@ -112,8 +112,8 @@ def test_unsupported_versions(tmp_path, version, age):
 
 def test_a_newer_version_by_request(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MEGATRON_NPU_DRIFT", "warn")
-    megatrons.find(make_core(tmp_path / "new", "0.20.0")).require_supported()
-    assert "0.20.0" in caplog.text
+    megatrons.find(make_core(tmp_path / "new", "0.21.0")).require_supported()
+    assert "0.21.0" in caplog.text
     assert "newer than what was tested" in caplog.text
     with pytest.raises(UsageError, match="too old"):
         megatrons.find(make_core(tmp_path / "old", "0.11.0")).require_supported()

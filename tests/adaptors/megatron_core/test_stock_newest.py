@@ -12,10 +12,10 @@ from tests.sim.conftest import unavailable
 from tests.support import tiny, warm
 from tests.support.stock_core import final_loss, learns_from_sentences, losses, norms, pretrain
 
-VERSIONS = ["0.17.1", "0.18.2", "0.19.1"]
+VERSIONS = ["0.17.1", "0.18.2", "0.19.1", "0.20.0"]
 # Since 0.18 the end of document is one of the --vocab-size tokens of NullTokenizer, before it was one more;
 # upstream's mock data count up to it.
-TOKENS = {"0.17.1": "1023", "0.18.2": "1024", "0.19.1": "1024"}
+TOKENS = {"0.17.1": "1023", "0.18.2": "1024", "0.19.1": "1024", "0.20.0": "1024"}
 TOGETHER = (
     "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-router-fusion".split()
 )

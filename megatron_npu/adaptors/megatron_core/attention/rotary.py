@@ -13,6 +13,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     transformer_engine_present,
 )
 from megatron_npu.adaptors.shared.decorators import upstream_compiles
+from megatron_npu.ops.caching import cache_on_tensor
 from megatron_npu.ops.rotary import rotary
 
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
@@ -26,7 +27,38 @@ _unfused = partial(
 )
 
 
-@_unfused(versions=">=0.19")
+@_unfused(versions=">=0.20")
+def apply_rotary_either_way(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    inverse: bool = False,
+    mla_output_remove_interleaving: bool = False,
+    multi_latent_attention: bool | None = None,
+) -> Tensor:
+    """As ``_apply_rotary_pos_emb_bshd`` of 0.20, which also turns back, and puts latent pairs side by side again.
+
+    Args:
+        t: ``[s, b, n, d]``, or ``[s, b, d]``.
+        freqs: ``[s, 1, 1, r]``.
+        inverse: turn by the angles' negatives.
+        mla_output_remove_interleaving: give ``t`` in the order that ``mla_rotary_interleaved`` has taken it in.
+    """
+    latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
+    headless = freqs.dim() == t.dim() + 1 and freqs.size(-2) == 1
+    x = t.unsqueeze(-2) if headless else t
+    angles = cache_on_tensor(freqs, "turned_back", lambda: -freqs) if inverse else freqs
+    turned = _apply_rotary_pos_emb_bshd(x, angles, rotary_interleaved, latent, mscale)
+    if latent and mla_output_remove_interleaving:
+        size = freqs.shape[-1]
+        pairs = torch.stack(turned[..., :size].chunk(2, -1), -1)
+        turned = torch.cat((pairs.flatten(-2), turned[..., size:]), -1)
+    return turned.squeeze(-2) if headless else turned
+
+
+@_unfused(versions=">=0.19,<0.20")
 def apply_rotary_with_either_name(
     t: Tensor,
     freqs: Tensor,

@@ -76,8 +76,8 @@ def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str,
 
 @backport(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard:fully_shard_optimizer",
-    versions=">=0.17",
-    until="a version after 0.19.2, #5976",
+    versions=">=0.17,<0.20",
+    until="0.20, #5976",
     why="Megatron's FSDP makes the optimizer's state by a step with gradients of zero, which weight decay "
     "makes a real one, and which counts: the first updates of Adam are of the wrong size",
 )

@@ -85,7 +85,7 @@ _delta = partial(
 
 
 @_delta("megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__", versions=">=0.16,<0.19")
-@_delta("megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.__init__", versions=">=0.19")
+@_delta("megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__", versions=">=0.19")
 def sum_gradient_of_output_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Let that gradient be summed as soon as it is there; with sequence parallelism upstream does it."""
     original(self, *args, **kwargs)

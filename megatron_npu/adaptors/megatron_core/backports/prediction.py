@@ -201,10 +201,12 @@ _logged = functools.partial(
 
 @_logged(f"{_PREDICTION}:roll_tensor")
 def note_tokens(
-    original: Callable[..., tuple[Tensor, Tensor]], tensor: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+    original: Callable[..., tuple[Tensor, Tensor | None]], tensor: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Note the tokens of a mask; tell those of the global batch, where ``weigh_tokens`` knows them."""
     rolled, count = original(tensor, *args, **kwargs)
+    if count is None:  # since 0.20, of what is no mask
+        return rolled, count
     told = _told.get()
     expected = told(count) if told is not None and tensor.is_floating_point() else count
     _last.set(Count(count, expected))

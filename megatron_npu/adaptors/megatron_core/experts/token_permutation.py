@@ -87,6 +87,8 @@ def permute_with_counts(
     **kwargs: Any,
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
+    if kwargs.get("return_batch_invariant_inverse_map"):  # since 0.20: upstream's own order, and its inverse
+        return original(tokens, routing_map, probs, *args, **kwargs)
     counts: Tensor | None = args[3] if len(args) > 3 else kwargs.get("tokens_per_expert")
     result = permute(original, tokens, routing_map, probs, *args, **kwargs)
     return (*result, None, counts) if len(result) == 3 else result  # upstream's own are five

@@ -37,7 +37,9 @@ def without_gradients(
 ) -> Tensor:
     """``[s, b, i]`` and a weight ``[o, i]`` to ``[s, b, o]``: upstream's own two operations, directly."""
     shared = len(args) > 3 or kwargs.get("gtp_remat_size", 1) > 1  # since 0.19; before, a group had its place
-    if torch.is_grad_enabled() or sequence_parallel or shared:
+    dtype = kwargs.get("output_dtype")  # since 0.20, of logits
+    mixed = dtype not in (None, input.dtype)
+    if torch.is_grad_enabled() or sequence_parallel or shared or mixed:
         return original(
             input,
             weight,

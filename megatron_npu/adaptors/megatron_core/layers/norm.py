@@ -31,6 +31,8 @@ class Norm(torch.nn.Module):
         ValueError: another normalization.
     """
 
+    returns_residual = False  # 0.20 asks; what is added before the norm stays with ``residual_norm``
+
     def __init__(
         self,
         config: Any,

@@ -124,8 +124,13 @@ def with_waiting_bias(
 def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
-    """Run upstream's forward without the bias, which the product within takes; backward knows of it."""
-    if bias is None or torch.is_autocast_enabled(input.device.type):  # which chooses the dtype of the product
+    """Run upstream's forward without the bias, which the product within takes; backward knows of it.
+
+    One that is asked for another dtype, the last argument since 0.20, is not torch's own product.
+    """
+    wider = bool(args) and isinstance(args[-1], torch.dtype) and args[-1] != input.dtype
+    # autocast chooses the dtype of the product
+    if bias is None or wider or torch.is_autocast_enabled(input.device.type):
         return original(ctx, input, weight, bias, *args)
     with _AddingBias(bias):
         output = original(ctx, input, weight, None, *args)
