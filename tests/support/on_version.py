@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, checkout
 from tests.sim.conftest import run_simulated, unavailable
 from tests.support import tiny, warm
 
+MAIN = "0.20.0"  # as Megatron-LM's main calls itself
+MAIN_TREE = "core_main_d98e8a64"
 OFTEN = ("0.16.1", "0.19.2")  # a warm parent that has imported one of these saves more than it takes
+
+
+def root_of(version: str) -> Path:
+    """Return the folder of a megatron-core in checkouts/: its wheel, or main's tree; skip where it is absent."""
+    root = ROOT / "checkouts" / (MAIN_TREE if version == MAIN else f"megatron_core-{version}")
+    if not root.is_dir():
+        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    return root
 
 
 def environment(version: str) -> dict[str, str]:
     """Return the variables that find a megatron-core in checkouts/; skip the test where it is absent."""
-    root = ROOT / "checkouts" / (f"core_v{version}" if version == "0.16.1" else f"megatron_core-{version}")
-    if not root.is_dir():
-        pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
+    root = checkout("megatron_core", version) if version == "0.16.1" else root_of(version)
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
 

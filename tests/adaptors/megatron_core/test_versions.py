@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.support import curves, tiny, warm
+from megatron_npu.upstream import megatrons
+from tests.support import curves, on_version, tiny, warm
 from tests.support.curves import Curve
 
 VERSIONS = ["0.12.1", "0.13.1", "0.14.0", "0.15.3"]
-NEWER = ["0.17.1", "0.18.2", "0.19.2"]  # than the installed one
+NEWER = ["0.17.1", "0.18.2", "0.19.2", on_version.MAIN]  # than the installed one
 EXACT = ["--attention-dropout", "0", "--hidden-dropout", "0", "--no-plot"]
 FOUR_LAYERS = "--num-layers 4"
 LATENT = (
@@ -48,7 +48,7 @@ def train(
 ) -> dict[str, Curve]:
     """Train every case with the megatron-core in ``root``; return the curves by name."""
     printed = curves.run(folder, flags, cases, processes, environment_of(root))
-    assert f"megatron_core {root.name.partition('-')[2]} " in printed
+    assert f"megatron_core {megatrons.find(root).version} " in printed
     assert "0 drifted" in printed
     return {name: curves.read(folder, name) for name in cases}
 
@@ -85,10 +85,7 @@ def root(request) -> Path:
 
 def wheel(version: str) -> Path:
     """Return the folder that scripts/get_megatron.sh has put a version's wheel into."""
-    path = ROOT / "checkouts" / f"megatron_core-{version}"
-    if not path.is_dir():
-        pytest.skip(f"no {path.relative_to(ROOT)}: run scripts/get_megatron.sh")
-    return path
+    return on_version.root_of(version)
 
 
 @pytest.fixture(scope="module")

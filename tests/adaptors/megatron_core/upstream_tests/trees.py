@@ -7,12 +7,13 @@ from pathlib import Path
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
 
-TAGS = {"0.19.1": "0.19.0"}  # there is no tag of 0.19.1, which is what the tree of core_v0.19.0 calls itself
+# What no tag has: the tree of core_v0.19.0 calls itself 0.19.1; main 0.20.0, before there is a release
+TREES = {"0.19.1": "core_v0.19.0", "0.20.0": "core_main_d98e8a64"}
 
 
 def core_tag(version: str) -> str:
-    """Return the tag of a Megatron-LM tree whose megatron-core calls itself ``version``."""
-    return f"core_v{TAGS.get(version, version)}"
+    """Return the tag of a Megatron-LM tree whose megatron-core calls itself ``version``, or main's folder."""
+    return TREES.get(version, f"core_v{version}")
 
 
 def name_of(checkout: Path) -> str:
@@ -27,7 +28,7 @@ def files(checkout: Path, folders: list[str] | None) -> list[str]:
     Megatron-DeepSpeed has unit tests beside ``tests/unit_tests``, too. Its functional tests, which judge the
     logs of a cluster, are left out.
     """
-    of_core = name_of(checkout).startswith("core_v")
+    of_core = name_of(checkout).startswith("core_")
     base = checkout / "tests" / "unit_tests" if of_core else checkout / "tests"
     found: dict[Path, None] = {}
     for name in folders or ["."]:
