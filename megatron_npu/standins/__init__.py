@@ -44,14 +44,29 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """A name to give to a module that is there but has lost it."""
+    """A name to give to a module that is there but has lost it, or has not got it yet.
+
+    Attributes:
+        module, name, value: where it is missing, and what it is to be.
+        upstreams: those that take it.
+        why: what happens without it.
+        beside: the package that takes it, if not upstream itself: given where that is installed.
+        within: files of upstream that take it, as a pattern: given where there are such.
+    """
 
     module: str
     name: str
     value: Any
     upstreams: tuple[str, ...]
     why: str
-    beside: str = ""  # the package that takes the name, if not upstream itself: given where it is installed
+    beside: str = ""
+    within: str = ""
+
+    def is_taken(self, upstream: Upstream) -> bool:
+        """Return whether ``upstream``, or a package beside it, takes the name."""
+        if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
+            return False
+        return not self.within or any(upstream.root.glob(self.within))
 
 
 def _override(method: Any) -> Any:
@@ -290,6 +305,14 @@ NAME_STAND_INS = (
         "override",
         _override,
         ("megatron_core",),
+        "megatron.training of 0.18 and newer takes it, which Python has since 3.12: no script would start",
+        within="megatron/training/models/hybrid.py",
+    ),
+    NameStandIn(
+        "typing",
+        "override",
+        _override,
+        ("megatron_core",),
         "emerging_optimizers 0.3 takes it, which Python has since 3.12; megatron-core 0.17 and newer import "
         "that package wherever it is installed, and their import would end with it",
         beside="emerging_optimizers",
@@ -306,8 +329,7 @@ def install(upstream: Upstream) -> list[StandIn]:
         sys.modules[stand_in.name] = importlib.import_module(stand_in.source)
     for lost in NAME_STAND_INS:
         module = importlib.import_module(lost.module)
-        wanted = upstream.name in lost.upstreams and not (lost.beside and _absent(lost.beside))
-        if wanted and lost.name not in vars(module):
+        if lost.is_taken(upstream) and lost.name not in vars(module):
             _given.set(module, lost.name, lost.value)
     return needed
 

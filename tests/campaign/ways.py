@@ -195,7 +195,7 @@ def _core(tree: Path, ranks: int, kind: str = "", *more_flags: str) -> Way:
     more = {"MEGATRON_LM_PATH": str(tree)}
     if "--use-persistent-ckpt-worker" in more_flags:  # is spawned, and ends with its parent
         more["TEST_COLD_SPAWN"] = "1"
-    modules = core.stock_modules(tree)
+    modules = warm.STOCK
     made = Way(f"stock {version}{kind}", ranks, arguments, _printed, _count_printed, modules)
     processes = version < "0.17" and not kind  # later ones write in threads
     return replace(made, tree=tree, more=more, writes=processes, own=False)

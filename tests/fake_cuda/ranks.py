@@ -24,7 +24,6 @@ from megatron_npu.doctor import operations
 from megatron_npu.ops import dispatch
 from tests.fake_cuda import machine
 from tests.fake_cuda.observer import Observer
-from tests.support.warm import newer_typing  # noqa: F401  (scripts of 0.18 and 0.19 under Python 3.11)
 
 OPERATIONS = ["operations"]  # the words of the case that calls each operation
 

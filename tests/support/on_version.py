@@ -18,7 +18,7 @@ OFTEN = ("0.16.1", "0.19.2")  # a warm parent that has imported one of these sav
 
 
 def root_of(version: str) -> Path:
-    """Return the folder of a megatron-core in checkouts/: its wheel, or main's tree; skip where it is absent."""
+    """Return the folder of a megatron-core in checkouts/: its wheel, or main's tree; skip without."""
     root = ROOT / "checkouts" / (MAIN_TREE if version == MAIN else f"megatron_core-{version}")
     if not root.is_dir():
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")

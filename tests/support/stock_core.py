@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-from packaging.version import Version
 
 from megatron_npu.data.preprocessing import indexed_dataset
-from megatron_npu.upstream import megatrons
 from tests.conftest import LONGEST
 from tests.sim.conftest import run_simulated
 from tests.support import processes, tiny, warm
@@ -37,8 +34,6 @@ SENTENCES = [
     *"--global-batch-size 8 --lr 1e-2 --lr-decay-style constant --train-iters 12 --log-interval 1".split(),
     *"--eval-interval 100 --eval-iters 1 --split 80,10,10 --attention-dropout 0 --hidden-dropout 0".split(),
 ]
-
-NEWER_TYPING = Path(warm.__file__).with_name("newer_typing.py")
 
 Run = subprocess.CompletedProcess[str]
 
@@ -84,19 +79,17 @@ def run_script(
     """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
     before = git_status(tree)
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
-    modules = stock_modules(tree)
-    if needs_newer_typing(tree):
-        at = command.index("megatron_npu")
-        command[at - 1 : at + 1] = [str(NEWER_TYPING)]  # a module of tests would be sought in the tree's
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
-        done = run_simulated(*command, cwd=folder, timeout=LONGEST, modules=modules, tree=tree, **variables)
+        done = run_simulated(
+            *command, cwd=folder, timeout=LONGEST, modules=warm.STOCK, tree=tree, **variables
+        )
         done.stderr = done.stdout  # it has both
     else:
         done = warm.run(
             command,
             env=tiny.environment() | variables,
-            modules=modules,
+            modules=warm.STOCK,
             tree=tree,
             cwd=folder,
             capture_output=True,
@@ -106,16 +99,6 @@ def run_script(
         )
     assert git_status(tree) == before
     return done
-
-
-def needs_newer_typing(tree: Path) -> bool:
-    """Return whether this Python lacks what ``megatron.training`` of ``tree`` takes from Python 3.12."""
-    return sys.version_info < (3, 12) and Version(megatrons.find(tree).version) >= Version("0.18")
-
-
-def stock_modules(tree: Path) -> tuple[str, ...]:
-    """Return what warm parents of the scripts of ``tree`` import."""
-    return (*((NEWER_TYPING.stem,) if needs_newer_typing(tree) else ()), *warm.STOCK)
 
 
 def losses(done: Run) -> list[float]:

@@ -14,7 +14,6 @@ import sys
 import torch
 
 import megatron_npu
-from tests.support.warm import newer_typing  # noqa: F401  (0.18 and 0.19 under Python 3.11)
 
 sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 megatron_npu.install()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import checkout
 from tests.sim.conftest import run_simulated, unavailable
-from tests.support import tiny
-from tests.support.stock_core import losses, norms, stock_modules
+from tests.support import tiny, warm
+from tests.support.stock_core import losses, norms
 
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")
 EVERY = ["0.16.1", "0.17.1", "0.18.2", "0.19.1"]
@@ -36,7 +36,7 @@ def run_on_npus(version: str, ranks: int, *flags: str):
     tree = checkout("megatron_core", version)
     done = run_simulated(
         *(sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags),
-        modules=stock_modules(tree),
+        modules=warm.STOCK,
         tree=tree,
         MEGATRON_LM_PATH=str(tree),
     )

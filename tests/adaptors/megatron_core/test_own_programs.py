@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import LONGEST, checkout
 from tests.sim.conftest import run_simulated, unavailable
 from tests.support import on_version, tiny, warm
-from tests.support.stock_core import git_status, stock_modules
+from tests.support.stock_core import git_status
 
 EXAMPLE = "examples/run_simple_mcore_train_loop.py"
 TAGS = {
@@ -29,7 +29,7 @@ def test_nvidias_example_runs_unedited(tag: str, device: str, tmp_path: Path) ->
     before = git_status(tree)
     command = tiny.command("run", str(tree / EXAMPLE), processes=2)
     # with 0.16.1 the program itself imports Megatron, as that of the next test does
-    modules = warm.NPU if device == "npu" else () if tag == "0.16.1" else stock_modules(tree)
+    modules = warm.NPU if device == "npu" else () if tag == "0.16.1" else warm.STOCK
     done = run(command, device, tmp_path, {"MEGATRON_LM_PATH": str(tree)}, modules)
     assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr or ''}"[-6000:]
     assert done.stdout.count("Successfully loaded the model") == 2

@@ -33,6 +33,11 @@ def test_other_versions(version: str) -> None:
     on_version.run("te_fallback_worker", version)
 
 
+def test_since_0_20_our_provider_answers() -> None:
+    """Fewer functions are patched: upstream's own ask the provider which modules to name."""
+    on_version.run("spec_provider_worker", on_version.MAIN)
+
+
 def model(block, config):
     from megatron.core.models.gpt.gpt_model import GPTModel
 

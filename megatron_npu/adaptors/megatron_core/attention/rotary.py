@@ -38,13 +38,13 @@ def apply_rotary_either_way(
     mla_output_remove_interleaving: bool = False,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """As ``_apply_rotary_pos_emb_bshd`` of 0.20, which also turns back, and puts latent pairs side by side again.
+    """As ``_apply_rotary_pos_emb_bshd`` of 0.20, which also turns back, and gives pairs back side by side.
 
     Args:
         t: ``[s, b, n, d]``, or ``[s, b, d]``.
         freqs: ``[s, 1, 1, r]``.
         inverse: turn by the angles' negatives.
-        mla_output_remove_interleaving: give ``t`` in the order that ``mla_rotary_interleaved`` has taken it in.
+        mla_output_remove_interleaving: give ``t`` in the order that latent pairs were taken in.
     """
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     headless = freqs.dim() == t.dim() + 1 and freqs.size(-2) == 1

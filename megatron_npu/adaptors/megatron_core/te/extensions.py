@@ -1,7 +1,7 @@
 """What is asked of TransformerEngine outside the specs.
 
-Connects ``extensions.transformer_engine``, ``extensions.transformer_engine_spec_provider``, ``fp8_utils``,
-``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
+Connects ``extensions.transformer_engine``, ``fp8_utils``, ``transformer.multi_latent_attention`` and
+``utils:get_te_version`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megatron_npu.adaptors.megatron_core.decorators import (
     constant,
     replace,
     te_layers_present,
-    wrap,
 )
 from megatron_npu.adaptors.megatron_core.layers.norm import Norm
 from megatron_npu.adaptors.megatron_core.te import redirect
@@ -37,30 +36,6 @@ class TENorm:
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> Any:
         redirect.report("TENorm()")
         return Norm(config, hidden_size, eps)
-
-
-@wrap(
-    "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
-    versions=">=0.13",
-    condition=te_layers_present,
-    why="without TransformerEngine the layers that it provides are made of a mock",
-)
-def provide_local_layers(original: type) -> type:
-    """Return a provider of local layers that says so."""
-    from megatron.core.models.backends import LocalSpecProvider
-
-    class TESpecProvider(LocalSpecProvider):
-        def __init__(self) -> None:
-            redirect.report("TESpecProvider()")
-
-        def linear(self) -> Any:
-            return self.column_parallel_linear()
-
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-            # Asked for RMSNorm, it gives the norm that goes by the config; see ``gpt``.
-            return super().layer_norm(rms_norm=True, for_qk=for_qk)
-
-    return TESpecProvider
 
 
 constant(

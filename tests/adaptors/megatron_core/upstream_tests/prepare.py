@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import runpy
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,6 @@ PRELOADED = """torch torch.distributed.checkpoint torch._dynamo transformers meg
     megatron.training.training""".split()
 PRELOADED_DEEPSPEED = "torch deepspeed transformers megatron megatron.initialize megatron.training".split()
 # megatron.training of 0.18 and 0.19 takes a name of Python 3.12; by its path, as ``tests`` is upstream's here
-NEWER_TYPING = Path(__file__).resolve().parents[3] / "support" / "warm" / "newer_typing.py"
 PLUGINS = ("pytest_mock", "pytest_asyncio.plugin")  # those that upstream's tests use
 
 
@@ -79,7 +77,6 @@ def preload(checkout: Path, scratch: Path) -> None:
     """Import the checkout's Megatron, patched, and what it needs; ranks keep bytecode in ``scratch``."""
     sys.path.insert(0, str(checkout))
     plugin.install()
-    runpy.run_path(str(NEWER_TYPING))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in PRELOADED if megatrons.find(checkout).name == "megatron_core" else PRELOADED_DEEPSPEED:
