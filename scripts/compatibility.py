@@ -1,6 +1,6 @@
 """Write docs/internals/compatibility.md: how the patches stand to Megatrons on disk, read statically.
 
-    python scripts/compatibility.py ROOT... --tree 0.20.0 "Megatron-LM's main, d98e8a64 of 2026-08-22"
+    python scripts/compatibility.py ROOT... --tree 0.21.0 "Megatron-LM's main, COMMIT of DATE"
 
 ROOT is a checkout, a site-packages or an unpacked wheel (pip download --no-deps, then unzip). Nothing of it
 is imported, so a Python that it would not run on will do. ``--tree`` says what an unreleased version was read
