@@ -40,7 +40,10 @@ def flags(tmp_path_factory) -> list[str]:
 def environment_of(root: Path) -> dict[str, str]:
     """Return an environment in which Megatron is the one in ``root``."""
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    return tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
+    found = tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
+    if root.name == on_version.MAIN_TREE:  # its imports start a thread: no parent can be forked
+        found["MEGATRON_NPU_AUTOLOAD"] = "0"  # starts cold
+    return found
 
 
 def train(

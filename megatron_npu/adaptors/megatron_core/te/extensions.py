@@ -1,7 +1,7 @@
 """What is asked of TransformerEngine outside the specs.
 
-Connects ``extensions.transformer_engine``, ``fp8_utils``, ``transformer.multi_latent_attention`` and
-``utils:get_te_version`` of ``megatron.core``.
+Connects ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
+``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_npu.adaptors.megatron_core.decorators import (
+    NOT_FIXED,
     around,
     constant,
     replace,
@@ -62,6 +63,20 @@ constant(
 def get_te_version() -> Version:
     """Return version 0, older than any that is asked for."""
     return Version("0")
+
+
+@replace(
+    "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+    versions=">=0.20",
+    condition=te_layers_present,
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="without TransformerEngine the layers that it compares with are mocks: --mtp-num-layers "
+    "ends in a TypeError",
+)
+def is_never_for_inference(module: Any) -> bool:
+    """Return False: such layers are made of TransformerEngine's."""
+    return False
 
 
 @around(
