@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import logging
 import multiprocessing.spawn
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -82,6 +83,7 @@ def process(at_exit: AtExit) -> dict[str, object]:
         "filters of logging": list(logging.getLogger().filters),
         "stand-ins": sorted(_stand_ins()),
         "command of a spawned process": multiprocessing.spawn.get_command_line,
+        "flags of its interpreter": multiprocessing.util._args_from_interpreter_flags,
     }
 
 
