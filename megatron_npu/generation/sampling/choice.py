@@ -11,6 +11,7 @@ from megatron_npu.generation.sampling.options import Options
 
 # So many of the likeliest tokens are sorted first; in most texts they hold all that top-p asks for.
 _LIKELY = 1024
+_COLDEST = 1e-200  # temperature; what it divides is a number still, and the likeliest token alone is left long before
 NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
 
 
@@ -25,7 +26,7 @@ def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch
     if options.greedy:
         tokens = logits.argmax(-1)
         return _checked(tokens, logits.gather(-1, tokens[:, None])[:, 0])
-    logits = logits.double() / options.temperature
+    logits = logits.double() / max(options.temperature, _COLDEST)
     order, weights = _candidates(logits, options)
     cumulative = weights.cumsum(-1)
     # the first place where the sum passes the draw; rounding must not lead past the last that may be drawn

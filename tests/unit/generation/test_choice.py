@@ -42,6 +42,12 @@ def test_temperature_sharpens():
     assert drawn(temperature=0.2)[1] > 0.9
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.7}])
+def test_the_smallest_temperature_takes_the_likeliest(limits):
+    """Logits that it divides are too large for any number."""
+    assert drawn(temperature=5e-324, number=20, **limits).tolist() == [0, 1, 0, 0]
+
+
 def test_top_p_of_a_large_flat_vocabulary_needs_more_than_the_likeliest_few():
     logits = torch.zeros(1, 5000)
     last = choice.choose(logits, Options(top_p=0.9), torch.tensor([0.9999999], dtype=torch.float64))
