@@ -1,16 +1,20 @@
 """The chat template of a checkpoint: messages of several roles to the text that the model was trained on.
 
 It is Jinja, and comes with the tokenizer of Hugging Face: a file of strangers. It is rendered as Transformers
-renders it, in Jinja's sandbox, where a template reaches nothing but the messages.
+renders it, in Jinja's sandbox, where a template reaches nothing but the messages, and for seconds at most.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
@@ -19,6 +23,9 @@ from megatron_npu.data.tokenization import hf
 FILE = "chat_template.jinja"
 _KEY = "chat_template"  # of tokenizer_config.json and of chat_template.json
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_SECONDS = 5.0  # for a text; a template takes less than a thousandth
+_MOST = 1 << 24  # characters, or bits of a number, that an operator makes
 
 Message = dict[str, Any]
 
@@ -40,9 +47,11 @@ class ChatTemplate:
         self.source, self._special = source, special_tokens
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise UsageError(
-                f"the chat template: {error}", "a template of Jinja", "Get a fresh copy of the tokenizer."
+                f"the chat template: {str(error)[:200]}",
+                "a template of Jinja",
+                "Get a fresh copy of the tokenizer.",
             ) from error
 
     def render(self, messages: Sequence[Message], *, begin_answer: bool = True) -> str:
@@ -57,13 +66,14 @@ class ChatTemplate:
             UsageError: the template refuses the messages, or fails with them.
         """
         try:
-            text = self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=begin_answer,
-                **self._special,
-            )
+            with _at_most(_SECONDS):
+                text = self._template.render(
+                    messages=list(messages),
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=begin_answer,
+                    **self._special,
+                )
         except Exception as error:  # a template can fail in any way that an expression of Python can
             raise UsageError(
                 f"messages that the chat template refuses: {str(error)[:200]}",
@@ -111,15 +121,61 @@ def _source(folder: Path) -> str | None:
 
 
 def _environment() -> Any:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    class Bounded(ImmutableSandboxedEnvironment):
+        """Whose operators make nothing that is too large."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size(operator, left, right) > _MOST:
+                raise SecurityError(f"{operator} makes too much")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _as_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def _size(operator: str, left: Any, right: Any) -> float:
+    """Return how many items, or bits, an operator would make; 0: of other things than it is bounded for."""
+    if operator == "**":
+        bits = left.bit_length() if isinstance(left, int) else 0
+        return bits * max(right, 0) if isinstance(right, int) else 0
+    one, times = (right, left) if isinstance(left, int) else (left, right)
+    if not isinstance(times, int):
+        return 0
+    return one.bit_length() + times.bit_length() if isinstance(one, int) else _length(one) * max(times, 0)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """End the block at the next line of Python that comes after so many seconds, in this thread.
+
+    A template's loops are loops of Python. A thread could not be ended in another way.
+
+    Raises:
+        TimeoutError: they are over.
+    """
+    until, before = time.monotonic() + seconds, sys.gettrace()
+
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > until:
+            raise TimeoutError(f"it has not ended after {seconds:g} s")
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _as_json(value: Any, **options: Any) -> str:

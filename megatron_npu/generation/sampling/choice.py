@@ -11,7 +11,7 @@ from megatron_npu.generation.sampling.options import Options
 
 # So many of the likeliest tokens are sorted first; in most texts they hold all that top-p asks for.
 _LIKELY = 1024
-_COLDEST = 1e-200  # temperature; what it divides is a number still, and the likeliest token alone is left long before
+_COLDEST = 1e-200  # temperature: the likeliest token alone is left long before; what it divides is a number
 NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from argparse import Namespace
 
 import pytest
@@ -94,3 +95,25 @@ def test_what_a_template_cannot_do_is_told(tmp_path, template, told):
 def test_what_is_no_template_is_told(tmp_path):
     with pytest.raises(UsageError, match="a template of Jinja"):
         chat_template.of(folder_with(tmp_path, "{% for %}"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro again() %}{% for a in range(99999) %}{{ again() }}{% endfor %}{% endmacro %}{{ again() }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ ('a' * 99999999) * 999 }}",
+        "{{ [1] * 9999999999 }}",
+        "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+        "{% if 1 %}" * 5_000 + "{% endif %}" * 5_000,
+    ],
+    ids=["loops", "calls", "power", "text", "list", "brackets", "blocks"],
+)
+def test_a_template_without_end_is_told(tmp_path, monkeypatch, template):
+    """The server would answer nobody any more."""
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match="chat template"):
+        chat_template.ChatTemplate(template, {}).render(MESSAGES)
+    assert time.monotonic() - begun < 20
