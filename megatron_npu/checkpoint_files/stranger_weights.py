@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 1 << 20
@@ -83,6 +84,16 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
             flush=True,
         )
     return [*found]
+
+
+def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
+    """Do so of what a checkpoint without checksums has given to models; return the names.
+
+    One with checksums has been compared with them.
+    """
+    if (folder / checksums.NAME).is_file():
+        return []
+    return tell_of_implausible(folder, (named for model in models for named in model.named_parameters()))
 
 
 def _largest(tensor: Tensor) -> float:

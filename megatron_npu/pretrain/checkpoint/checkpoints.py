@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums
+from megatron_npu.checkpoint_files import checksums, stranger_weights
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_compatibility,
     checkpoint_description,
@@ -152,7 +152,9 @@ def load(args: Namespace, state: State) -> Position:
     if checkpoint_files.is_of_fsdp(found.path):
         reading = _load_of_fsdp
     with checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext():
-        return reading(args, state, found)
+        position = reading(args, state, found)
+    stranger_weights.tell_of_loaded(found.path, state.model)
+    return position
 
 
 def _load_own(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_npu import devices, plugin
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums
+from megatron_npu.checkpoint_files import checksums, stranger_weights
 from megatron_npu.generation.sampling.without_prediction import without_prediction
 from megatron_npu.pretrain.checkpoint import checkpoints, described, stock_checkpoints
 from megatron_npu.pretrain.data import tokenizers
@@ -80,6 +80,7 @@ def restored(
         gpt = model.on_device(args, config, gpt)
         with checksums.verifying(found.path):
             checkpoints.load_weights([gpt], found.path)
+        stranger_weights.tell_of_loaded(found.path, [gpt])
         with without_prediction([model.unwrap(gpt)]):
             yield args, gpt.eval(), tokenizer
 

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.checkpoint_files import checksums
+from megatron_npu.checkpoint_files import checksums, stranger_weights
 
 _OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
 _DECLARED = "metadata.json"  # which they alone have
@@ -151,14 +151,18 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
-    load_arg = inspect.signature(original).bind(*args, **kwargs).arguments.get("load_arg", "load")
+    bound = inspect.signature(original).bind(*args, **kwargs).arguments
+    load_arg = bound.get("load_arg", "load")
     root, step = getattr(given, load_arg), getattr(given, "ckpt_step", None)
     with _of_script() as verifies:
         try:
             if root and getattr(given, "load_last_good", False):
                 given.ckpt_step = checksums.newest_whole(root) or step
             with of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None):
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+            if root and (place := of_scripts.to_load(root, given.ckpt_step)):
+                stranger_weights.tell_of_loaded(place, bound["ddp_model"])
+            return result
         finally:
             given.ckpt_step = step  # of this call alone: it is a flag, which checkpoints keep
 
