@@ -105,6 +105,12 @@ def write(path: str | Path, content: str | bytes) -> None:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def name(error: BaseException | None, path: str | Path) -> None:
+    """Let an error of the system say which file it is about: one of a write knows no name."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(path)
+
+
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
     """Give a binary stream whose content becomes ``path`` if the block ends well, and else is removed."""
@@ -117,6 +123,9 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
             yield stream
             sync(stream)
         os.replace(partial, path)
+    except OSError as error:
+        name(error, path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(path.parent)
@@ -149,6 +158,9 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
         else:
             os.replace(partial, path)
             sync_directory(path.parent)
+    except OSError as error:
+        name(error, path)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

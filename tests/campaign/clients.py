@@ -33,7 +33,7 @@ class Client:
         kind: Callable[[], str] = self.rng.choice(self.kinds())
         try:
             return kind.__name__, kind()
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             return kind.__name__, f"{type(error).__name__}: {error}"
 
     def kinds(self) -> list[Callable[[], str]]:

@@ -1,51 +1,132 @@
-"""One flipped bit in every kind of file that a run reads: who notices it? Prints a table of what no one has.
+"""One flipped bit in every kind of file that a command reads: who notices it? Prints a table.
 
-python -m tests.campaign.flips [--seed N] [--times N]: what is harmed is drawn from the seed. A flip counts as
-noticed if the command that reads the file refuses it, or says that something is wrong; or if the losses are
-those of an unharmed run, to the digits that are printed.
+python -m tests.campaign.flips [--seed N] [--times N] [--ways pretrain,train,stock,convert]: what is harmed is
+drawn from the seed. A flip counts as noticed if the command refuses the file or says that something is wrong,
+or if the losses, or the files that it makes, are those of an unharmed run.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support import tiny
+from tests.campaign.outcomes import Outcome, last_line
+from tests.support import stock_core, tiny, train_runs
 
 SIZE = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
 RUN = "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --split 100,0,0 --eval-iters 0 --no-plot"
+TREE = tiny.ROOT / "checkouts" / "core_v0.16.1"
+SCRIPT = tiny.ROOT / "tests/finetune/scripts/dropout.py"
+TRACKER = "latest_checkpointed_iteration.txt"
 _SAYS = re.compile(r"damaged|warning:|no checksums|has no checksums")
 
+Seen = tuple[int, str, object]  # exit code, what was said on standard error, what was made
 
-class Flip(NamedTuple):
-    """A file with one bit changed, and what became of it.
+
+class Subject(NamedTuple):
+    """A command, and what it reads.
 
     Attributes:
-        kind: of file.
-        where: byte and bit.
-        noticed: how; empty: by no one.
+        run: runs it.
+        files: that may be harmed, by their kinds.
     """
 
-    kind: str
-    where: str
-    noticed: str
+    run: Callable[[], Seen]
+    files: list[tuple[str, Path]]
 
 
-def _pretrain(data: Path, *flags: str) -> tuple[int, str, list[float]]:
-    vocabulary = f"--tokenizer-type NullTokenizer --vocab-size {tiny.SIZE}"
-    done = tiny.run("pretrain", *f"{SIZE} {RUN} {vocabulary}".split(), "--data-path", str(data), *flags)
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-    return done.returncode, done.stderr, losses
+def _losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
 
 
-def _flip(path: Path, chance: random.Random) -> str:
+def _checkpoint(folder: Path, iteration: int) -> list[tuple[str, Path]]:
+    """Return all files of a checkpoint, and the tracker that names it."""
+    files = sorted(path for path in (folder / f"iter_{iteration:07d}").rglob("*") if path.is_file())
+    return [("tracker", folder / TRACKER), *((f"checkpoint: {path.name}", path) for path in files)]
+
+
+def pretrain(place: Path) -> Subject:
+    """Return the driver, which goes on: its data and its checkpoint."""
+    data = tiny.write_dataset(place / "text", documents=40)
+    words = f"{SIZE} {RUN} --tokenizer-type NullTokenizer --vocab-size {tiny.SIZE} --data-path {data}"
+    flags = [*words.split(), "--log-interval", "1"]
+    saved = place / "saved"
+    done = tiny.run("pretrain", *flags, "--save", str(saved), "--save-interval", "2", "--train-iters", "4")
+    assert done.returncode == 0, done.stderr
+
+    def run() -> Seen:
+        again = tiny.run("pretrain", *flags, "--load", str(saved), "--train-iters", "6")
+        return again.returncode, again.stderr, _losses(again.stdout)
+
+    kinds = {"tokens (.bin)": "bin", "index (.idx)": "idx", "checksums of data (.sums.json)": "sums.json"}
+    own = [(kind, Path(f"{data}.{ending}")) for kind, ending in kinds.items()]
+    return Subject(run, [*own, *_checkpoint(saved, 4)])
+
+
+def train(place: Path) -> Subject:
+    """Return ``train``, which goes on: its checkpoint."""
+    saved, out = place / "saved", place / "out"
+    words = "--epochs 1 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --no-plot --log-interval 1"
+    flags = ["--user-script", str(SCRIPT), *words.split()]
+    done = train_runs.train(*flags, "--save", saved, "--save-interval", 2, "--exit-interval", 4)
+    assert done.returncode == 0, done.stderr
+    newest = int((saved / TRACKER).read_text())
+
+    def run() -> Seen:
+        shutil.rmtree(out, ignore_errors=True)
+        again = train_runs.train(*flags, "--load", saved, "--save", out)
+        made = train_runs.losses(out) if (out / "metrics.jsonl").exists() else []
+        return again.returncode, again.stderr, made
+
+    return Subject(run, _checkpoint(saved, newest))
+
+
+def stock(place: Path) -> Subject:
+    """Return the script of megatron-core 0.16.1, which goes on: its checkpoint."""
+    saved = place / "saved"
+    first = ("--save", str(saved), "--save-interval", "2", "--train-iters", "4")
+    done = stock_core.pretrain(TREE, place, *first)
+    assert done.returncode == 0, done.stderr
+
+    def run() -> Seen:
+        again = stock_core.pretrain(TREE, place, "--load", str(saved), "--train-iters", "6")
+        return again.returncode, again.stderr, _losses(again.stdout)
+
+    return Subject(run, _checkpoint(saved, 4))
+
+
+def convert(place: Path) -> Subject:
+    """Return the conversion of a checkpoint of the driver to Hugging Face."""
+    saved, out = pretrain(place), place / "hf"
+
+    def run() -> Seen:
+        shutil.rmtree(out, ignore_errors=True)
+        words = "convert --from megatron --to hf --proof tensors".split()
+        done = tiny.run(*words, str(place / "saved"), str(out))
+        return done.returncode, done.stderr, _digests(out)
+
+    return Subject(run, [file for file in saved.files if "tokens" not in file[0] and "data" not in file[0]])
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return what was made, but for the card, which says when."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".json", ".safetensors")]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+WAYS = {"pretrain": pretrain, "train": train, "stock": stock, "convert": convert}
+
+
+def flip(path: Path, chance: random.Random) -> str:
+    """Change one bit of a file; return which."""
     content = bytearray(path.read_bytes())
     byte, bit = chance.randrange(len(content)), chance.randrange(8)
     content[byte] ^= 1 << bit
@@ -53,53 +134,29 @@ def _flip(path: Path, chance: random.Random) -> str:
     return f"byte {byte} of {len(content)}, bit {bit}"
 
 
-def _kinds(place: Path) -> Iterator[tuple[str, Path]]:
-    """Yield what may be harmed, relative to ``place``."""
-    yield "tokens (.bin)", Path("data/text.bin")
-    yield "index (.idx)", Path("data/text.idx")
-    yield "checksums of data (.sums.json)", Path("data/text.sums.json")
-    yield "tracker", Path("saved/latest_checkpointed_iteration.txt")
-    for path in sorted((place / "saved" / "iter_0000004").rglob("*")):
-        if path.is_file():
-            yield f"checkpoint: {path.name}", path.relative_to(place)
-
-
-def trials(place: Path, chance: random.Random, times: int) -> Iterator[Flip]:
-    """Train, then harm a copy of one file after the other, and go on from it."""
-    (place / "data").mkdir()
-    data = tiny.write_dataset(place / "data" / "text", documents=40)
-    flags = [
-        "--save",
-        str(place / "saved"),
-        "--save-interval",
-        "2",
-        "--train-iters",
-        "4",
-        "--log-interval",
-        "1",
-    ]
-    code, said, _ = _pretrain(data, *flags)
-    assert code == 0, said
-    _, _, whole = _pretrain(data, "--load", str(place / "saved"), "--train-iters", "6", "--log-interval", "1")
-    for kind, path in list(_kinds(place)):
-        for _ in range(times):
-            shutil.copy2(place / path, place / "kept")
-            where = _flip(place / path, chance)
-            code, said, losses = _pretrain(
-                data, "--load", str(place / "saved"), "--train-iters", "6", "--log-interval", "1"
-            )
-            shutil.copy2(place / "kept", place / path)
-            yield Flip(kind, where, _verdict(code, said, losses == whole))
+def trials(place: Path, chance: random.Random, times: int = 1, ways: str = "pretrain") -> Iterator[Outcome]:
+    """Let each command run; then harm one of its files after the other, and let it run again."""
+    for way in ways.split(","):
+        folder = place / way
+        folder.mkdir()
+        subject = WAYS[way](folder)
+        code, said, whole = subject.run()
+        assert code == 0, said
+        for kind, path in [file for file in subject.files for _ in range(times) if file[1].stat().st_size]:
+            shutil.copy2(path, folder / "kept")
+            where = flip(path, chance)
+            code, said, made = subject.run()
+            shutil.copy2(folder / "kept", path)
+            yield Outcome(f"{way}: {kind}", where, _verdict(code, said, made == whole))
 
 
 def _verdict(code: int, said: str, same: bool) -> str:
-    last = said.strip().splitlines()[-1][:90] if said.strip() else ""
     if "Traceback" in said:
         return ""
     if code:
-        return f"refused: {last}"
+        return f"refused: {last_line(said)}"
     if _SAYS.search(said):
-        return f"said: {last}"
+        return f"said: {last_line(said)}"
     return "changes nothing" if same else ""
 
 
@@ -108,13 +165,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=int, default=1, help="flips of each kind of file")
+    parser.add_argument("--ways", default=",".join(WAYS), help="commands, with commas")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = []
-        for flip in trials(Path(folder), random.Random(given.seed), given.times):
-            found.append(flip)
-            print(f"| {flip.kind} | {flip.where} | {flip.noticed or '**no one**'} |", flush=True)
-    missed = [flip for flip in found if not flip.noticed]
+        for outcome in trials(Path(folder), random.Random(given.seed), given.times, given.ways):
+            found.append(outcome)
+            print(f"| {outcome.kind} | {outcome.what} | {outcome.noticed or '**no one**'} |", flush=True)
+    missed = [outcome for outcome in found if not outcome.noticed]
     print(f"{len(found)} flips; noticed by no one: {len(missed)}")
     return len(missed)
 

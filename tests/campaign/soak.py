@@ -51,7 +51,8 @@ Sample = dict[str, Any]
 class Child:
     """A command of ours that runs beside the soak; started again, it writes on in its log."""
 
-    def __init__(self, name: str, place: Path, *arguments: str) -> None:
+    def __init__(self, name: str, place: Path, *arguments: str, **variables: str) -> None:
+        self.variables = variables
         self.name, self.place, self.log = name, place, place.parent / f"{name}.txt"
         self.arguments = arguments
         self.start()
@@ -60,7 +61,7 @@ class Child:
         """Start it, with its own folder for temporary files."""
         temporary = self.place.parent / "tmp"
         temporary.mkdir(exist_ok=True)
-        env = tiny.environment() | {"TMPDIR": str(temporary)}
+        env = tiny.environment() | self.variables | {"TMPDIR": str(temporary)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 tiny.command(*self.arguments),

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,11 @@ def write_text(path, text):
     """Write a text; return its path."""
     path.write_text(text, encoding="utf-8")
     return path
+
+
+@pytest.mark.parametrize("block", [files.writing, files.new_folder])
+def test_what_the_system_refuses_is_named(tmp_path: Path, block: Callable[[Path], Any]) -> None:
+    """An error of a write says no more than that there is no room."""
+    named = pytest.raises(OSError, match=r"No space left on device: '.*/result'")
+    with named, block(tmp_path / "result"), open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"text")

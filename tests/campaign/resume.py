@@ -1,0 +1,117 @@
+"""A run that goes on with one changed flag, for each flag of ``pretrain``: said, refused, in effect, or not?
+
+python -m tests.campaign.resume: of each flag another value is made of its default. It is noticed if the run
+is refused, says or computes something else, or writes other files. What remains is in ``SILENT``
+with the reason why nothing can be seen here; everything else that nobody notices is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.pretrain.flags import arguments
+from tests.campaign.outcomes import Outcome, last_line, main
+from tests.support import tiny
+
+AT, END = 2, 4
+RUN = "--eval-iters 1 --no-plot --log-interval 1 --weight-decay 0.1 --lr-decay-style constant"
+# what the flags of a run are whose change says where it reads and writes, not what it does
+PLACES = {"load", "save", "train_iters", "data_path", "help", "version"}
+# seen by nobody in a run of this size, by a word of why
+SILENT: dict[str, str] = {}
+_TIMES = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+|(elapsed|throughput|tokens per|peak memory|device util)[^|]*\|")
+
+
+def flags() -> list[argparse.Action]:
+    """Return the flags that may be given another value without more."""
+    found = arguments.parser()._actions
+    return [each for each in found if each.option_strings and each.dest not in PLACES and words(each)]
+
+
+def words(flag: argparse.Action) -> list[str]:
+    """Return the words that give a flag another value than its default; none: nobody can make one up."""
+    name = max(flag.option_strings, key=len)
+    if flag.nargs == 0:
+        return [name]
+    if flag.choices:
+        other = [str(choice) for choice in flag.choices if choice != flag.default]
+        return [name, other[-1]] if other else []
+    if flag.nargs is not None:
+        return []
+    for value in _others(flag.default):
+        try:
+            kind: Any = flag.type or str
+            if kind(str(value)) != flag.default and kind is not str:
+                return [name, str(value)]
+        except (TypeError, ValueError, argparse.ArgumentTypeError):
+            continue
+    return []
+
+
+def _others(default: object) -> list[object]:
+    if isinstance(default, float):
+        return [default / 2 if default else 0.25, 0.5, 1]
+    if isinstance(default, int) and not isinstance(default, bool):
+        return [default * 2, default + 1, 1]
+    return [2, 0.5, 1]
+
+
+def trials(place: Path, chance: random.Random, only: set[str] | None = None) -> Iterator[Outcome]:
+    """Train to the middle, then go on with each flag; ``only``: with these alone."""
+    data = tiny.write_dataset(place / "text", documents=40)
+    common = [*tiny.flags_for(data), *RUN.split(), "--train-iters", str(END)]
+    saved = place / "saved"
+    done = tiny.run("pretrain", *common, "--save", str(saved), "--exit-interval", str(AT))
+    assert done.returncode == 0, done.stderr
+    plain = _seen(place, saved, common)
+    assert plain[0] == 0, plain
+    for flag in flags():
+        if only is None or flag.dest in only:
+            changed = words(flag)
+            yield Outcome(
+                "resume", " ".join(changed), _verdict(_seen(place, saved, common, *changed), plain, flag)
+            )
+
+
+Seen = tuple[int, str, str, list[str]]
+
+
+def _seen(place: Path, saved: Path, common: list[str], *changed: str) -> Seen:
+    """Return exit code, what was said, and names of files of a run that goes on."""
+    out = place / "out"
+    done = tiny.run("pretrain", *common, "--load", str(saved), "--save", str(out), *changed)
+    names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    rows = (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
+    keys = sorted(set(re.findall(r'"(\w+)":', rows)))
+    _remove(out)
+    return done.returncode, _TIMES.sub("", done.stdout), done.stderr, [*names, *keys]
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _verdict(seen: Seen, plain: Seen, flag: argparse.Action) -> str:
+    code, out, err, files = seen
+    if "Traceback" in err:
+        return ""
+    if code:
+        return f"refused: {last_line(err)}"
+    if "changed since" in out:
+        return "said"
+    if out != plain[1] or err != plain[2]:
+        return "in effect: it prints something else"
+    if files != plain[3]:
+        return "in effect: it writes something else"
+    return f"(silent: {SILENT[flag.dest]})" if flag.dest in SILENT else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(trials, __doc__))
