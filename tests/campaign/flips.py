@@ -92,12 +92,13 @@ def train(place: Path) -> Subject:
 def stock(place: Path) -> Subject:
     """Return the script of megatron-core 0.16.1, which goes on: its checkpoint."""
     saved = place / "saved"
+    schedule = ("--lr-decay-iters", "100")
     first = ("--save", str(saved), "--save-interval", "2", "--train-iters", "4")
-    done = stock_core.pretrain(TREE, place, *first)
+    done = stock_core.pretrain(TREE, place, *schedule, *first)
     assert done.returncode == 0, done.stderr
 
     def run() -> Seen:
-        again = stock_core.pretrain(TREE, place, "--load", str(saved), "--train-iters", "6")
+        again = stock_core.pretrain(TREE, place, *schedule, "--load", str(saved), "--train-iters", "6")
         return again.returncode, again.stderr, _losses(again.stdout)
 
     return Subject(run, _checkpoint(saved, 4))
@@ -134,15 +135,24 @@ def flip(path: Path, chance: random.Random) -> str:
     return f"byte {byte} of {len(content)}, bit {bit}"
 
 
-def trials(place: Path, chance: random.Random, times: int = 1, ways: str = "pretrain") -> Iterator[Outcome]:
-    """Let each command run; then harm one of its files after the other, and let it run again."""
+def trials(
+    place: Path, chance: random.Random, times: int = 1, ways: str = "pretrain", only: set[str] | None = None
+) -> Iterator[Outcome]:
+    """Let each command run; then harm one of its files after the other, and let it run again.
+
+    Args:
+        times: flips of each kind of file.
+        ways: commands, with commas.
+        only: kinds of files; None: all.
+    """
     for way in ways.split(","):
         folder = place / way
         folder.mkdir()
         subject = WAYS[way](folder)
         code, said, whole = subject.run()
         assert code == 0, said
-        for kind, path in [file for file in subject.files for _ in range(times) if file[1].stat().st_size]:
+        files = [(kind, path) for kind, path in subject.files if only is None or kind in only]
+        for kind, path in [file for file in files for _ in range(times) if file[1].stat().st_size]:
             shutil.copy2(path, folder / "kept")
             where = flip(path, chance)
             code, said, made = subject.run()

@@ -28,26 +28,27 @@ SILENT: dict[str, str] = {}
 _TIMES = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+|(elapsed|throughput|tokens per|peak memory|device util)[^|]*\|")
 
 
-def flags() -> list[argparse.Action]:
-    """Return the flags that may be given another value without more."""
-    found = arguments.parser()._actions
-    return [each for each in found if each.option_strings and each.dest not in PLACES and words(each)]
+def flags(of: argparse.Namespace) -> dict[argparse.Action, list[str]]:
+    """Return the flags of ``pretrain``, each with the words that give it another value than a run has."""
+    found = [each for each in arguments.parser()._actions if each.option_strings]
+    return {each: made for each in found if each.dest not in PLACES and (made := words(each, of))}
 
 
-def words(flag: argparse.Action) -> list[str]:
-    """Return the words that give a flag another value than its default; none: nobody can make one up."""
+def words(flag: argparse.Action, of: argparse.Namespace) -> list[str]:
+    """Return the words that give a flag another value than a run has; none: nobody can make one up."""
+    default = getattr(of, flag.dest, flag.default)
     name = max(flag.option_strings, key=len)
     if flag.nargs == 0:
         return [name]
     if flag.choices:
-        other = [str(choice) for choice in flag.choices if choice != flag.default]
+        other = [str(choice) for choice in flag.choices if choice != default]
         return [name, other[-1]] if other else []
     if flag.nargs is not None:
         return []
-    for value in _others(flag.default):
+    for value in _others(default):
         try:
             kind: Any = flag.type or str
-            if kind(str(value)) != flag.default and kind is not str:
+            if kind(str(value)) != default and kind is not str:
                 return [name, str(value)]
         except (TypeError, ValueError, argparse.ArgumentTypeError):
             continue
@@ -71,9 +72,8 @@ def trials(place: Path, chance: random.Random, only: set[str] | None = None) -> 
     assert done.returncode == 0, done.stderr
     plain = _seen(place, saved, common)
     assert plain[0] == 0, plain
-    for flag in flags():
+    for flag, changed in flags(arguments.parse(common)).items():
         if only is None or flag.dest in only:
-            changed = words(flag)
             yield Outcome(
                 "resume", " ".join(changed), _verdict(_seen(place, saved, common, *changed), plain, flag)
             )
