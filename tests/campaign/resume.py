@@ -19,12 +19,29 @@ from megatron_npu.pretrain.flags import arguments
 from tests.campaign.outcomes import Outcome, last_line, main
 from tests.support import tiny
 
-AT, END = 2, 4
+AT, END = 2, 6
 RUN = "--eval-iters 1 --no-plot --log-interval 1 --weight-decay 0.1 --lr-decay-style constant"
 # what the flags of a run are whose change says where it reads and writes, not what it does
 PLACES = {"load", "save", "train_iters", "data_path", "help", "version"}
-# seen by nobody in a run of this size, by a word of why
-SILENT: dict[str, str] = {}
+# Of whose change nothing is to be seen here, by the reason.
+_SILENT = {
+    "of the first weights alone": "init_method_std use_cpu_initialization",
+    "the same numbers in fp32 and with one process": "attention_softmax_in_fp32 "
+    "apply_query_key_layer_scaling sequence_parallel overlap_grad_reduce overlap_p2p_comm "
+    "accumulate_allreduce_grads_in_fp32 calculate_per_token_loss make_vocab_size_divisible_by add_attention_bias",
+    "another way to the same numbers": "use_flash_attn deterministic_mode masked_softmax_fusion "
+    "bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion "
+    "cross_entropy_loss_fusion num_workers async_save dist_ckpt_optim_fully_reshardable shape_order",
+    "nothing happens that it is for": "distributed_timeout_minutes exit_interval exit_duration_in_mins "
+    "exit_signal_handler check_for_nan_in_loss_and_grad rerun_mode load_last_good verify_checkpoint plot",
+    "of another flag, as its help says": "num_query_groups recompute_num_layers min_offloaded_tensor_size "
+    "lr_wsd_decay_style lr_wsd_decay_iters loss_scale min_loss_scale loss_scale_window hysteresis "
+    "sample_tokens sample_temperature next_tockens",
+    "the schedule is the same": "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+    "it says what is loaded in any case": "ckpt_step",
+    "times are left out": "log_throughput",
+}
+SILENT = {name: why for why, names in _SILENT.items() for name in names.split()}
 _TIMES = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+|(elapsed|throughput|tokens per|peak memory|device util)[^|]*\|")
 
 
@@ -86,11 +103,17 @@ def _seen(place: Path, saved: Path, common: list[str], *changed: str) -> Seen:
     """Return exit code, what was said, and names of files of a run that goes on."""
     out = place / "out"
     done = tiny.run("pretrain", *common, "--load", str(saved), "--save", str(out), *changed)
-    names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+    names = sorted(_named(path, out) for path in out.rglob("*") if path.is_file())
     rows = (out / "metrics.jsonl").read_text() if (out / "metrics.jsonl").exists() else ""
     keys = sorted(set(re.findall(r'"(\w+)":', rows)))
     _remove(out)
     return done.returncode, _TIMES.sub("", done.stdout), done.stderr, [*names, *keys]
+
+
+def _named(path: Path, out: Path) -> str:
+    """Return the name of a file, of a shard of a checkpoint with its size in KiB."""
+    size = path.stat().st_size >> 10 if path.suffix == ".distcp" else ""
+    return f"{path.relative_to(out)} {size}"
 
 
 def _remove(folder: Path) -> None:

@@ -82,6 +82,7 @@ ROWS = [
     ("--seq-length 16", "--seq-length 16 (the checkpoint: 32)", True, True),
     ("--eod-mask-loss", "--eod-mask-loss on (the checkpoint: off)", None, True),
     ("--reset-attention-mask", "--reset-attention-mask on (the checkpoint: off)", None, True),
+    ("--null-tokenizer-eod-id 7", "--null-tokenizer-eod-id 7 (the checkpoint: None)", None, None),
     ("--micro-batch-size 2", "--micro-batch-size 2 (the checkpoint: 1)", None, None),
     (f"--global-batch-size 2 {OVERRIDE}", "--global-batch-size 2 (the checkpoint: 4)", True, True),
 ]

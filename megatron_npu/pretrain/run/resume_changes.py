@@ -41,6 +41,7 @@ def _flags(effect: str, *names: str) -> list[Flag]:
 FLAGS: tuple[Flag, ...] = (
     Flag("tokenizer_files", "files of the tokenizer", "other words for the ids that the weights have learnt"),
     Flag("tokenizer_type", "--tokenizer-type", "other words for the ids that the weights have learnt"),
+    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end at another id"),
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
     *_flags("another number of samples in each update; the schedule counts samples", "global_batch_size"),
