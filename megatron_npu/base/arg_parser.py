@@ -23,6 +23,9 @@ class Unfit(argparse.ArgumentTypeError):
         super().__init__(f"{given}; expected {expected}")
 
 
+_INT64 = 1 << 63
+
+
 @dataclass(frozen=True)
 class Number:
     """A ``type`` for ``add_argument`` that says in words what it takes.
@@ -51,9 +54,14 @@ class Number:
             value = self.kind(text)
         except ValueError:
             raise Unfit(text, self.expected) from None
-        if not math.isfinite(value) or not self.least <= value <= self.most:
+        if not self.holds(value):
             raise Unfit(text, self.expected)
         return value
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number is one of those that are taken; a whole one has 64 bits at most."""
+        finite = -_INT64 <= value < _INT64 if isinstance(value, int) else math.isfinite(value)
+        return finite and self.least <= value <= self.most
 
 
 positive = Number("a whole number from 1 on", int, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from megatron_npu.base.errors import UsageError
 
 NAME = "config.json"
+_MOST = 2.0**53  # up to here each whole number is a float
 _LONGEST = 200  # characters of a value in a message
 
 # Keys that do not change the logits of a causal language model in evaluation: where it came from, how it is
@@ -182,8 +182,8 @@ class Config:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value of JSON is a number, of a size that a model can have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
 
 
 def _shown(value: Any) -> str:

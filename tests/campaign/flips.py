@@ -97,8 +97,10 @@ def stock(place: Path) -> Subject:
     done = stock_core.pretrain(TREE, place, *schedule, *first)
     assert done.returncode == 0, done.stderr
 
+    more = ("--load", str(saved), "--train-iters", "6", "--override-opt_param-scheduler")
+
     def run() -> Seen:
-        again = stock_core.pretrain(TREE, place, *schedule, "--load", str(saved), "--train-iters", "6")
+        again = stock_core.pretrain(TREE, place, *schedule, *more)
         return again.returncode, again.stderr, _losses(again.stdout)
 
     return Subject(run, _checkpoint(saved, 4))

@@ -28,7 +28,8 @@ _SILENT = {
     "of the first weights alone": "init_method_std use_cpu_initialization",
     "the same numbers in fp32 and with one process": "attention_softmax_in_fp32 "
     "apply_query_key_layer_scaling sequence_parallel overlap_grad_reduce overlap_p2p_comm "
-    "accumulate_allreduce_grads_in_fp32 calculate_per_token_loss make_vocab_size_divisible_by add_attention_bias",
+    "accumulate_allreduce_grads_in_fp32 calculate_per_token_loss "
+    "make_vocab_size_divisible_by add_attention_bias",
     "another way to the same numbers": "use_flash_attn deterministic_mode masked_softmax_fusion "
     "bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion "
     "cross_entropy_loss_fusion num_workers async_save dist_ckpt_optim_fully_reshardable shape_order",

@@ -32,6 +32,7 @@ def parser():
     ("argv", "told"),
     [
         (["--layers", "abc"], "--layers abc; expected a whole number from 1 on. See"),
+        (["--layers", f"{10**20}"], f"--layers {10**20}; expected a whole number from 1 on. See"),
         (["--layers", "0"], "--layers 0; expected a whole number from 1 on. See"),
         (["--steps", "-1"], "--steps -1; expected a whole number from 0 on. See"),
         (["--seed", "1.5"], "--seed 1.5; expected a whole number. See"),

@@ -7,7 +7,6 @@ number belongs would end deep inside of megatron-core.
 from __future__ import annotations
 
 import argparse
-import math
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -89,7 +88,7 @@ def _require(
 def _is_number(value: Any, kind: Number) -> bool:
     admitted = int if kind.kind is int else (int, float)
     is_one = isinstance(value, admitted) and not isinstance(value, bool)
-    return is_one and math.isfinite(value) and kind.least <= value <= kind.most
+    return is_one and kind.holds(value)
 
 
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:

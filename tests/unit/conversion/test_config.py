@@ -214,6 +214,13 @@ def test_windows_that_are_off_mean_nothing(values):
         (LLAMA, {"rope_scaling": {**LLAMA3, "beta": 2.0}}, "beta"),
         (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling"),
+        (LLAMA, {"rope_theta": 10**400}, "rope_theta"),
+        (LLAMA, {"hidden_size": 10**400}, "hidden_size"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 1e308},
+            "max_pos",
+        ),
     ],
 )
 def test_what_cannot_be_said_in_flags_is_refused_by_name(values, changes, named):

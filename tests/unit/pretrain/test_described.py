@@ -62,6 +62,7 @@ def test_what_was_saved_comes_back_and_unknown_flags_have_their_defaults(found) 
         ("rotary_seq_len_interpolation_factor", 0.0, "--rotary-seq-len-interpolation-factor 0.0"),
         ("window_attn_skip_freq", [1], "--window-attn-skip-freq"),
         ("position_embedding_type", "yarns", "its position_embedding_type 'yarns'"),
+        ("num_layers", 10**400, "its num_layers 1000"),
         ("num_layers", 10**9, "a model of 32,000,0.. weights and more in 1,000,000 bytes"),
         ("hidden_size", 10**12, "weights and more"),
         ("ffn_hidden_size", 10**12, "weights and more"),
