@@ -62,8 +62,10 @@ def pretrain(place: Path) -> Subject:
     done = tiny.run("pretrain", *flags, "--save", str(saved), "--save-interval", "2", "--train-iters", "4")
     assert done.returncode == 0, done.stderr
 
+    more = ("--load", str(saved), "--train-iters", "6", "--override-opt_param-scheduler")
+
     def run() -> Seen:
-        again = tiny.run("pretrain", *flags, "--load", str(saved), "--train-iters", "6")
+        again = tiny.run("pretrain", *flags, *more)
         return again.returncode, again.stderr, _losses(again.stdout)
 
     kinds = {"tokens (.bin)": "bin", "index (.idx)": "idx", "checksums of data (.sums.json)": "sums.json"}
@@ -116,7 +118,7 @@ def convert(place: Path) -> Subject:
         done = tiny.run(*words, str(place / "saved"), str(out))
         return done.returncode, done.stderr, _digests(out)
 
-    return Subject(run, [file for file in saved.files if "tokens" not in file[0] and "data" not in file[0]])
+    return Subject(run, [file for file in saved.files if file[0].startswith(("tracker", "checkpoint:"))])
 
 
 def _digests(folder: Path) -> dict[str, str]:

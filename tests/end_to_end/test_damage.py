@@ -205,8 +205,7 @@ def test_pruning_removes_a_link_alone(trained: Path, tmp_path: Path) -> None:
     (trained / "iter_0000002").symlink_to(elsewhere)
     done = tiny.run("checkpoint", "prune", str(trained), "--keep", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    size = sum(file.stat().st_size for file in elsewhere.iterdir())
-    assert done.stdout == f"removed iter_0000002  {size:,} bytes  a link; {elsewhere.resolve()} stays\n"
+    assert done.stdout == f"removed iter_0000002  0 bytes  a link; {elsewhere.resolve()} stays\n"
     assert sorted(path.name for path in trained.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
