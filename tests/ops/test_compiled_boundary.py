@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import sys
@@ -400,6 +401,35 @@ def as_exact_or_refused(
         if exact is not None and exact.numel():
             assert_near(mine, exact, narrowest, loose=loose)
     return True
+
+
+_LAST = ("freed", "no memory", "a type of its own")  # torch itself cannot change these any further
+_FIRST = [how for how in WRONG if how not in _LAST]
+
+
+@settings(max_examples=200)
+@given(
+    name=st.sampled_from(sorted(cases())),
+    changes=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(_FIRST)), max_size=4),
+    last=st.tuples(st.integers(0, 9), st.sampled_from([None, None, *_LAST])),
+    world=WORLDS,
+)
+def test_any_mixture_of_wrong_tensors_is_refused_or_computed(name, changes, last, world):
+    """Whatever crosses, with several threads and under another default dtype; nothing but a ValueError."""
+    call, tensors = cases()[name]
+    for place, how in [*changes, last]:
+        place %= len(tensors)
+        if how and not (how == "negated" and not tensors[place].is_floating_point()):
+            tensors[place] = WRONG[how](tensors[place])
+    before = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(world.default)
+    torch.set_num_threads(world.threads)
+    try:
+        with contextlib.suppress(ValueError):
+            call(*tensors)
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_num_threads(before[1])
 
 
 @settings(max_examples=60)

@@ -178,9 +178,8 @@ def _prune(args: Namespace) -> int:
 
     for path in whole_checkpoints.surplus(args.directory, args.keep, args.keep_every, is_whole):
         link = f"  a link; {path.resolve()} stays" if path.is_symlink() else ""
-        print(
-            f"{'would remove' if args.dry_run else 'removed'} {path.name}  {0 if link else _size(path):,} bytes{link}"
-        )
+        size = 0 if link else _size(path)
+        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
         if not args.dry_run:
             removal.remove(path)
     return 1 if damaged else 0
