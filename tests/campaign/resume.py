@@ -37,10 +37,11 @@ _SILENT = {
     "exit_signal_handler check_for_nan_in_loss_and_grad rerun_mode load_last_good verify_checkpoint plot",
     "of another flag, as its help says": "num_query_groups recompute_num_layers min_offloaded_tensor_size "
     "lr_wsd_decay_style lr_wsd_decay_iters loss_scale min_loss_scale loss_scale_window hysteresis "
-    "sample_tokens sample_temperature next_tockens",
+    "sample_tokens sample_temperature",
     "the schedule is the same": "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     "it says what is loaded in any case": "ckpt_step",
     "times are left out": "log_throughput",
+    "the causal mask holds in any case": "next_tokens",
 }
 SILENT = {name: why for why, names in _SILENT.items() for name in names.split()}
 _TIMES = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+|(elapsed|throughput|tokens per|peak memory|device util)[^|]*\|")

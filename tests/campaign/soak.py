@@ -152,29 +152,31 @@ class Soak:
     def run(self, seconds: float) -> None:
         """Soak for so long; then end all, and look at what is left."""
         port, page = ports.free_port(), ports.free_port()
-        self.pretrain = Child("pretrain", self.place, *self._flags(self.save, MANY, 50))
-        self._wait_for_metrics()
-        self.living = [
-            Child("serve", self.place, "serve", "--load", str(self._served), "--port", str(port)),
-            Child("dashboard", self.place, "dashboard", str(self.save), "--at", str(page)),
-        ]
-        self.living[0].until("Ctrl-C stops it")
-        self.living[1].until("is shown at")
         clients = [ServeClient(port, self.rng.random()), DashboardClient(page, self.rng.random())]
         threads = [threading.Thread(target=self._ask, args=(client,)) for client in clients]
-        self.begun = time.monotonic()
-        for thread in threads:
-            thread.start()
+        self.pretrain = Child("pretrain", self.place, *self._flags(self.save, MANY, 50))
+        self.living: list[Child] = []
         try:
+            self.pretrain.until("lm loss")
+            self._serve(port, page)
+            self.begun = time.monotonic()
+            for thread in threads:
+                thread.start()
             self._watch(seconds)
         finally:
             self._ending.set()
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
             self._end()
 
-    def _wait_for_metrics(self) -> None:
-        self.pretrain.until("lm loss")
+    def _serve(self, port: int, page: int) -> None:
+        """Start what answers, and wait until it does."""
+        served, saved = str(self._served), str(self.save)
+        self.living.append(Child("serve", self.place, "serve", "--load", served, "--port", str(port)))
+        self.living.append(Child("dashboard", self.place, "dashboard", saved, "--at", str(page)))
+        self.living[0].until("Ctrl-C stops it")
+        self.living[1].until("is shown at")
 
     def _watch(self, seconds: float) -> None:
         """Take samples, and harm something now and then."""
@@ -375,6 +377,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all samples there")
     given = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # what it has started ends, too
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak = Soak(Path(folder), given.seed)
         begun = time.monotonic()
