@@ -83,7 +83,6 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        files.name(error, f"{self.prefix}.bin")
         for part in self._partial_files.values():
             part.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what is still to be written need not find room any more
