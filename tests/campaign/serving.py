@@ -44,7 +44,6 @@ def trials(place: Path, chance: random.Random, idle: float = 4 * IDLE) -> Iterat
         yield Outcome("serve", f"SIGKILL {moment}", _killed(server, client, chance, moment))
     for number in (signal.SIGTERM, signal.SIGINT):
         yield Outcome("serve", f"{number.name} while it answers", _stopped(server, client, number))
-    server.start()
     server.end(signal.SIGTERM)
 
 
