@@ -85,7 +85,7 @@ written_by_driver() {
 }
 
 # detect_devices: set device, devices (processes on this node), total (on all nodes) and preset.
-# The preset is full on 8 accelerators; on fewer, on a CPU and on simulated NPUs it is small.
+# The preset is full on accelerators, however many; on a CPU and on simulated NPUs it is small.
 detect_devices() {
     local found
     device=${MEGATRON_NPU_DEVICE:-auto} devices=${NPUS_PER_NODE:-} simulated=''
@@ -104,7 +104,7 @@ except errors.UsageError as error:
     [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "NPUS_PER_NODE=$devices is not a number of processes"
     total=$((devices * ${NNODES:-1}))
     [ "${MEGATRON_NPU_SIM:-0}" = 0 ] || simulated=' (simulated)'
-    preset=$([ "$device" != cpu ] && [ -z "$simulated" ] && [ "$devices" -ge 8 ] && echo full || echo small)
+    preset=$([ "$device" != cpu ] && [ -z "$simulated" ] && echo full || echo small)
     preset=${PRESET:-$preset}
     [[ $preset =~ ^(full|small|tiny)$ ]] || fail "PRESET=$preset; expected full, small or tiny"
 }
@@ -187,6 +187,16 @@ fetch.fetch_vocabulary(pathlib.Path(sys.argv[2]))' "$root/demo" "$1" >/dev/null 
 # choose_checkpoint PRECISION: set CHECKPOINT_PATH where it is not set: each command has a folder of its own.
 choose_checkpoint() {
     : "${CHECKPOINT_PATH:=$here/checkpoint/$1${pre:+-pre$pre-next$next-$shape_order}}"
+}
+
+# newest_checkpoint: of the command's folder and those of its other layouts (train.sh) take the one that was saved last.
+newest_checkpoint() {
+    local trackers tracker newest=''
+    trackers=("$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" "$CHECKPOINT_PATH"@*/latest_checkpointed_iteration.txt)
+    for tracker in "${trackers[@]}"; do
+        [ ! -f "$tracker" ] || [[ $tracker =~ \.[0-9]+/[^/]*$ ]] || [ "$tracker" -ot "$newest" ] || newest=$tracker
+    done
+    [ -z "$newest" ] || CHECKPOINT_PATH=$(dirname "$newest")
 }
 
 # attention_flags: set attention to the flags that --pre, --next and --shape_order mean.

@@ -7,9 +7,11 @@
 evaluate() {
     local precision=$1 task missing="correct CHECKPOINT_PATH"
     shift
-    [ -n "${CHECKPOINT_PATH:-}" ] ||
+    if [ -z "${CHECKPOINT_PATH:-}" ]; then
         missing="train it with pretrain_${0##*/test_} and the same options, or set CHECKPOINT_PATH"
-    choose_checkpoint "$precision"
+        choose_checkpoint "$precision"
+        newest_checkpoint
+    fi
     choose_passages
     [ -f "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ] || fail "no checkpoint in $CHECKPOINT_PATH; $missing"
     detect_devices

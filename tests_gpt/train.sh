@@ -91,7 +91,7 @@ announce() {
 # begin_run PRECISION: set run to the flags that all models share; go on from the command's checkpoint if there is
 # one, or with FRESH=1 keep it under another name.
 begin_run() {
-    choose_checkpoint "$1"
+    choose_folder "$1"
     run=(
         --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "$NUM_HEADS"
         --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
@@ -104,11 +104,39 @@ begin_run() {
     if [ "${FRESH:-0}" = 1 ]; then
         [ "${NODE_RANK:-0}" -ne 0 ] || keep_former
     elif [ -f "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
-        run+=(--load "$CHECKPOINT_PATH")
+        # the schedule is this command's: TRAIN_ITERS may have become more
+        run+=(--load "$CHECKPOINT_PATH" --override-opt_param-scheduler)
         refuse_other_kind
         refuse_finished
     fi
+    [ "${NODE_RANK:-0}" -ne 0 ] || note_settings
     echo "Checkpoints: $CHECKPOINT_PATH"
+}
+
+# choose_folder PRECISION: set CHECKPOINT_PATH. What Megatron cannot go on from, a checkpoint of another model, layout or
+# batch, as when a command is given on one card and then on eight, stays where it is, and this one gets a folder beside it.
+choose_folder() {
+    local given=${CHECKPOINT_PATH:-} former
+    settings="$NUM_LAYERS-layers-of-$HIDDEN_SIZE-$NUM_HEADS-heads-$SEQ_LENGTH-tokens-tp$TP-pp$PP-batch$GLOBAL_BATCH"
+    choose_checkpoint "$1"
+    former=$(settings_of "$CHECKPOINT_PATH")
+    { [ -n "$former" ] && [ "$former" != "$settings" ] && [ "${FRESH:-0}" != 1 ]; } || return 0
+    [ -z "$given" ] ||
+        fail "the checkpoint in $given is of $former, this run of $settings; set CHECKPOINT_PATH to another folder," \
+            "FRESH=1 to keep it and start anew, or the sizes and NPUS_PER_NODE as they were"
+    echo "The checkpoint in $CHECKPOINT_PATH is of $former: this run has a folder of its own"
+    CHECKPOINT_PATH=$CHECKPOINT_PATH@$settings
+}
+
+# settings_of FOLDER: print what its checkpoint was trained with; nothing if there is none, or none that says so.
+settings_of() {
+    [ ! -f "$1/latest_checkpointed_iteration.txt" ] || cat "$1/settings" 2>/dev/null || true
+}
+
+# note_settings: leave beside the checkpoints to come what they were trained with.
+note_settings() {
+    mkdir -p "$CHECKPOINT_PATH"
+    echo "$settings" > "$CHECKPOINT_PATH/settings"
 }
 
 # keep_former: give the command's checkpoint folder, if there is one, the first free name behind it.

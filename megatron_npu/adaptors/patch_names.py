@@ -61,7 +61,32 @@ GUIDE: dict[str, tuple[str, ...]] = {
         "megatron.schedules:deallocate_output_tensor",
     ),
 }
+_WATCHED = "watch"  # the kind of a patch that changes nothing
 _SOME = 5  # close names that an error lists
+
+
+def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
+    """Return in a line how many of the guide's functions are replaced here, and how many run as they are.
+
+    Args:
+        patches: of the ledger.
+        name: of the device; patches for others do not count.
+
+    Returns:
+        An empty line if the patches are not those of all its functions.
+    """
+    kinds: dict[str, set[str]] = {target: set() for targets in GUIDE.values() for target in targets}
+    for patch in patches:
+        if patch.target in kinds:
+            kinds[patch.target].add(patch.kind if not name or name in patch.devices else _WATCHED)
+    if not all(kinds.values()):
+        return ""
+    replaced = sum(found != {_WATCHED} for found in kinds.values())
+    on = f" on {name}" if name else ""
+    return (
+        f"of the guide's {len(kinds)} functions {replaced} are replaced or wrapped{on}, "
+        f"{len(kinds) - replaced} watched: upstream's own run, and their pins are compared"
+    )
 
 
 def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu import adaptors, plugin
-from megatron_npu.adaptors.patch_names import called
+from megatron_npu.adaptors.patch_names import called, of_the_guide
 from megatron_npu.base import files, settings
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
@@ -129,6 +129,9 @@ def ledger(argv: list[str]) -> int:
     book.keep(patches)
     text = book.markdown() if options.markdown else book.text(pending=options.static)
     print(book.json() if options.json else text)
+    guide = of_the_guide(patches, str(book.about.get("device", "")))
+    if guide and not (options.json or options.markdown):
+        print(guide)
     return int(book.count("failed") > 0)
 
 

@@ -1,7 +1,11 @@
-"""``megatron.data`` of the older trees: index files built without a compiler and read without pickle."""
+"""``megatron.data`` of the older trees: index files built without a compiler and read without pickle.
+
+Datasets are their user's and his group's.
+"""
 
 from __future__ import annotations
 
+from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.start import compile_no_helpers
 from megatron_npu.patching.registry import Recorder
 from megatron_npu.safe_files import safe_numpy, safe_pickle
@@ -12,7 +16,7 @@ WHY_EMBEDDINGS = (
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
-    """Record both.
+    """Record all of it.
 
     Args:
         recorder: that of the tree.
@@ -40,3 +44,6 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
         why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "
         "process if that fails; megatron.data.helpers is compiled already or a stand-in",
     )(compile_no_helpers)
+    private_files.keep_datasets(
+        recorder, "megatron.data.indexed_dataset", "IndexedDatasetBuilder", "MMapIndexedDatasetBuilder"
+    )

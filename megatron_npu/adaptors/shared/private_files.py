@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from megatron_npu.base import files
+from megatron_npu.patching.registry import Recorder
 
+WHY_DATASET = "a dataset that `python tools/preprocess_data.py` writes is open to all"
 WHY = (
     "checkpoints, curves and indices of a script that nobody started with `megatron-npu run` are open to all"
 )
@@ -20,3 +23,25 @@ def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """
     files.tighten_umask()
     return original(*args, **kwargs)
+
+
+def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let what ``original`` opens be private, and nothing else: a tool that writes a dataset begins no run."""
+    mask = files.tighten_umask()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        os.umask(mask)
+
+
+def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
+    """Record that the .bin and .idx of a tree are private, whoever starts its tools.
+
+    Args:
+        recorder: that of the tree.
+        module: where its builders of datasets are.
+        builders: their names; a builder opens the .bin when it is made, and the .idx at its end.
+    """
+    for builder in builders:
+        for method in ("__init__", "finalize"):
+            recorder.around(f"{module}:{builder}.{method}", why=WHY_DATASET)(privately)

@@ -18,7 +18,7 @@ from megatron_npu.evaluation import lambada
 from megatron_npu.generation import generate
 from tests.conftest import LONGEST, checkout, on_a_leash, wait_until
 from tests.sim.conftest import unavailable
-from tests.support import processes, tiny, warm
+from tests.support import private, processes, tiny, warm
 from tests.support.ports import free_port
 from tests.support.stock_core import learns_from_sentences, losses, pretrain, run_script
 
@@ -208,8 +208,17 @@ def test_preprocess_data_writes_our_bytes(tmp_path: Path, gpt2_vocab) -> None:
     assert preprocess.main([*flags, "--output-prefix", ours]) in (0, None)
     # without it 0.16 looks for the tokenizer on the network, whatever files are given
     legacy = ["--output-prefix", theirs, "--legacy-tokenizer"]
-    done = run_script(tree, tmp_path, "tools/preprocess_data.py", *flags, *legacy)
+    done = processes.run(  # without any command of ours, whose umask is 027
+        [sys.executable, "-c", PROGRAM, str(tree / "tools/preprocess_data.py"), *flags, *legacy],
+        cwd=tmp_path,
+        env=tiny.environment() | {"PYTHONPATH": f"{tree}:{tiny.ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        umask=0o022,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
+    private.assert_all(tmp_path.glob("theirs*"), "*.bin", "*.idx")
     for end in ("_text_document.bin", "_text_document.idx"):
         assert Path(ours + end).read_bytes() == Path(theirs + end).read_bytes()
 

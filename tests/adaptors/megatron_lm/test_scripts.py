@@ -103,6 +103,7 @@ def fake_checkout(folder: Path, *names: str) -> Path:
 
 
 DEFAULTS = [
+    ({"NPUS_PER_NODE": 1, "MEGATRON_NPU_DEVICE": "npu"}, "Full preset on 1 x npu, TP 1, PP 1: 24 layers"),
     ({"NPUS_PER_NODE": 8, "MEGATRON_NPU_DEVICE": "npu"}, "Full preset on 8 x npu, TP 2, PP 2: 24 layers"),
     (
         {"NPUS_PER_NODE": 8, "MEGATRON_NPU_DEVICE": "npu", "MEGATRON_NPU_SIM": 1},
@@ -144,6 +145,38 @@ def test_each_command_has_a_checkpoint_of_its_own(alone):
     other = [*OPTIONS[:2], "--shape_order=SBH"]
     said = f"{alone.scripts}/checkpoint/bf16-pre16-next0-SBH; train it with pretrain_gpt_distributed_bf16.sh"
     refused(alone("test_gpt_distributed_bf16.sh", *other, **own), f"no checkpoint in {said}")
+
+
+def test_one_card_and_then_more_are_two_folders(alone):
+    """The same command; the layouts have checkpoints that Megatron-LM cannot go on from in the other."""
+    tree = fake_checkout(alone.scripts.parent, "tasks/main.py")
+    train = functools.partial(alone, "pretrain_gpt_distributed.sh", MEGATRON_LM_PATH=tree)
+    folder = alone.scripts / "checkpoint" / "fp16"
+    _saved(train(NPUS_PER_NODE=1), folder)
+    output = _saved(train(NPUS_PER_NODE=2), beside := Path(f"{folder}@{TINY}-tp1-pp1-batch2"))
+    assert f"The checkpoint in {folder} is of {TINY}-tp1-pp1-batch1: this run has a folder of its own" in output
+    assert "--load" not in output
+    refused(train(NPUS_PER_NODE=2), f"nothing left to train: the checkpoint in {beside} has 30 of 30")
+    output = stock_lm.succeeded(train(NPUS_PER_NODE=1, TRAIN_ITERS=31))
+    assert f"--load {folder} --override-opt_param-scheduler " in output
+    own = {"CHECKPOINT_PATH": folder, "NPUS_PER_NODE": 1, "NUM_LAYERS": 2}
+    refused(train(**own), f"{folder} is of {TINY}-tp1-pp1-batch1, this run of 2-layers-of-32")
+    (beside / "iter_0000030" / "mp_rank_00").mkdir(parents=True)
+    (beside / "iter_0000030" / "mp_rank_00" / "model_rng.pt").touch()
+    walk.write_lambada(alone.scripts / "lambada_test.json")
+    evaluated = stock_lm.succeeded(alone("test_gpt_distributed.sh", MEGATRON_LM_PATH=tree))
+    assert f"Evaluating {beside} on " in evaluated, "the newest"
+
+
+TINY = "1-layers-of-32-2-heads-64-tokens"
+
+
+def _saved(done: subprocess.CompletedProcess[str], folder: Path) -> str:
+    """Let a training that has only printed its flags have saved into ``folder``; return its output."""
+    output = stock_lm.succeeded(done)
+    assert f"--save {folder} " in output
+    (folder / "latest_checkpointed_iteration.txt").write_text("30")
+    return output
 
 
 @pytest.mark.parametrize(
