@@ -40,11 +40,6 @@ watch(
     why="it sorts parameters by type(), which names torch.cuda inside Megatron",
 )
 watch(
-    "megatron.p2p_communication:_communicate",
-    why="batched sends work on HCCL, NCCL and gloo; what gloo needs is in gather_split_1d_tensor and in the "
-    "redirection of isend",
-)
-watch(
     "megatron.schedules:backward_step",
     why="an overflow is looked for once a step, in the schedules and the optimizer, not once a micro-batch",
 )

@@ -65,7 +65,7 @@ LISTED: dict[str, dict[str, str]] = {
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__": "unpatched",
     },
     "adaptor_p2p_communication": {
-        "megatron.p2p_communication:_communicate": "unpatched",
+        "megatron.p2p_communication:_communicate": "pipeline_parallel",
     },
     "adaptor_schedules": {
         "megatron.schedules:backward_step": "unpatched",

@@ -400,3 +400,20 @@ def check_generation_with_and_without_cache(training, args):
                 logits = chunk(ids, torch.arange(end, device=here())[None], mask)
                 said = min(logits[0, -1].argmax().item(), stock_lm.END)  # upstream clamps padding words
                 assert said == row[end]
+
+
+def check_whole_tensors_are_sent_where_one_rank_has_all(monkeypatch):
+    """One tensor-parallel rank gathers nothing; with two, or as the user says, upstream decides."""
+    from megatron import get_args
+    from megatron.core import mpu
+
+    from megatron_npu.adaptors.megatron_lm.pipeline_parallel import send_whole_tensors
+
+    def original(tensor, *, cut):
+        return tensor, cut, get_args().scatter_gather_tensors_in_pipeline
+
+    monkeypatch.setattr(get_args(), "scatter_gather_tensors_in_pipeline", True)
+    assert send_whole_tensors(original, 1, cut=2) == (1, 2, False)
+    assert get_args().scatter_gather_tensors_in_pipeline
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_world_size", lambda: 2)
+    assert send_whole_tensors(original, 1, cut=2) == (1, 2, True)
