@@ -7,7 +7,7 @@ FROM ${BASE}
 RUN python -c "import torch"
 
 WORKDIR /opt/megatron_npu
-COPY LICENSE README.md megatron_npu_autoload.py pyproject.toml setup.py ./
+COPY LICENSE README.md megatron_npu_autoload.py rapidformer.py pyproject.toml setup.py ./
 COPY megatron_npu megatron_npu
 COPY patches patches
 RUN python -m pip install --no-cache-dir ".[core,hf,plot]" nltk

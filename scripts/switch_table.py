@@ -33,7 +33,10 @@ two ranks of the CPU, and every eleventh of them on simulated NPUs; all were run
 counted on one rank. On cuda nothing has been tried.
 
 The same words go to `train` (models of Transformers, models of users) and to `pretrain` (Megatron's). At
-most one of the four `--…-memory-optimization` is given; otherwise switches stack.
+most one of the four `--…-memory-optimization` is given; otherwise switches stack. `--onnx-runtime-training`,
+the document's word for graphs, is `--graph-optimization` on a CPU and CUDA; on an NPU, whose fast kernels are
+in this project's operations, it is `--fused-ops`, and of Megatron's models, which have these already,
+nothing: a line says so.
 """
 
 OURS, MEGATRON = "transformers", "megatron"  # users' own models are taken as those of Transformers

@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "serve a web dashboard of a finished or running job",
     ),
     "preprocess": ("megatron_npu.data.preprocessing.command:main", "tokenize text into Megatron's .bin/.idx"),
+    "data": (
+        "megatron_npu.data.preprocessing.data_command:main",
+        "inspect, decode, count, merge and verify .bin/.idx",
+    ),
     "generate": ("megatron_npu.generation.generate:main", "generate text from a checkpoint"),
     "serve": ("megatron_npu.serving.command:main", "serve a checkpoint over HTTP (OpenAI's API)"),
     "convert": (

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.options.switches import FULLY, Switches
+from megatron_npu.options.switches import DOCUMENTED_GRAPH, FULLY, GRAPH, Switches
 
 FAMILIES = {
     "transformers": "a Transformers model",
@@ -120,7 +120,7 @@ WORDS = (
         "blocks without reentrance; Transformers' own switch",
         "`--recompute-granularity full`",
     ),
-    Word("--graph-optimization", "graph_optimization", True, "`torch.compile` of each block", None),
+    Word(GRAPH, "graph_optimization", True, "`torch.compile` of each block", None),
     Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
     Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
     Word("--lora-rank", "lora_rank", 8, "peft", None),
@@ -231,6 +231,22 @@ REFUSALS = (
 )
 
 
+def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
+    """Return the switches as they are meant here, and a line that says so where that is another word.
+
+    The document's word for graphs promises what is fast: where torch.compile has no kernels, our own have.
+    """
+    if not switches.graph_optimization or switches.graph_word != DOCUMENTED_GRAPH:
+        return switches, ""
+    without = replace(switches, graph_optimization=False)
+    if place.family == "megatron":
+        return without, f"{DOCUMENTED_GRAPH}: nothing to do: Megatron's layers have fused operations already"
+    if place.device == "npu":
+        why = "torch.compile writes kernels for a CPU or CUDA, and the NPU's own are in these operations"
+        return replace(without, fused_ops=True), f"{DOCUMENTED_GRAPH} is --fused-ops on an NPU: {why}"
+    return switches, ""
+
+
 def refuse(switches: Switches, place: Place) -> None:
     """Say in one line why these switches do not go together.
 
@@ -241,7 +257,7 @@ def refuse(switches: Switches, place: Place) -> None:
     if refusal is not None:
         raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
     if switches.graph_optimization:
-        need_compiler(place.device)
+        need_compiler(place.device, switches.graph_word)
     if switches.lora_rank and not is_installed("peft"):
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",
@@ -258,7 +274,7 @@ def refusal_of(switches: Switches, place: Place) -> Refusal | None:
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
     """Return what was given that the refusal speaks against, in words."""
     flags = [
-        word.flag
+        switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS
         if word.name in refusal.switches and word.given(switches) and word.name != "mixed_precision"
     ]
@@ -274,8 +290,12 @@ def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
     return words
 
 
-def need_compiler(device: str) -> None:
+def need_compiler(device: str, word: str = GRAPH) -> None:
     """Say in one line that graphs cannot be compiled for a CPU.
+
+    Args:
+        device: where they are to run.
+        word: by which they were asked for.
 
     Raises:
         UsageError: there is no C++ compiler.
@@ -283,7 +303,7 @@ def need_compiler(device: str) -> None:
     names = (os.environ.get("CXX"), "g++", "clang++")
     if device == "cpu" and not any(name and shutil.which(name) for name in names):
         raise UsageError(
-            "--graph-optimization without a C++ compiler",
+            f"{word} without a C++ compiler",
             "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
             "Install one (apt-get install g++), or leave the switch out.",
         )

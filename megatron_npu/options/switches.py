@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_npu.base.arg_parser import whole
 
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
+GRAPH, DOCUMENTED_GRAPH = "--graph-optimization", "--onnx-runtime-training"  # ours, and the document's
 FULLY = ("zero-2", "zero-3", "fsdp")  # those that share out more than the optimizer's states
 
 
@@ -27,6 +29,7 @@ class Switches:
         cpu_offload: what is sharded (without sharding: the optimizer's states) rests in the host's memory.
         checkpoint_activations: a block keeps its input alone, and computes the rest again going backward.
         graph_optimization: the blocks are compiled by torch.compile.
+        graph_word: by which flag that was asked for.
         dynamic_shape: batches are padded to few lengths, and graphs are compiled for all of them at once.
         fused_ops: this project's operations take the place of the model's own.
         lora_rank: only adapters of this rank are trained; 0: every weight.
@@ -37,6 +40,7 @@ class Switches:
     cpu_offload: bool = False
     checkpoint_activations: bool = False
     graph_optimization: bool = False
+    graph_word: str = GRAPH
     dynamic_shape: bool = False
     fused_ops: bool = False
     lora_rank: int = 0
@@ -45,6 +49,14 @@ class Switches:
     def from_args(cls, args: argparse.Namespace) -> Switches:
         """Return the values in a namespace of parsed flags."""
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+
+
+class _Graph(argparse.Action):
+    """Switches graphs on, and keeps by which of its two names."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Set both."""
+        namespace.graph_optimization, namespace.graph_word = True, option_string or GRAPH
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
@@ -77,11 +89,16 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     add("--cpu-offload", action="store_true", help="what is shared out rests in the host's memory")
     add("--checkpoint-activations", action="store_true", help="compute activations again going backward")
     add(
-        "--graph-optimization",
-        "--onnx-runtime-training",
-        action="store_true",
-        help="compile the model's blocks (torch.compile does it, under either name)",
+        GRAPH,
+        DOCUMENTED_GRAPH,
+        dest="graph_optimization",
+        action=_Graph,
+        nargs=0,
+        default=False,
+        help="compile the model's blocks (torch.compile does it, under either name; on an NPU, where it has "
+        "no kernels, the second name means --fused-ops)",
     )
+    parser.set_defaults(graph_word=GRAPH)
     add("--dynamic-shape", action="store_true", help="pad batches to few lengths; graphs that fit them all")
     add("--fused-ops", action="store_true", help="this project's operations in place of the model's own")
     add(

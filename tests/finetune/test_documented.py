@@ -48,7 +48,7 @@ def flags(model: Path, data: Path, script: str, micro_batch_size: int) -> list[o
 @pytest.fixture(scope="module", params=[1, 2])
 def finetuned(request: Any, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save = tmp_path_factory.mktemp("save")
-    arguments = flags(model, data, "finetune_bert.py", 4)
+    arguments = flags(model, data, "rapidformer_finetune_huggingface_bert_trainer.py", 4)
     if (
         request.param > 1
     ):  # as the document has it; weights are shared out by ranks, so one has nothing to share
@@ -144,7 +144,7 @@ def test_a_card_has_one_line_for_all_fused_operations() -> None:
 def test_a_loop_of_one_s_own_shares_the_data_and_averages_gradients(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
-    arguments = flags(model, data, "own_loop.py", 4)
+    arguments = flags(model, data, "rapidformer_own_loop.py", 4)
     done = train_runs.train(*arguments, "--train-iters", 12, processes=2, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     parts = {

@@ -9,7 +9,7 @@ import pytest
 from tests.support import tiny, train_runs
 
 pytest.importorskip("megatron.core")
-SCRIPT_OF_THE_DOCUMENT = train_runs.DOCUMENTED / "pretrain_gpt.py"
+SCRIPT_OF_THE_DOCUMENT = train_runs.DOCUMENTED / "rapidformer_pretrain_megatron_gpt_trainer.py"
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 FLAGS = [
     *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split(),

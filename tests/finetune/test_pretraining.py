@@ -15,7 +15,7 @@ from tests.finetune import sentences, tiny_models
 from tests.support import tiny, train_runs
 
 pytest.importorskip("megatron.core")
-SCRIPT = train_runs.DOCUMENTED / "pretrain_bert.py"
+SCRIPT = train_runs.DOCUMENTED / "rapidformer_pretrain_huggingface_bert_trainer.py"
 
 
 @pytest.fixture(scope="module")

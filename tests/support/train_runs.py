@@ -11,7 +11,7 @@ from typing import Any
 from tests.finetune.tiny_models import WORDS
 from tests.support import tiny, warm
 
-DOCUMENTED = Path(__file__).resolve().parents[1] / "finetune" / "documented"
+DOCUMENTED = Path(__file__).resolve().parents[2] / "examples" / "rapidformer"
 MODULES = (  # not datasets: pyarrow starts a thread, which a fork would not have
     "torch._dynamo",  # torch's first optimizer imports it
     "megatron_npu.finetune.run.command",

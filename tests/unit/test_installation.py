@@ -18,7 +18,7 @@ from megatron_npu.doctor.copies import copies
 from tests.conftest import ROOT
 from tests.support import processes
 
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "megatron_npu_autoload.py")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "megatron_npu_autoload.py", "rapidformer.py")
 FOLDERS = ("megatron_npu", "patches")
 PRETRAIN = """
 import sys, torch

@@ -53,6 +53,29 @@ def test_refused_or_not(family, device, cut, alone, monkeypatch):
         assert any(part in error.value.given for part in against), error.value.given
 
 
+def test_the_documents_word_for_graphs_means_our_operations_on_an_npu():
+    """Where torch.compile has no kernels; our own word is refused there."""
+    words = Switches(graph_optimization=True, graph_word="--onnx-runtime-training")
+    fused, line = switch_rules.meant(words, Place("user", "npu"))
+    assert (fused.fused_ops, fused.graph_optimization) == (True, False)
+    assert line.startswith("--onnx-runtime-training is --fused-ops on an NPU: ")
+    switch_rules.refuse(fused, Place("user", "npu"))
+    for given, place in (
+        (words, Place("user", "cpu")),
+        (Switches(graph_optimization=True), Place("user", "npu")),
+    ):
+        assert switch_rules.meant(given, place) == (given, "")
+    with pytest.raises(UsageError, match="--graph-optimization on the npu device"):
+        switch_rules.refuse(Switches(graph_optimization=True), Place("transformers", "npu"))
+
+
+def test_a_refusal_names_the_word_that_was_typed(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for word in ("--onnx-runtime-training", "--graph-optimization"):
+        with pytest.raises(UsageError, match=f"{word} without a C"):
+            switch_rules.refuse(Switches(graph_optimization=True, graph_word=word), Place("user", "cpu"))
+
+
 def test_every_pair_that_is_refused_somewhere_is_in_the_table():
     """Nothing is refused that the page does not say: on one device a switch may be refused by itself."""
     page = (ROOT / "docs" / "reference" / "train-switches.md").read_text(encoding="utf-8")
@@ -68,7 +91,7 @@ def test_every_pair_that_is_refused_somewhere_is_in_the_table():
 
 
 def test_every_switch_is_in_the_table():
-    assert {word.name for word in switch_rules.WORDS} == set(Switches.__dataclass_fields__)
+    assert {word.name for word in switch_rules.WORDS} == set(Switches.__dataclass_fields__) - {"graph_word"}
     for word in switch_rules.WORDS:
         refused = any(
             rule.refuses(Switches(**{word.name: word.value}), Place("megatron", "cuda"))

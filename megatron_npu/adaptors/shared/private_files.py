@@ -26,7 +26,7 @@ def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let what ``original`` opens be private, and nothing else: a tool that writes a dataset begins no run."""
+    """Let what ``original`` opens be private, and no more: a tool that writes datasets begins no run."""
     mask = files.tighten_umask()
     try:
         return original(*args, **kwargs)

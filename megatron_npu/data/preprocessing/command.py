@@ -16,7 +16,14 @@ from tqdm import tqdm
 
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.data.preprocessing import corpus, dataset_sums, indexed_dataset, tokenizer_files, windows
+from megatron_npu.data.preprocessing import (
+    bad_rows,
+    corpus,
+    data_command,
+    indexed_dataset,
+    tokenizer_files,
+    windows,
+)
 from megatron_npu.data.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.data.preprocessing.sentences import Sentences
 from megatron_npu.data.tokenization import flags, gigatoken_bpe
@@ -34,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="JSON lines, or plain text (.txt, each a document); folders; patterns; .gz, .xz, .bz2, .zst",
+        help="JSON lines, plain text (.txt, each a document), tables (.parquet, .arrow, .csv); folders; "
+        "patterns; .gz, .xz, .bz2, .zst",
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text")
     add(
@@ -44,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--hf-name", metavar="PART", help="the part of a --hf-dataset that has several")
     add("--hf-split", default="train", metavar="SPLIT", help="of a --hf-dataset")
+    bad_rows.add_flag(add)
     _add_tokenizer(result.add_argument_group("tokenizer").add_argument)
     _add_shape(result.add_argument_group("dataset").add_argument)
     _add_work(result.add_argument_group("work").add_argument)
@@ -121,20 +130,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    """Compare datasets with their checksums, all bytes of them; return 1 where one is damaged or has none."""
     result = Parser("megatron-npu preprocess", description="Compare datasets with their checksums.")
     result.add_argument(_VERIFY, nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
-    code = 0
-    for prefix in result.parse_args(argv).verify:
-        try:
-            indexed_dataset.validate(prefix)
-            known = dataset_sums.require(prefix, whole=True)
-            told = "as it was written" if known else f"no checksums ({dataset_sums.path_of(prefix)})"
-        except UsageError as error:
-            known, told = False, str(error)
-        code |= not known
-        print(f"{prefix}: {told}", flush=True)
-    return int(code)
+    return data_command.verify(result.parse_args(argv).verify)
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
@@ -169,10 +167,12 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
         prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in recipe.keys]
         writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
         unknown = [0] * len(writers)
+        skipped = bad_rows.Skipped(arguments.output_prefix, arguments.skip_bad_rows)
         results = encode_all(documents.batches(), recipe, arguments.workers)
         stack.callback(results.close)  # first of all: the workers end before the files go
         with _Progress(documents.size, arguments.log_interval) as progress:
             for result in progress.watch(results):
+                skipped.add(result.bad)
                 for index, (writer, encoded) in enumerate(zip(writers, result.keys, strict=True)):
                     writer.add(encoded.tokens, encoded.lengths, encoded.sequences)
                     unknown[index] += encoded.unknown
@@ -180,6 +180,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
             writer.finish()
             _refuse_empty(writer, key)
         indexed_dataset.publish(writers)
+        skipped.publish()
     vocabulary = tokenizer_files.shown(recipe.tokenizer)
     for writer, count in zip(writers, unknown, strict=True):
         print(f"{writer.prefix}.bin and .idx: {writer.tokens} tokens, {dtype.name}")
@@ -204,7 +205,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
         sentences.splitter()
     elif arguments.keep_newlines:
         raise UsageError("--keep-newlines without --split-sentences", "both or neither", "Leave it out.")
-    return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, windows.named_by(arguments))
+    cut, skips = windows.named_by(arguments), arguments.skip_bad_rows > 0
+    return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, cut, skips)
 
 
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:

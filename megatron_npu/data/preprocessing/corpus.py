@@ -15,7 +15,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import jsonl, plain_text
 from megatron_npu.data.preprocessing.compressed import plain_name
 
-_TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl")
+_TABLES = (".parquet", ".arrow", ".csv")  # the library `datasets` reads them, as it does for --hf-dataset
+_TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
@@ -33,15 +34,15 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Files of JSON lines and of plain text.
+    """Files of JSON lines, of plain text, and tables.
 
     Attributes:
         paths: the files, in order.
-        key: where the text of a plain file goes.
+        keys: that hold text; that of a plain file goes under the first.
     """
 
     paths: tuple[str, ...]
-    key: str
+    keys: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -56,7 +57,9 @@ class Files:
         """
         for path in self.paths:
             if plain_text.is_plain_text(path):
-                yield plain_text.batch(path, self.key)
+                yield plain_text.batch(path, self.keys[0])
+            elif Path(path).suffix in _TABLES:
+                yield from _rows(path, None, "train", self.keys, "--input").batches()
             else:
                 yield from jsonl.batches(path)
 
@@ -73,16 +76,20 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
             f"{given} --input and --hf-dataset", "one of the two", "Name the files, or the dataset."
         )
     if arguments.hf_dataset is not None:
-        from megatron_npu.data.preprocessing.hf_rows import Rows  # for it alone is `datasets` wanted
-
-        return Rows.opened(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys)
-    files = Files(tuple(path for name in arguments.input for path in _paths(name)), keys[0])
+        return _rows(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys, "--hf-dataset")
+    files = Files(tuple(path for name in arguments.input for path in _paths(name)), tuple(keys))
     plain = next(filter(plain_text.is_plain_text, files.paths), None) if len(keys) > 1 else None
     if plain is not None:
         raise UsageError(
             f"--json-keys {' '.join(keys)} with the plain text {plain}", "one key", "Plain text has no keys."
         )
     return files
+
+
+def _rows(name: str, config: str | None, split: str, keys: Sequence[str], flag: str) -> Corpus:
+    from megatron_npu.data.preprocessing.hf_rows import Rows  # for it alone is `datasets` wanted
+
+    return Rows.opened(name, config, split, keys, flag)
 
 
 def _paths(name: str) -> list[str]:

@@ -44,6 +44,7 @@ class Recipe:
         dtype: name of the tokens' numpy type.
         sentences: how texts become sentences; None: a text is one sequence.
         windows: how documents become windows; None: not at all.
+        skips: whether lines that are no documents are left out.
     """
 
     tokenizer: TokenizerFiles
@@ -52,6 +53,7 @@ class Recipe:
     dtype: str
     sentences: Sentences | None = None
     windows: windows.Windows | None = None
+    skips: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """One batch, done: one ``Encoded`` a key, documents, bytes of text, bytes read from disk."""
+    """One batch, done: one ``Encoded`` a key, documents, bytes of text and on disk, rows left out."""
 
     keys: tuple[Encoded, ...]
     documents: int
     text_bytes: int
     read: int
+    bad: tuple[jsonl.BadRow, ...] = ()
 
 
 class _WordCache(dict[str, bytes]):
@@ -134,12 +137,13 @@ class Encoder:
         """Return the batch's tokens.
 
         Raises:
-            LineError: a line is not a document.
+            LineError: a line is not a document, and none is to be left out.
         """
-        documents = list(jsonl.documents(batch, self._recipe.keys))
-        columns = zip(*documents, strict=True)
+        bad: list[jsonl.BadRow] | None = [] if self._recipe.skips else None
+        documents = list(jsonl.documents(batch, self._recipe.keys, bad))
+        columns = list(zip(*documents, strict=True)) or [()] * len(self._recipe.keys)
         keys = tuple(self._encode_key(column) for column in columns)
-        return Result(keys, len(documents), len(batch.text), batch.read)
+        return Result(keys, len(documents), len(batch.text), batch.read, tuple(bad or ()))
 
     def _encode_key(self, documents: Sequence[list[str]]) -> Encoded:
         pieces: list[bytes] = []

@@ -16,6 +16,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data import dataset_folders
 from megatron_npu.data.preprocessing.jsonl import BATCH_BYTES, Batch
 
+# a cell that says NA or null is a text; an empty one is none
+CSV = {"keep_default_na": False, "na_values": [""]}
 # the ending of a file -> what `datasets` calls its format
 _FORMATS = {
     ".csv": "csv",
@@ -35,11 +37,13 @@ class Rows:
         rows: what `datasets` gives; each a mapping of column to value.
         name: of the dataset and its split, for messages.
         keys: the columns that hold text.
+        flag: that named it, for messages.
     """
 
     rows: Any
     name: str
     keys: tuple[str, ...]
+    flag: str = "--hf-dataset"
 
     @property
     def size(self) -> None:
@@ -47,7 +51,9 @@ class Rows:
         return None
 
     @classmethod
-    def opened(cls, name: str, config: str | None, split: str, keys: Sequence[str]) -> Rows:
+    def opened(
+        cls, name: str, config: str | None, split: str, keys: Sequence[str], flag: str = "--hf-dataset"
+    ) -> Rows:
         """Open a split of a dataset.
 
         Args:
@@ -55,18 +61,20 @@ class Rows:
             config: the part of a dataset that has several (``--hf-name``).
             split: for example ``train``.
             keys: the columns that hold text.
+            flag: that names it.
 
         Raises:
             UsageError: `datasets` is not installed, or cannot open it.
         """
-        datasets = _library()
+        datasets = _library(flag)
         try:
             rows = _load(datasets, name, config, split)
         except UsageError:
             raise
         except Exception as error:  # the library, and the libraries below it, raise of all kinds
-            raise _refused(name, split, error) from error
-        return cls(rows, f"{name} ({split})", tuple(keys))
+            raise _refused(name, split, error, flag) from error
+        shown = f"{name} ({split})" if flag == "--hf-dataset" else name
+        return cls(rows, shown, tuple(keys), flag)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the rows in batches; "line" 1 is the first row.
@@ -93,7 +101,7 @@ class Rows:
             yield from self.rows
         except Exception as error:  # as above; a closed generator's is none
             raise UsageError(
-                f"--hf-dataset {self.name}: {_first_line(error)}",
+                f"{self.flag} {self.name}: {_first_line(error)}",
                 "rows that can be read",
                 "Look at the file or the connection; nothing was written.",
             ) from error
@@ -102,7 +110,7 @@ class Rows:
         missing = [key for key in self.keys if key not in row]
         if missing:
             raise UsageError(
-                f"--hf-dataset {self.name}: no column {missing[0]!r} (it has {', '.join(map(repr, row))})",
+                f"{self.flag} {self.name}: no column {missing[0]!r} (it has {', '.join(map(repr, row))})",
                 f"text under {', '.join(map(repr, self.keys))}",
                 "Name the columns with --json-keys; nothing was written.",
             )
@@ -110,16 +118,16 @@ class Rows:
             return json.dumps({key: row[key] for key in self.keys}) + "\n"
         except TypeError as error:  # a date, an image
             raise UsageError(
-                f"--hf-dataset {self.name}: row {number}: {error}", "text", "Name other columns."
+                f"{self.flag} {self.name}: row {number}: {error}", "text", "Name other columns."
             ) from error
 
 
-def _library() -> ModuleType:
+def _library(flag: str) -> ModuleType:
     try:
         import datasets
     except ImportError as error:
         raise UsageError(
-            f"--hf-dataset ({error})",
+            f"{flag} ({error})",
             "the package datasets",
             "Install it: pip install 'megatron_npu[data]' (or pip install datasets).",
         ) from error
@@ -132,7 +140,10 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
         kind = _FORMATS.get(path.suffix)
         if kind is None:
             raise ValueError(f"a file that ends in none of {', '.join(_FORMATS)}")
-        return datasets.load_dataset(kind, data_files={split: str(path)}, split=split, streaming=True)
+        options = CSV if kind == "csv" else {}
+        return datasets.load_dataset(
+            kind, data_files={split: str(path)}, split=split, streaming=True, **options
+        )
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         dataset_folders.require_own_files(path, f"--hf-dataset {name}")
         saved = datasets.load_from_disk(str(path))
@@ -141,9 +152,10 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
         return datasets.load_dataset(name, config, split=split, streaming=True)
 
 
-def _refused(name: str, split: str, error: Exception) -> UsageError:
+def _refused(name: str, split: str, error: Exception, flag: str) -> UsageError:
+    given = f"{flag} {name}" + (f" --hf-split {split}" if flag == "--hf-dataset" else "")
     return UsageError(
-        f"--hf-dataset {name} --hf-split {split}: {_first_line(error)}",
+        f"{given}: {_first_line(error)}",
         "a dataset of the hub, or a local file or folder of csv, json, parquet or arrow",
         "Correct the name or the split; a dataset of the hub needs a connection to it (or HF_ENDPOINT).",
     )

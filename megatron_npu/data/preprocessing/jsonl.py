@@ -10,6 +10,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing.compressed import decompressed, read
 
 BATCH_BYTES = 256 * 1024
+_BEGINS = 200  # bytes of a line that is left out which are told
 
 
 class LineError(UsageError):
@@ -57,8 +58,25 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
             yield Batch(path, line, text, raw.tell() - before)
 
 
-def documents(batch: Batch, keys: Sequence[str]) -> Iterator[list[list[str]]]:
+@dataclass(frozen=True)
+class BadRow:
+    """A line that was left out: its file and number, what is wrong with it, and how it begins."""
+
+    file: str
+    line: int
+    why: str
+    begins: str
+
+
+def documents(
+    batch: Batch, keys: Sequence[str], bad: list[BadRow] | None = None
+) -> Iterator[list[list[str]]]:
     """Yield, line by line, the sequences of each key: ``[keys][sequences]``; a text is one sequence.
+
+    Args:
+        batch: the lines.
+        keys: those that hold text.
+        bad: takes the lines that are no documents; None: the first one is an error.
 
     Raises:
         LineError: a line is not UTF-8 or not JSON, lacks a key, or holds something else than text there.
@@ -70,10 +88,15 @@ def documents(batch: Batch, keys: Sequence[str]) -> Iterator[list[list[str]]]:
         try:
             yield _sequences(line, keys)
         except _UnfitError as fault:
+            if bad is not None:
+                begins = line[:_BEGINS].decode("utf-8", "backslashreplace")
+                bad.append(BadRow(batch.path, number, str(fault), begins))
+                continue
             raise LineError(
                 f"{batch.path}:{number}: {fault}",
                 f"one JSON object a line with text under {', '.join(map(repr, keys))}",
-                "Correct the line, or name the keys with --json-keys; nothing was written.",
+                "Correct the line, or name the keys with --json-keys, or leave such lines out with "
+                "--skip-bad-rows N; nothing was written.",
             ) from fault
 
 

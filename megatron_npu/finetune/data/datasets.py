@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data import dataset_folders
+from megatron_npu.data.preprocessing.hf_rows import CSV
 from megatron_npu.finetune.data import text_files
 from megatron_npu.finetune.data.parts import Parts
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 # the builder of each format, with its options
 _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
+    ".csv": ("csv", CSV),
+    ".tsv": ("csv", {**CSV, "sep": "\t"}),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),

@@ -11,7 +11,9 @@ are, and leaves the generators of dropout alone; with ``sample_seeds`` it follow
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -214,14 +216,42 @@ def require_length(dataset: Any, what: str) -> None:
     )
 
 
+class Batch(dict[Any, Any]):
+    """A batch that may be asked to go where it is, as loops of one's own do with Transformers' batches."""
+
+    def to(self, device: Any) -> Batch:
+        """Move the values to a device, in place; "cuda" is where they are, if there is none."""
+        if not _is_here(device):
+            self.update({name: on_device(value, device) for name, value in self.items()})
+        return self
+
+
+def _is_here(device: Any) -> bool:
+    """Return whether a script of a GPU means the device that batches are on already."""
+    return torch.device(device).type == "cuda" and not torch.cuda.is_available()
+
+
+@functools.cache
+def _staying(kind: type) -> type:
+    """Return a kind of batches, but that one asked to go to a GPU that is not there stays where it is."""
+
+    def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"to": to, "__doc__": kind.__doc__})
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device: a mapping, a sequence, or what has ``to`` of its own."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers
-        return batch.to(device)
+        moved = batch.to(device)
+        if isinstance(moved, UserDict):
+            moved.__class__ = _staying(type(moved))
+        return moved
     if isinstance(batch, Mapping):
-        return {name: on_device(value, device) for name, value in batch.items()}
+        return Batch((name, on_device(value, device)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(on_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):

@@ -16,7 +16,7 @@ from torch import nn
 from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo, loader_workers
-from megatron_npu.finetune.data import vocabulary
+from megatron_npu.finetune.data import plain_padding, vocabulary
 from megatron_npu.finetune.data.loading import Collate, Loader, require_length
 from megatron_npu.finetune.data.padding import LONGEST, bucketed, buckets
 from megatron_npu.finetune.model import pair_losses
@@ -181,7 +181,8 @@ class RapidformerEngine:
         Args:
             dataset: with a length.
             collate_fn: makes a batch of a list of samples; None: the padding of the tokenizer of
-                ``--pretrained-model-name-or-path`` for tokenized samples, torch's own for others.
+                ``--pretrained-model-name-or-path`` for tokenized samples (``plain_padding`` where none is
+                named), torch's own for others.
             shuffle: in a new order each time.
             repeats: what ``collate_fn`` draws is the same each time, as evaluations want it.
 
@@ -235,8 +236,10 @@ class RapidformerEngine:
     def _default_collate(self, dataset: Any) -> Collate | None:
         first = dataset[0] if len(dataset) else None
         name = self.args.pretrained_model_name_or_path
-        if not isinstance(first, dict) or "input_ids" not in first or name is None:
+        if not isinstance(first, dict) or "input_ids" not in first:
             return None
+        if name is None:
+            return plain_padding.pad
         from transformers import AutoTokenizer, DataCollatorWithPadding
 
         return DataCollatorWithPadding(AutoTokenizer.from_pretrained(name, trust_remote_code=False))

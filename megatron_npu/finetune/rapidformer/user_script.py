@@ -1,26 +1,27 @@
-"""``--user-script FILE``: a file is run as ``python FILE`` would; its ``rapidformer`` is this project.
+"""``--user-script FILE``: a file is run as ``python FILE`` would.
 
+What the document's scripts use and do not import, and what newer packages have no more, is given to it.
 ``from megatron import mpu``, of a Megatron that has it no more, finds a stand-in.
 """
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
 import megatron_npu
 from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.finetune.rapidformer import state
 from megatron_npu.process import python_child
 from megatron_npu.standins import mpu
 
-DOCUMENTED = "rapidformer"  # the package that the document's scripts import
 _PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
@@ -35,12 +36,13 @@ def run(script: str) -> None:
     path = Path(script).resolve()
     _require_python(path)
     stand_in()
+    names = _supplied(path)
     made, used = engine.made(), engine.used()
     arguments, places = sys.argv, sys.path[:]
     sys.argv = [script]
     python_child.search_first(str(path.parent))
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(path), init_globals=names, run_name="__main__")
     except (UsageError, KeyboardInterrupt):
         raise
     except SystemExit as end:
@@ -71,11 +73,26 @@ def _require_python(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Let ``from rapidformer import ...`` find this project's names where the real package is absent."""
-    if DOCUMENTED not in sys.modules and not is_installed(DOCUMENTED):
-        sys.modules[DOCUMENTED] = importlib.import_module("megatron_npu.finetune")
+    """Let ``from megatron import mpu`` find a stand-in where Megatron has it no more."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
+
+
+def _supplied(path: Path) -> dict[str, Any]:
+    """Supply what a script of the document's kind lacks, say so, and return the names that it begins with."""
+    from megatron_npu.finetune.rapidformer import former_names, missing_imports
+
+    text = path.read_bytes()
+    former = former_names.supply(text.decode("utf-8", "replace"))
+    names = missing_imports.given(text, path.name)  # type: ignore[arg-type]  # bytes say their encoding
+    log = state.get_logger()
+    if former:
+        log.info("--user-script %s: supplied, as newer versions lack it: %s", path.name, ", ".join(former))
+    if names:
+        log.info(
+            "--user-script %s: supplied, as it imports them from nowhere: %s", path.name, ", ".join(names)
+        )
+    return names
 
 
 def _told(path: Path, error: BaseException) -> BaseException:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.run import arguments, launch, layout, ranks
-from megatron_npu.options.switch_rules import Place, refuse
+from megatron_npu.options.switch_rules import Place, meant, refuse
 from megatron_npu.options.switches import FULLY, Switches
 from megatron_npu.pretrain.checkpoint import save_folder
 from megatron_npu.pretrain.flags.checks import output
@@ -59,7 +59,7 @@ def train(args: Namespace) -> None:
     Raises:
         UsageError: bad input.
     """
-    _refuse(args)
+    _refuse(args, tells=args.rank == 0)
     output.places(args)
     from megatron_npu.finetune.rapidformer import engine, state, user_script
     from megatron_npu.finetune.run import checkpoint
@@ -88,14 +88,22 @@ def train(args: Namespace) -> None:
         state.set_args(None)
 
 
-def _refuse(args: Namespace) -> None:
-    """Say in one line, before anything is loaded, which switches do not go together."""
+def _refuse(args: Namespace, *, tells: bool = False) -> None:
+    """Say in one line, before anything is loaded, which switches do not go together.
+
+    Args:
+        args: the flags; a switch that means another one here becomes that one.
+        tells: whether to say so.
+    """
     device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
     if not args.user_script:
         place = Place("transformers", device, alone=alone)
     else:  # no model but Megatron's is cut
         place = Place("megatron" if cut else "user", device, cut, alone)
-    switches = Switches.from_args(args)
+    switches, line = meant(Switches.from_args(args), place)
+    args.graph_optimization, args.fused_ops = switches.graph_optimization, switches.fused_ops
+    if line and tells:
+        print(f"megatron_npu: {line}", flush=True)
     refuse(switches, place)
     if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
         raise UsageError(

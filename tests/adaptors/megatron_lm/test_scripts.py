@@ -154,9 +154,7 @@ def test_one_card_and_then_more_are_two_folders(alone):
     folder = alone.scripts / "checkpoint" / "fp16"
     _saved(train(NPUS_PER_NODE=1), folder)
     output = _saved(train(NPUS_PER_NODE=2), beside := Path(f"{folder}@{TINY}-tp1-pp1-batch2"))
-    assert (
-        f"The checkpoint in {folder} is of {TINY}-tp1-pp1-batch1: this run has a folder of its own" in output
-    )
+    assert f"{folder} is of {TINY}-tp1-pp1-batch1: this run has a folder of its own" in output
     assert "--load" not in output
     refused(train(NPUS_PER_NODE=2), f"nothing left to train: the checkpoint in {beside} has 30 of 30")
     output = stock_lm.succeeded(train(NPUS_PER_NODE=1, TRAIN_ITERS=31))

@@ -6,8 +6,9 @@ import random
 
 import numpy
 import torch
-from rapidformer import Finetuner, RapidformerEngine
 from torch.nn.functional import cross_entropy
+
+from rapidformer import Finetuner, RapidformerEngine
 
 
 class Sums(Finetuner):

@@ -79,7 +79,6 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--zero-3-memory-optimization --num-experts 4", "--num-experts with --zero-3-memory-optimization"),
         ("--cpu-offload", "on the cpu device"),
         ("--graph-optimization", "--graph-optimization for a Megatron model"),
-        ("--onnx-runtime-training", "--graph-optimization for a Megatron model"),
         ("--dynamic-shape", "--dynamic-shape for a Megatron model"),
         ("--lora-rank 4", "--lora-rank for a Megatron model"),
     ],
@@ -87,6 +86,12 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
 def test_what_cannot_be_is_said_before_anything_is_built(check, given, said):
     with pytest.raises(UsageError, match=said):
         check(given, 4 if "parallel-size" in given else 2)
+
+
+def test_the_documents_word_for_graphs_is_what_megatron_s_layers_have(check, capsys):
+    check("--onnx-runtime-training", 2)
+    said = "--onnx-runtime-training: nothing to do: Megatron's layers have fused operations already"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("one", switch_rules.WORDS, ids=lambda word: word.flag)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
-from megatron_npu.options.switch_rules import Place, refuse
+from megatron_npu.options.switch_rules import Place, meant, refuse
 from megatron_npu.options.switches import Switches
 from megatron_npu.pretrain.flags import derive
 
@@ -21,11 +21,14 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
     """
-    switches, place = Switches.from_args(args), _place(args)
+    place = _place(args)
+    switches, line = meant(Switches.from_args(args), place)
     derive.sharding(args, None)
     _precision(args, switches)
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     refuse(replace(switches, mixed_precision=precision), place)
+    if line:
+        _say(args, line)
     if switches.sharding != "none":
         _share_out(args, switches.sharding, place)
     _offload(args, switches)

@@ -1,22 +1,19 @@
 # The document's loop without a template, after its two steps (data parallelism, the fused optimizer), as it is
 # printed there but for what is marked with "here:".
-import os  # here: two that are missing there
-from functools import partial
+import os  # here: for the test
 
 import torch
-from datasets import load_dataset
-from rapidformer import load_metric  # here: datasets has none any more
+from datasets import load_dataset, load_metric
 from torch.utils.data import DataLoader
-from transformers import (  # here: without AdamW, which transformers has no longer
+from transformers import (
+    AdamW,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     get_linear_schedule_with_warmup,
     BertForSequenceClassification,
 
 )
-from rapidformer import RapidformerEngine, Finetuner, get_args  # here: the last two are missing there
-
-args = get_args()  # here: missing there
+from rapidformer import RapidformerEngine
 engine = RapidformerEngine()
 finetuner = Finetuner(engine=engine)
 
@@ -53,6 +50,7 @@ device = torch.device("cuda", args.local_rank)
 for epoch in range(args.epochs):
     model.train()
     for step, batch in enumerate(train_dataloader):
+        batch.to(device)
         outputs = model(**batch)
         loss = outputs.loss
         loss.backward()
@@ -63,6 +61,7 @@ for epoch in range(args.epochs):
         
     model.eval()
     for step, batch in enumerate(eval_dataloader):
+        batch.to(device)
         with torch.no_grad():
             outputs = model(**batch)
             predictions = outputs.logits.argmax(dim=-1)

@@ -1,6 +1,4 @@
 # The document's script of a BERT's pre-training, as it is printed there but for what is marked with "here:".
-import torch  # here: the two imports that are missing there
-from transformers import AutoModelForPreTraining
 from megatron import mpu
 from transformers import BertConfig, BertForPreTraining
 from rapidformer import RapidformerEngine, get_args, PreTrainer

@@ -1,9 +1,6 @@
 # The document's script for a Megatron GPT, as it is printed there but for what is marked with "here:". Its three
 # classes of one method each are one class here.
-import torch  # here: the imports that are missing there
-from megatron import mpu
-from rapidformer import get_ltor_masks_and_position_ids, get_tokenizer
-from yourmodel import build_train_valid_test_datasets
+from yourmodel import build_train_valid_test_datasets  # here: data that need no file
 from rapidformer import RapidformerEngine, get_args, PreTrainer
 from yourmodel import GPTModel
 

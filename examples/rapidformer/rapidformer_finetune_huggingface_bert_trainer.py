@@ -1,9 +1,6 @@
 # The document's script of a fine-tuning, as it is printed there but for what is marked with "here:".
-import torch  # here: missing there
 from transformers import AutoConfig,BertForSequenceClassification
-from transformers import AutoTokenizer  # here: missing there
-from datasets import load_dataset
-from rapidformer import load_metric  # here: datasets has none any more
+from datasets import load_dataset, load_metric
 from rapidformer import RapidformerEngine
 from rapidformer import get_args
 from rapidformer import get_logger
@@ -11,9 +8,6 @@ from rapidformer import get_timers
 from rapidformer import Finetuner
 from rapidformer import Pretrainer
 from rapidformer import build_train_valid_test_datasets_for_huggingface
-
-args = get_args()  # here: two methods use it
-
 
 class MyFintuner(Finetuner):
     def __init__(self,engine):
@@ -34,7 +28,7 @@ class MyFintuner(Finetuner):
             batched=True,
             remove_columns=["idx", "sentence1", "sentence2"],
         )
-        tokenized_datasets = tokenized_datasets.rename_column("label", "labels")  # here: rename_column_ is gone
+        tokenized_datasets.rename_column_("label", "labels")
 
         train_dataset = tokenized_datasets["train"]
         valid_dataset = tokenized_datasets['validation']

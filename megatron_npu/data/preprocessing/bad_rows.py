@@ -1,0 +1,64 @@
+"""``--skip-bad-rows N``: rows that are no documents are left out, counted, and named in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import whole
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.jsonl import BadRow
+
+FLAG = "--skip-bad-rows"
+
+
+def add_flag(add: Callable[..., Any]) -> None:
+    """Declare the flag."""
+    add(
+        FLAG,
+        type=whole,
+        default=0,
+        metavar="N",
+        help="leave out up to N rows that are no documents, and write which (0: the first one is an error)",
+    )
+
+
+class Skipped:
+    """The rows that were left out so far.
+
+    Args:
+        prefix: of the dataset; the file beside it ends in ``.skipped.jsonl``.
+        most: rows that may be left out.
+    """
+
+    def __init__(self, prefix: str, most: int) -> None:
+        self.path, self._most = Path(f"{prefix}.skipped.jsonl"), most
+        self._rows: list[BadRow] = []
+
+    def add(self, rows: Sequence[BadRow]) -> None:
+        """Take in the rows of a batch.
+
+        Raises:
+            UsageError: there are more than may be left out.
+        """
+        self._rows += rows
+        if len(self._rows) > self._most:
+            last = self._rows[self._most]
+            raise UsageError(
+                f"{last.file}:{last.line}: {last.why}; it is bad row {self._most + 1}",
+                f"at most {self._most} of them ({FLAG})",
+                "Correct the files, or give a larger number; nothing was written.",
+            )
+
+    def publish(self) -> None:
+        """Write the file and say so; without bad rows there is none, not one of an earlier run either."""
+        if not self._rows:
+            self.path.unlink(missing_ok=True)
+            return
+        files.write(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
+        print(f"megatron-npu preprocess: {len(self._rows)} rows left out: {self.path}", file=sys.stderr)

@@ -1,0 +1,43 @@
+"""Batches of tokenized samples where no tokenizer is named that would pad them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_npu.finetune.data.padding import FILLERS
+
+_IDS, _MASK = "input_ids", "attention_mask"
+
+
+def pad(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return a batch of samples of different lengths, as Transformers' ``DataCollatorWithPadding`` names it.
+
+    What is as long as a sample's ``input_ids`` is filled up: tokens with 0, which no ``attention_mask`` of
+    the batch looks at, labels with -100. ``label`` and ``label_ids`` become ``labels``.
+
+    Args:
+        samples: each a mapping with ``input_ids``, of lists, tensors or numbers.
+    """
+    lengths = [len(sample[_IDS]) for sample in samples]
+    names = {"label": "labels", "label_ids": "labels"}
+    batch = {
+        names.get(name, name): _column(names.get(name, name), [sample[name] for sample in samples], lengths)
+        for name in samples[0]
+    }
+    if _MASK not in batch:
+        batch[_MASK] = _column(_MASK, [[1] * length for length in lengths], lengths)
+    return batch
+
+
+def _column(name: str, values: list[Any], lengths: list[int]) -> torch.Tensor:
+    tensors = [torch.as_tensor(value) for value in values]
+    of_tokens = all(
+        value.dim() and len(value) == length for value, length in zip(tensors, lengths, strict=True)
+    )
+    if not of_tokens:
+        return torch.stack(tensors)
+    filler = FILLERS.get(name, 0)
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)

@@ -1,0 +1,60 @@
+"""Names that the document's scripts use and do not import: they are given to a script that uses them so."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import symtable
+from typing import Any
+
+from megatron_npu import finetune
+from megatron_npu.finetune.rapidformer import state
+from megatron_npu.standins import mpu
+
+_TRANSFORMERS = ("AutoTokenizer", "AutoModelForPreTraining", "AutoModelForSequenceClassification")
+
+
+def unbound(text: str, name: str) -> set[str]:
+    """Return the names that a script reads and neither it nor Python has; empty where it imports ``*``.
+
+    Args:
+        text: of the script, which compiles.
+        name: of its file.
+    """
+    module = symtable.symtable(text, name, "exec")
+    own = {symbol.get_name() for symbol in module.get_symbols() if _is_bound(symbol)}
+    read: set[str] = set()
+    tables = [module]
+    while tables:
+        table = tables.pop()
+        for symbol in table.get_symbols():
+            if table is not module and symbol.is_declared_global() and symbol.is_assigned():
+                own.add(symbol.get_name())
+            if symbol.is_referenced() and (table is module or symbol.is_global()):
+                read.add(symbol.get_name())
+        tables += table.get_children()
+    return {word for word in read - own if not hasattr(builtins, word) and not word.startswith("__")}
+
+
+def given(text: str, name: str) -> dict[str, Any]:
+    """Return what a script is to begin with: those of its unbound names that the document's scripts have."""
+    return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
+
+
+def _is_bound(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+
+
+def _value(word: str) -> Any:
+    if word == "torch":
+        return importlib.import_module("torch")
+    if word == "partial":
+        return functools.partial
+    if word == "mpu":
+        return mpu
+    if word == "args":
+        return state.get_args()
+    if word in _TRANSFORMERS:
+        return getattr(importlib.import_module("transformers"), word)
+    return getattr(finetune, word) if word in finetune.__all__ else None
