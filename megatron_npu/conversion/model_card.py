@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import files
+from megatron_npu.pretrain.checkpoint import stock_checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.checkpoint.checkpoint_files import RELEASE
 
@@ -16,13 +17,15 @@ NAME = "README.md"
 _MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
     max_position_embeddings position_embedding_type normalization swiglu untie_embeddings_and_output_weights
-    padded_vocab_size num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    padded_vocab_size
 """.split()
+_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _TRAINING = """
     micro_batch_size global_batch_size train_iters train_samples lr min_lr lr_decay_style lr_warmup_iters
     weight_decay clip_grad adam_beta1 adam_beta2 attention_dropout hidden_dropout seed bf16 fp16
-    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size moe_aux_loss_coeff
+    tensor_model_parallel_size pipeline_model_parallel_size
 """.split()
+_TRAINING_OF_EXPERTS = ("expert_model_parallel_size", "moe_aux_loss_coeff")
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _LOSSES = {
     "loss_first": "training loss of the first iteration",
@@ -44,11 +47,12 @@ def write(
         values: the keys of ``config.json``.
         dtype: Megatron's name for the type of the weights.
     """
+    names = [*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ())]
     lines = [
         *("---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""),
         *(f"# {values['architectures'][0]} from Megatron", ""),
         f"{_origin(found)} The weights are {dtype}.",
-        *("", "## Model", "", *_table({name: getattr(args, name, None) for name in _MODEL})),
+        *("", "## Model", "", *_table({name: getattr(args, name, None) for name in names})),
         *("", "## Training", "", *_training(found, args)),
         *("", "## Use", "", *_use(args)),
     ]
@@ -72,14 +76,16 @@ def _table(values: Mapping[str, Any]) -> list[str]:
 
 
 def _training(found: CheckpointInfo, args: Namespace) -> Iterator[str]:
-    if found.path.name == RELEASE or not found.is_own:
+    flags = found.arguments if found.is_own else stock_checkpoints.flags_of(found.path)
+    if found.path.name == RELEASE or flags.get("lr") is None:
         yield "The checkpoint does not say how it was trained."
         return
-    given = {name: found.arguments.get(name) for name in _TRAINING}
-    yield from _table(given)
+    names = [*_TRAINING, *(_TRAINING_OF_EXPERTS if getattr(args, "num_experts", None) else ())]
+    yield from _table({name: flags.get(name) for name in names})
     yield ""
-    yield f"- data: {', '.join(_data(found.arguments)) or 'not named'}"
-    yield f"- samples: {found.consumed_train_samples} of {args.seq_length} tokens"
+    yield f"- data: {', '.join(_data(flags)) or 'not named'}"
+    if samples := found.consumed_train_samples or flags.get("consumed_train_samples"):
+        yield f"- samples: {samples} of {args.seq_length} tokens"
     for name, value in _losses(found).items():
         yield f"- {_LOSSES[name]}: {value:.4f}"
 

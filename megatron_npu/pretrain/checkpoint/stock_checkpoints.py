@@ -53,6 +53,30 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
     return found
 
 
+def flags_of(path: Path) -> dict[str, Any]:
+    """Return the flags that a stock script keeps in its checkpoint, those that are plain values.
+
+    Args:
+        path: of the checkpoint itself, which ``existing`` has found.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if torch_format.holds_ranks(path):
+        args: Mapping[str, Any] = torch_format.Checkpoint(path).args
+    else:
+        common = path / checkpoint_files.COMMON
+        values = read_common(common) if common.is_file() else _read_among_shards(path)
+        args = vars(values["args"]) if isinstance(values.get("args"), Namespace) else {}
+    return {name: value for name, value in args.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
     found = torch_format.Checkpoint(path)
     if found.args.get("num_experts"):

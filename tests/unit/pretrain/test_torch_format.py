@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.conversion import model_card
 from megatron_npu.pretrain.checkpoint import stock_checkpoints, torch_format
 from megatron_npu.pretrain.checkpoint.torch_format import names, shards
 from tests.support.payload import Runs
@@ -218,3 +219,22 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
     found = stock_checkpoints.find(tmp_path / "e")
     with pytest.raises(UsageError, match="a vocabulary of 96 tokens, padding included"):
         stock_checkpoints.require_vocabulary(found, Namespace(tokenizer_vocab_size=97))
+
+
+def test_the_card_of_a_stock_checkpoint_says_how_it_was_trained(tmp_path):
+    """Its arguments are in the file; a dense model has no experts, whatever they say."""
+    pytest.importorskip("megatron.core")
+    trained = {"lr": 5e-4, "train_iters": 20, "lr_decay_style": "cosine", "num_experts": None}
+    args = Namespace(**ARGS, **trained, moe_router_topk=2, data_path=["1.0", "/home/me/codeparrot_document"])
+    file = save(tmp_path, "mp_rank_00", model=nested(whole_model()), args=args, checkpoint_version=3.0)
+    found = stock_checkpoints.find(file)
+    model_card.write(tmp_path, found, args, {"architectures": ["GPT2LMHeadModel"]}, "fp16")
+    card = (tmp_path / "README.md").read_text()
+    for row in ("| `--lr` | 0.0005 |", "| `--train-iters` | 20 |", "- data: `codeparrot_document`"):
+        assert row in card
+    assert "moe" not in card
+    assert "/home/me" not in card
+    bare = Namespace(**ARGS)
+    torch.save({"model": nested(whole_model()), "args": bare, "checkpoint_version": 3.0}, file)
+    model_card.write(tmp_path, stock_checkpoints.find(file), bare, {"architectures": ["x"]}, "fp16")
+    assert "The checkpoint does not say how it was trained." in (tmp_path / "README.md").read_text()
