@@ -19,7 +19,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
-from tests.support import bytecode, skipped, warm
+from tests.support import bytecode, held_rows, skipped, warm
 from tests.support.processes import LONGEST
 from tests.support.trees import core_tag
 
@@ -193,3 +193,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = [report.longrepr[-1] for report in reports if isinstance(report.longrepr, tuple)]
     for line in skipped.summary(reasons):
         terminalreporter.line(line)
+    _tell_of_requirements(terminalreporter)
+
+
+def _tell_of_requirements(terminalreporter: pytest.TerminalReporter) -> None:
+    page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+    stats = terminalreporter.stats
+    reports = {
+        "passed": [report.nodeid for report in stats.get("passed", [])],
+        "skipped": [report.nodeid for report in stats.get("skipped", [])],
+        "failed": [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, [])],
+    }
+    found = held_rows.outcomes(held_rows.named(page), reports)
+    for line in held_rows.summary(page, found):
+        terminalreporter.line(line)
+    if file := os.environ.get("MEGATRON_NPU_RECORD_ROWS"):
+        held_rows.record(Path(file), found)
