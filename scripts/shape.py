@@ -32,6 +32,7 @@ GIVEN = {
     "adaptors/megatron_core/te/te_layers.py:forward": "the forward of the layer that it wraps",
     "evaluation/lm_eval_model.py:__init__": "keywords of lm-eval's --model_args",
     "finetune/data/mmap_datasets.py:build_train_valid_test_datasets_for_huggingface": "a document's own",
+    "finetune/rapidformer/former_names.py:__init__": "Transformers' own AdamW of before version 5",
     "ops/attention/context_parallel/ring.py:forward": "a call of torch.autograd.Function",
     "ops/optimizers/adam.py:__init__": "apex's and torch's Adam",
     "ops/optimizers/sgd.py:__init__": "torch's SGD",

@@ -241,15 +241,19 @@ def _staying(kind: type) -> type:
     return type(kind.__name__, (kind,), {"to": to, "__doc__": kind.__doc__})
 
 
+def _stays(batch: Any) -> Any:
+    """Return a batch of Transformers as one that stays where it is when it is asked to go to a GPU."""
+    if isinstance(batch, UserDict):
+        batch.__class__ = _staying(type(batch))
+    return batch
+
+
 def on_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device: a mapping, a sequence, or what has ``to`` of its own."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers
-        moved = batch.to(device)
-        if isinstance(moved, UserDict):
-            moved.__class__ = _staying(type(moved))
-        return moved
+        return _stays(batch.to(device))
     if isinstance(batch, Mapping):
         return Batch((name, on_device(value, device)) for name, value in batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -6,6 +6,7 @@ import builtins
 import functools
 import importlib
 import symtable
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_npu import finetune
@@ -23,18 +24,24 @@ def unbound(text: str, name: str) -> set[str]:
         name: of its file.
     """
     module = symtable.symtable(text, name, "exec")
+    tables = list(_with_children(module))
     own = {symbol.get_name() for symbol in module.get_symbols() if _is_bound(symbol)}
     read: set[str] = set()
-    tables = [module]
-    while tables:
-        table = tables.pop()
-        for symbol in table.get_symbols():
-            if table is not module and symbol.is_declared_global() and symbol.is_assigned():
-                own.add(symbol.get_name())
-            if symbol.is_referenced() and (table is module or symbol.is_global()):
-                read.add(symbol.get_name())
-        tables += table.get_children()
+    for table in tables:
+        symbols = table.get_symbols()
+        own |= {one.get_name() for one in symbols if one.is_declared_global() and one.is_assigned()}
+        read |= {one.get_name() for one in symbols if _is_read(one, of_module=table is module)}
     return {word for word in read - own if not hasattr(builtins, word) and not word.startswith("__")}
+
+
+def _with_children(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _with_children(child)
+
+
+def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
+    return symbol.is_referenced() and (of_module or symbol.is_global())
 
 
 def given(text: str, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The guide of GPT-2 345M typed on this tree: data, training, samples, a conversation; small sizes come last."""
+"""The guide of GPT-2 345M typed on this tree: data, training, samples, a conversation; with small sizes."""
 
 from __future__ import annotations
 
