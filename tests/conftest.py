@@ -207,5 +207,5 @@ def _tell_of_requirements(terminalreporter: pytest.TerminalReporter) -> None:
     found = held_rows.outcomes(held_rows.named(page), reports)
     for line in held_rows.summary(page, found):
         terminalreporter.line(line)
-    if file := os.environ.get("MEGATRON_NPU_RECORD_ROWS"):
+    if file := os.environ.get("TEST_RECORD_ROWS"):
         held_rows.record(Path(file), found)

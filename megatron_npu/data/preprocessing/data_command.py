@@ -47,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such dataset, or one that is damaged.
     """
     parser = Parser("megatron-npu data", description=__doc__)
-    parser.epilog = "exit code: 0; 1: verify has found damage, or no checksums; 2: bad usage"
+    parser.epilog = (
+        "inspect, count: --json; decode: --document N, --count N, the flags of a tokenizer (--vocab-file, "
+        "--merge-file, --tokenizer-type, --tokenizer-model); merge: --output-prefix PREFIX. "
+        "Exit code: 0; 1: verify has found damage, or no checksums; 2: bad usage"
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (function, text) in _ACTIONS.items():
         own = actions.add_parser(name, help=text, description=text)
