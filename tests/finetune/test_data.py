@@ -522,3 +522,13 @@ def test_tags_that_are_no_lists_are_told() -> None:
 )
 def test_test_data_without_labels_are_known(rows: object, hidden: bool) -> None:
     assert labels.not_given_away(rows) == hidden
+
+
+def test_na_and_null_in_a_table_are_texts(tmp_path: Path) -> None:
+    """And an empty cell is none."""
+    words = ["NA", "null", "a", "", "b", "nan"]
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{word},1\n" for word in words))
+    parts = datasets.load(args(tmp_path / "rows.csv", validation_fraction=0.2))
+    found = [text for rows in parts.values() for text in rows["text"][:]]
+    assert sorted(text or "" for text in found) == sorted(words)
+    assert None in found

@@ -85,7 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
         kind, name, rest = match.groups()
         folder = self.owner.folder(kind, name)
         if rest.startswith("preupload/"):
-            files = [{**file, "uploadMode": "regular"} for file in json.loads(content)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(content)["files"]
+            ]
             return self._json({"files": files})
         if rest.startswith("commit/"):
             for line in map(json.loads, content.splitlines()):

@@ -146,7 +146,7 @@ def required(monkeypatch):
     return found
 
 
-HELPS = [name for name in OURS if name != "checkpoint"] + ["checkpoint prune"]
+HELPS = [name for name in OURS if name not in ("checkpoint", "data")] + ["checkpoint prune", "data merge"]
 REQUIRED = {
     "pretrain": 6,
     "preprocess": 1,
@@ -156,6 +156,7 @@ REQUIRED = {
     "lambada": 2,
     "bench": 1,
     "checkpoint prune": 1,
+    "data merge": 1,
 }
 
 
