@@ -197,7 +197,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _tell_of_requirements(terminalreporter: pytest.TerminalReporter) -> None:
-    page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "records" / "requirements.md").read_text(encoding="utf-8")
     stats = terminalreporter.stats
     reports = {
         "passed": [report.nodeid for report in stats.get("passed", [])],

@@ -1,4 +1,4 @@
-"""docs/guides/rapidformer.md: its commands are read, name files that are there, and the first one trains."""
+"""docs/tutorials/rapidformer.md: its commands are read, name files that are there, and the first one trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import ROOT  # noqa: E402
 from tests.finetune import tiny_models  # noqa: E402
 from tests.support import train_runs, walk  # noqa: E402
 
-PAGE = (ROOT / "docs" / "guides" / "rapidformer.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "rapidformer.md").read_text(encoding="utf-8")
 COMMANDS = [
     shlex.split(command)[1:] for command in walk.commands_of_page(PAGE) if command.startswith("rapidformer ")
 ]

@@ -1,4 +1,4 @@
-"""Which of the tests that docs/requirements.md names ran, and how they ended."""
+"""Which of the tests that docs/records/requirements.md names ran, and how they ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def summary(page: str, found: Mapping[str, str]) -> list[str]:
     rows = named(page)
     counts = {outcome: sum(one == outcome for one in found.values()) for outcome in _WORST}
     told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
-    lines = [f"of the {len(rows)} tests that docs/requirements.md names, in this run: {told}"]
+    lines = [f"of the {len(rows)} tests that docs/records/requirements.md names, in this run: {told}"]
     for test, outcome in sorted(found.items()):
         if outcome != "passed":
             lines.append(f"  {outcome}: {test} (rows {', '.join(rows[test])})")

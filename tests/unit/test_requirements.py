@@ -75,7 +75,7 @@ def test_the_suite_says_which_named_tests_ran(tmp_path: Path) -> None:
     }
     found = held_rows.outcomes(held_rows.named(page), reports)
     assert held_rows.summary(page, found) == [
-        "of the 4 tests that docs/requirements.md names, in this run: 1 passed, 1 failed, 1 skipped",
+        "of the 4 tests that docs/records/requirements.md names, in this run: 1 passed, 1 failed, 1 skipped",
         "  skipped: tests/b.py::test_two (rows 001-1, 001-1)",
         "  failed: tests/c.py::test_three (rows 001-3)",
     ]
