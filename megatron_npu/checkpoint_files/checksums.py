@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import index, shared_folder
 
 NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
@@ -35,17 +36,20 @@ def write(folder: Path) -> None:
     """Write the checksums of all files in ``folder``. All ranks must call this when all are written.
 
     Ranks share the files: the shards of torch_dist by the rank that has written each, which are still in its
-    machine's memory; the folders ``mp_rank_…`` of the format torch in turns. Files that rank 0 does not see,
-    on other machines' own disks, are left out.
+    machine's memory; the folders ``mp_rank_…`` of the format torch in turns.
+
+    Raises:
+        FileNotFoundError: a rank does not see what another has written, or the index names a shard that is
+            not there: no checkpoint is half of one. On all ranks.
     """
     rank, ranks = _place()
     found = {path.relative_to(folder).as_posix(): path for path in _all(folder)}
+    shared_folder.require_all(folder, {*found, *index.shards(folder)})
     own = {name: _entry(path) for name, path in found.items() if _writer(path, found, ranks) == rank}
     parts = _gathered(own, ranks)
     if rank == 0:
         together = {name: entry for part in parts for name, entry in part.items()}
-        seen = {name: entry for name, entry in together.items() if (folder / name).is_file()}
-        content = {"algorithm": ALGORITHM, "files": dict(sorted(seen.items()))}
+        content = {"algorithm": ALGORITHM, "files": dict(sorted(together.items()))}
         files.write(folder / NAME, json.dumps(content, indent=1))
 
 
@@ -162,26 +166,30 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, nothing if it has no checksums."""
+    """Return what is wrong with the files of a checkpoint; without sums only which shards are missing."""
     entries, faults = _entries(folder)
-    return faults + _faults(folder, entries, sorted(entries))
+    return sorted({*faults, *_faults(folder, entries, entries)})
 
 
 def of_other_sizes(folder: Path) -> list[str]:
     """Return what is missing of a checkpoint's files, or has not its size; no content is read."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
-    return faults + [f"{name} {fault}" for name, fault in found if fault]
+    return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
 
 
 def _entries(folder: Path) -> tuple[Entries, list[str]]:
-    """Return the recorded checksums, none where there are none; and what is wrong with the record itself."""
+    """Return the recorded checksums, none where there are none; and what is missing or wrong with them.
+
+    They are those of the files that were there when they were written; the index names all that must be.
+    """
+    faults = [f"{name} is missing" for name in index.missing(folder)]
     if not (folder / NAME).is_file():
-        return {}, []
+        return {}, faults
     try:
-        return _read(folder), []
+        return _read(folder), faults
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return {}, [f"{NAME} cannot be read ({error})"]
+        return {}, [*faults, f"{NAME} cannot be read ({error})"]
 
 
 def _faults(
@@ -240,7 +248,8 @@ def newest_whole(root: str | Path) -> int | None:
 
 
 def _all(folder: Path) -> Iterable[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(NAME))
+    passing = (NAME, ".nfs")  # the latter is what a network keeps of a removed file that somebody reads
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(passing))
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONGEST
-from tests.support import ports, tiny, warm
+from tests.conftest import LONGEST, checkout
+from tests.support import ports, stock_core, tiny, train_runs, warm
 
 pytest.importorskip("megatron.core")
 
@@ -22,7 +24,7 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path):
     together = tiny.run("pretrain", *flags, "--save", str(one), processes=2)
     assert together.returncode == 0, together.stderr
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(ports.free_port())]
-    machines = [_machine(number, meeting, [*flags, "--save", str(two)]) for number in range(2)]
+    machines = [_machine(number, meeting, ["pretrain", *flags, "--save", str(two)]) for number in range(2)]
     try:
         told = [machine.communicate(timeout=LONGEST)[0] for machine in machines]
     finally:
@@ -36,8 +38,54 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path):
     assert tiny.differences(two / "iter_0000006", one / "iter_0000006") == []
 
 
-def _machine(number: int, meeting: list[str], flags: list[str]) -> subprocess.Popen[str]:
+def _command(command: str, folder: Path) -> tuple[list[str], tuple[str, ...], dict[str, str]]:
+    """Return a command that saves into ``save``, what it imports, and its variables."""
+    save = ["--save", "save", "--save-interval", "1"]
+    if command == "pretrain":
+        dataset = tiny.write_dataset(folder / "numbers")
+        return ["pretrain", *tiny.flags_for(dataset), *save], warm.DRIVER, {}
+    if command == "train":
+        script = folder / "mine.py"
+        script.write_text("from rapidformer import RapidformerEngine\nRapidformerEngine()\n")
+        return ["train", "--user-script", str(script), *save], train_runs.MODULES, {}
+    tree = checkout("megatron_core", "0.16.1")
+    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *save]
+    return words, stock_core.stock_modules(tree), {"MEGATRON_LM_PATH": str(tree)}
+
+
+def _machine(
+    number: int,
+    meeting: list[str],
+    words: list[str],
+    folder: Path | None = None,
+    modules=warm.DRIVER,
+    **variables,
+) -> subprocess.Popen[str]:
+    """Start a machine's launcher of the command ``words``, in a folder."""
     launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number), *meeting]
-    command = [sys.executable, *launcher, "--nproc-per-node", "1", "-m", "megatron_npu", "pretrain", *flags]
-    command, env = warm.ready(command, tiny.environment(), warm.DRIVER)
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, *launcher, "--nproc-per-node", "1", "-m", "megatron_npu", *words]
+    command, env = warm.ready(command, {**tiny.environment(), **variables}, modules)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=env, cwd=folder, text=True, **output)
+
+
+@pytest.mark.parametrize("command", ["pretrain", "train", "run"])
+def test_a_disk_on_each_machine_is_refused_in_one_line(command, tmp_path):
+    """Half of the model was saved on each, and the run ended well."""
+    words, modules, variables = _command(command, tmp_path)
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(ports.free_port())]
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    machines = [
+        _machine(number, meeting, words, tmp_path / str(number), modules, **variables) for number in range(2)
+    ]
+    try:
+        told = machines[0].communicate(timeout=LONGEST)[0]
+    finally:
+        for machine in machines:
+            machine.terminate()
+            machine.communicate()
+    assert machines[0].returncode == 1
+    line = r"error: --save save: what .* \(rank 0\) writes there is not seen by .* \(rank 1\); expected"
+    assert re.search(line, told), told
+    assert not [*tmp_path.glob("*/save/iter_*")]

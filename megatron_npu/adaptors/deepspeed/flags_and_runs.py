@@ -99,8 +99,10 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         root = getattr(given, load_arg)
         kinds = [kind for module in enumerations() for kind in vars(module).values()]
         named = [kind for kind in kinds if isinstance(kind, enum.EnumMeta)]
-        place = _newest(given, root) if getattr(given, "verify_checkpoint", True) else None
-        with of_scripts.verifying(place, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
+        place = _newest(given, root)
+        of_scripts.require_same(root, place)
+        compared = place if getattr(given, "verify_checkpoint", True) else None
+        with of_scripts.verifying(compared, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
             return original(*args, **kwargs)
 
     recorder.around(

@@ -112,6 +112,7 @@ def compare_checksums(
     _, root = _directory(*rest, **kwargs)
     chosen = checksums.newest_whole(root) if getattr(args, "load_last_good", False) else None
     place = of_scripts.to_load(root, chosen)
+    of_scripts.require_same(root, place)
     token = _CHOSEN.set(chosen)
     try:
         with of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None):

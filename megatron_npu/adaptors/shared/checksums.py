@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_npu.base import files
-from megatron_npu.checkpoint_files import checksums, trackers
+from megatron_npu.checkpoint_files import checksums, shared_folder, trackers
 
 WHY = "upstream loads files with flipped bits without a word, and trains on with other weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"
@@ -161,6 +161,15 @@ def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractCo
         UsageError: naming what is damaged.
     """
     return contextlib.nullcontext() if place is None else checksums.verifying(place, remedy)
+
+
+def require_same(root: str | Path, place: Path | None) -> None:
+    """Check that all ranks load the same checkpoint, or none. All ranks must call this.
+
+    Raises:
+        UsageError: their machines have different ones under ``root``.
+    """
+    shared_folder.require_same("--load", root, place.name if place and place.is_dir() else None)
 
 
 def is_release(root: str | Path) -> bool:

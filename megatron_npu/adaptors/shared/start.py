@@ -12,7 +12,7 @@ from typing import Any
 from megatron_npu import watchdog
 from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.checkpoint_files import folder_lock
+from megatron_npu.checkpoint_files import folder_lock, shared_folder
 from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
@@ -37,7 +37,7 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
 
     Raises:
         UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
-            files for it; another run writes into ``--save``.
+            files for it; another run writes into ``--save``, or ranks do not see one and the same there.
     """
     watchdog.end_with_launcher()
     watchdog.require_fresh_store()
@@ -52,9 +52,12 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
 
 def _hold_save_folder(args: Any) -> None:
     # a script that initialises twice holds the first one
-    if args.save and args.rank == 0 and not folder_lock.held():
+    if not args.save:
+        return
+    if args.rank == 0 and not folder_lock.held():
         with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
             folder_lock.hold(Path(args.save))
+    shared_folder.require("--save", Path(args.save))
 
 
 def connect_old_tree(recorder: Recorder) -> None:

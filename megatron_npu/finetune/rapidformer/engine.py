@@ -26,6 +26,7 @@ from megatron_npu.finetune.run import label_shares, ranks, schedule
 from megatron_npu.finetune.run.run_plan import RunPlan
 from megatron_npu.ops.compiled import building
 from megatron_npu.options.switches import Switches
+from megatron_npu.pretrain.checkpoint import save_folder
 
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
 SchedulerFn = Callable[[torch.optim.Optimizer], Any]
@@ -262,7 +263,7 @@ def join(args: Namespace) -> None:
 
     Raises:
         UsageError: the others are not there; torchrun has restarted the run in a way that they cannot
-            meet, or they may open too few files for it.
+            meet, they may open too few files for it, or save into different folders.
     """
     if dist.is_initialized():
         return
@@ -289,6 +290,7 @@ def join(args: Namespace) -> None:
             "See what the other ranks say.",
         ) from error
     watchdog.begin()
+    save_folder.require_shared(args)
 
 
 def leave() -> None:

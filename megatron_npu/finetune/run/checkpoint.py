@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from megatron_npu import devices, watchdog
 from megatron_npu.base import files, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums
+from megatron_npu.checkpoint_files import checksums, shared_folder
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
@@ -120,6 +120,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """
     whole = checksums.newest_whole(args.load) if args.load_last_good else None
     place = checkpoint_files.newest(args.load, whole)
+    shared_folder.require_same("--load", args.load, place and place.name)
     if place is None:
         return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
     found = _description(place)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import folder_lock
+from megatron_npu.checkpoint_files import folder_lock, shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
@@ -41,6 +41,16 @@ def owned(args: Namespace) -> Iterator[None]:
         yield
     finally:
         folder_lock.release(lock)
+
+
+def require_shared(args: Namespace) -> None:
+    """Check that all ranks save into one folder. All ranks must call this, when they have met.
+
+    Raises:
+        UsageError: their machines have one each.
+    """
+    if args.save:
+        shared_folder.require("--save", Path(args.save))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_npu.pretrain.run.divergence import DivergedError
 FAILURES = (DivergedError, LoaderWorkerError, ReplicasDifferError, UnsavedError, OSError)
 
 _SECONDS = 10.0  # for rank 0 to tell what all ranks have found
+_MORE = 3.0  # for the first rank of a machine, which is not that of rank 0
 
 
 def tell(command: str, failure: BaseException) -> int:
@@ -57,7 +58,8 @@ def what_is_saved(save: str | None) -> str:
 def wait_for_rank_0_to_report() -> None:
     """Wait to be ended: a launcher stops all ranks when the first one fails, and that must be rank 0.
 
-    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell.
+    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell. So does the first rank of
+    another machine, whose launcher does not hear of rank 0 and ends the others there.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
-    time.sleep(_SECONDS)
+    time.sleep(_SECONDS + (_MORE if os.environ.get("LOCAL_RANK", "0") != "0" else 0))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_npu import devices, plugin
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
 from megatron_npu.pretrain.checkpoint import row_shards, save_folder, stock_checkpoints
 from megatron_npu.pretrain.data import datasets as data
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input, on rank 0; the other ranks end silently with exit code 2.
+        UsageError: bad input, on rank 0 first; others tell it where nobody ends them meanwhile.
     """
     initialize.silence_known_warnings()
     args = None
@@ -99,10 +100,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
     except UsageError:
-        if int(os.environ.get("RANK", "0")) == 0:
-            raise
-        last_words.wait_for_rank_0_to_report()
-        return 2
+        if int(os.environ.get("RANK", "0")):
+            last_words.wait_for_rank_0_to_report()
+        raise
     except last_words.FAILURES as failure:
         return last_words.tell("pretrain", failure)
     return 0
@@ -127,6 +127,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     config = gpt.transformer_config(flags)
     repeatable = initialize.deterministic(flags.deterministic_mode)
     with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
+        save_folder.require_shared(flags)
         chunks = gpt.build(flags, config)
         datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
@@ -157,6 +158,9 @@ def train_chunks(
         DivergedError: the gradient is not a number any more.
         ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
+    if args.load:
+        place = RunPlan.of(args).load_from
+        shared_folder.require_same("--load", args.load, place and Path(place).name)
     optimizer = gpt.optimizer(args, chunks)
     state = checkpoint.State(chunks, optimizer, gpt.schedule(args, optimizer))
     gpt.connect(args, config, chunks, optimizer)

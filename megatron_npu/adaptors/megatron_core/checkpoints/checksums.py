@@ -158,6 +158,8 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
         try:
             if root and getattr(given, "load_last_good", False):
                 given.ckpt_step = checksums.newest_whole(root) or step
+            if root:
+                of_scripts.require_same(root, of_scripts.to_load(root, given.ckpt_step))
             with of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None):
                 result = original(*args, **kwargs)
             if root and (place := of_scripts.to_load(root, given.ckpt_step)):

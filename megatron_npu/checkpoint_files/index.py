@@ -1,0 +1,22 @@
+"""The index of a checkpoint in torch's format: which shards it names. Read as bytes, nothing is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+NAME = ".metadata"  # torch's; a pickle, in which each name of a file stands once as it is
+_SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
+
+
+def shards(folder: Path) -> set[str]:
+    """Return the names of the files that hold a checkpoint's tensors; none where there is no such index."""
+    try:
+        return {name.decode() for name in _SHARD.findall((folder / NAME).read_bytes())}
+    except OSError:
+        return set()
+
+
+def missing(folder: Path) -> list[str]:
+    """Return the shards that the index names and the folder does not have."""
+    return sorted(name for name in shards(folder) if not (folder / name).is_file())

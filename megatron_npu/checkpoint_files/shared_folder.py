@@ -1,0 +1,158 @@
+"""A folder that all ranks of a run must share: whether they see one and the same, told in one line if not.
+
+Machines that have a disk each under one name write half a checkpoint each, and nobody notices before it is to
+be loaded. A rank that sees nothing looks again for a while where the folder is on a network: such file
+systems remember for some seconds what was not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from megatron_npu.base.errors import UsageError
+
+_MARK = ".seen-by-all-ranks."
+_OF_ONE_MACHINE = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2fs".split())
+_PATIENCE = {True: 1.0, False: 60.0}  # seconds, where it is of one machine, and on a network
+_PAUSE = 0.05
+_SHARE = "a folder that all machines share"
+_SHOWN = 8  # machines in one line
+
+
+def require(flag: str, folder: Path) -> None:
+    """Check that every rank sees the file that rank 0 makes in a folder. All ranks must call this.
+
+    A folder that rank 0 cannot write to is told where it is first written to.
+
+    Raises:
+        UsageError: some do not, on all ranks; it names their machines.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mark = _made(folder) if dist.get_rank() == 0 else None
+    name = _gathered(mark and mark.name)[0][0]
+    if name is None:
+        return
+    seen = _gathered(becomes_true(folder, (folder / name).is_file))
+    if mark is not None:
+        mark.unlink(missing_ok=True)
+    if not all(each for each, _ in seen):
+        raise UsageError(
+            f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not seen by "
+            f"{_machines(seen, lambda own: not own)}",
+            _SHARE,
+            "Mount it on every machine under this name, or name one that is.",
+        )
+
+
+def require_same(flag: str, folder: str | Path, found: str | None) -> None:
+    """Check that all ranks have found the same in a folder. All ranks must call this.
+
+    Args:
+        flag: which names the folder.
+        folder: as it is named.
+        found: the name of this rank's checkpoint; None: there is none.
+
+    Raises:
+        UsageError: they have not, on all ranks; it names the machines.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    every = _gathered(found)
+    if len({own for own, _ in every}) > 1:
+        kinds = dict.fromkeys(own for own, _ in every)
+        told = (
+            f"{kind or 'no checkpoint'} on {_machines(every, functools.partial(operator.eq, kind))}"
+            for kind in kinds
+        )
+        raise UsageError(
+            f"{flag} {folder}: ranks find different things there: {'; '.join(told)}",
+            f"{_SHARE}, or the same checkpoint in each",
+            "Mount it on every machine under this name, or copy the whole checkpoint to each.",
+        )
+
+
+def require_all(folder: Path, names: Iterable[str]) -> None:
+    """Check that every rank sees these files of a folder, whoever has written them. All ranks must call this.
+
+    Args:
+        folder: of a checkpoint that all ranks have written.
+        names: of the files that this rank knows of.
+
+    Raises:
+        FileNotFoundError: some do not, on all ranks; it names a file and the machines.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    together = sorted(set().union(*(own for own, _ in _gathered([*names]))))
+    missing = _gathered([name for name in together if not becomes_true(folder, (folder / name).is_file)][:1])
+    if any(own for own, _ in missing):
+        lost = next(own[0] for own, _ in missing if own)
+        raise FileNotFoundError(
+            f"{folder / lost} is not seen by {_machines(missing, bool)}, and another rank has written it: "
+            f"--save must be {_SHARE}"
+        )
+
+
+def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
+    """Return whether something about a folder holds, at once or as soon as a network has brought it."""
+    if holds():
+        return True
+    end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]
+    while time.monotonic() < end:
+        time.sleep(_PAUSE)
+        if holds():
+            return True
+    return False
+
+
+def _made(folder: Path) -> Path | None:
+    """Return a new file in a folder, which is made if need be; None where it cannot be."""
+    mark = folder / f"{_MARK}{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_MARK}*"):  # by a run that was killed just then
+            left.unlink(missing_ok=True)
+        mark.touch()
+        return mark
+    return None
+
+
+def _is_of_one_machine(folder: Path) -> bool:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    mounts = [each for each in psutil.disk_partitions(all=True) if there.is_relative_to(each.mountpoint)]
+    nearest = max(mounts, key=lambda each: len(each.mountpoint), default=None)
+    return nearest is not None and nearest.fstype in _OF_ONE_MACHINE
+
+
+def _gathered(own: Any) -> list[tuple[Any, str]]:
+    """Return what each rank says, and the name of its machine."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (own, socket.gethostname()))
+    return parts
+
+
+def _equals(kind: Any) -> Callable[[Any], bool]:
+    return functools.partial(operator.eq, kind)
+
+
+def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
+    """Return the machines with ranks of which something holds, each with the first of these ranks."""
+    found: dict[str, int] = {}
+    for rank, (own, host) in enumerate(every):
+        if of(own):
+            found.setdefault(host, rank)
+    named = [f"{host} (rank {rank})" for host, rank in found.items()]
+    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    return ", ".join(named[:_SHOWN]) + more
