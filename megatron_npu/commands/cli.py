@@ -17,7 +17,14 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import inert_packages
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
-from megatron_npu.process import collector, graph_cache, interruption, launcher_report, visible_devices
+from megatron_npu.process import (
+    collector,
+    graph_cache,
+    interruption,
+    launcher_report,
+    launchers,
+    visible_devices,
+)
 from megatron_npu.upstream import stock_tools
 
 # name -> (module:function taking the remaining arguments and returning an exit code, help). No sub-parsers,
@@ -201,6 +208,8 @@ def _run_heard(argv: list[str]) -> int:
     """Run a command that exists, with settings that are checked and a Ctrl-C that is heard."""
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
+    if not _asks_for_help(argv):
+        launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
     try:

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megatron_npu.watchdog.phases import WAITING
+
 _PATIENCE = timedelta(seconds=60)  # for an answer of the store
 _TELLING = 10.0  # seconds from which on it is of interest for how long a rank has stood still
 
@@ -88,31 +90,76 @@ class Beat:
         return "".join(f"\n  {frame}" for frame in self.frames)
 
 
+@dataclass(frozen=True)
+class Word:
+    """What is looked at of every rank's beat, in a few bytes.
+
+    Attributes:
+        number, still: as ``Beat`` has them.
+        waits: whether it waits for what is outside of the run.
+    """
+
+    number: int
+    still: float
+    waits: bool
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.still:.1f} {self.waits:d}"
+
+    @staticmethod
+    def of(text: bytes) -> Word:
+        """Return what ``str`` has made a text of."""
+        number, still, waits = text.split()
+        return Word(int(number), float(still), waits == b"1")
+
+
+KNOWS = -1  # the number of the last word of a rank that knows the verdict
+_LIVES = b"-"  # what stands in place of the end of a rank that has not ended
+
+
 class Board:
     """The notes of all ranks of one process group. Each rank has a connection of its own for them.
+
+    A method asks the store one question, however many ranks it is about, but ``left``.
 
     Args:
         store: a connection to the store of the run, which nobody else uses.
         name: what tells this group from earlier ones in the same store.
+        where: the address of the store, to be told.
     """
 
-    def __init__(self, store: dist.Store, name: str) -> None:
+    def __init__(self, store: dist.Store, name: str, where: str = "") -> None:
         self._store = dist.PrefixStore(f"megatron_npu/watchdog/{name}", store)
+        self.where = where
 
     def enter(self, process: Process) -> None:
-        """Say who a rank is."""
+        """Say who a rank is, once; it has beaten before."""
         self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
+        self._store.compare_set(f"end/{process.rank}", "", _LIVES.decode())
+        self._store.add("entered", 1)
 
     def processes(self, ranks: int) -> list[Process] | None:
         """Return all ranks; None as long as one has not entered."""
-        names = [f"who/{rank}" for rank in range(ranks)]
-        if not self._store.check(names):
+        if int(self._store.add("entered", 0)) < ranks:
             return None
-        return [Process(**json.loads(text)) for text in self._store.multi_get(names)]
+        texts = self._store.multi_get([f"who/{rank}" for rank in range(ranks)])
+        return [Process(**json.loads(text)) for text in texts]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Leave a rank's word."""
-        self._store.set(f"beat/{rank}", json.dumps(asdict(beat)))
+        """Leave a rank's word; nothing is asked."""
+        word = Word(beat.number, beat.still, beat.phase == WAITING)
+        self._store.multi_set(  # type: ignore[attr-defined]
+            [f"beat/{rank}", f"word/{rank}"], [json.dumps(asdict(beat)), str(word)]
+        )
+
+    def look(self, rank: int) -> tuple[int, Word]:
+        """Return how many times anybody has judged or asked, and the last word of a rank that has beaten."""
+        news, word = self._store.multi_get(["news", f"word/{rank}"])
+        return int(news), Word.of(word)
+
+    def words(self, ranks: list[int]) -> list[Word]:
+        """Return the last words of ranks that have entered."""
+        return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
         """Return the last words of ranks; each has beaten before it has entered."""
@@ -124,9 +171,13 @@ class Board:
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return with what a rank has left; None: it has not."""
+        """Return with what a rank has left; None: it has not, or not even entered."""
         name = f"end/{rank}"
-        return self._store.get(name).decode()[:-1] if self._store.check([name]) else None
+        return _end_of(self._store.get(name)) if self._store.check([name]) else None
+
+    def ends(self, ranks: list[int]) -> list[str | None]:
+        """Return of ranks that have entered with what each has left; None: it has not."""
+        return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
         """Write what has happened to the run; return what the first one has written."""
@@ -138,13 +189,9 @@ class Board:
         """Return what has happened to the run; None: nothing."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
-    def told(self) -> None:
-        """Say that one more rank knows the verdict."""
-        self._store.add("told", 1)
-
-    def knowing(self) -> int:
-        """Return how many ranks know the verdict."""
-        return int(self._store.add("told", 0))
+    def told(self, rank: int) -> None:
+        """Say that a rank knows the verdict."""
+        self._store.set(f"word/{rank}", str(Word(KNOWS, 0.0, waits=False)))
 
     def ask_for_stacks(self, rank: int) -> None:
         """Have all ranks print where they stand, because a rank was asked to."""
@@ -155,16 +202,20 @@ class Board:
         """Return the rank that was asked last."""
         return int(self._store.get("asked"))
 
-    def news(self) -> int:
-        """Return how many times anybody has judged or asked: one look at the store for both."""
-        return int(self._store.add("news", 0))
+    def open(self) -> None:
+        """Let there be something to look at: the first thing that each rank does."""
+        self._store.add("news", 0)
+
+
+def _end_of(text: bytes) -> str | None:
+    return None if text == _LIVES else text.decode()[:-1]
 
 
 def _listed(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "frames": tuple(values["frames"])}
 
 
-def connect() -> dist.Store | None:
+def connect() -> dist.TCPStore | None:
     """Return a connection of its own to the store of the default process group; None: it has no server."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):

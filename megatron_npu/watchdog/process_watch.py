@@ -59,7 +59,7 @@ def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
     if store is None:
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    board = Board(store, f"{attempt}/{_process.runs}")
+    board = Board(store, f"{attempt}/{_process.runs}", f"{store.host}:{store.port}")
     _process.watch = Rank(board, dist.get_rank(), dist.get_world_size(), limit, step_now)
     _process.runs += 1
     _process.watch.start()

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from megatron_npu.process import stacks
 from megatron_npu.watchdog import place, verdicts
-from megatron_npu.watchdog.board import Beat, Board, Process
+from megatron_npu.watchdog.board import KNOWS, Board, Process, Word
 from megatron_npu.watchdog.deaths import Deaths
 from megatron_npu.watchdog.stillness import Stillness
+from megatron_npu.watchdog.store_guard import StoreGuard
 
 _PERIOD = 1.0  # seconds between two words
+_LATER = 0.1  # seconds between two looks at who knows the verdict
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
@@ -58,6 +60,8 @@ class Rank:
         self._former = sys.excepthook
         self._news = 0
         self._neighbour, self._heard = rank, (-1, 0.0)
+        self._guard = StoreGuard(limit, self._say_cut)
+        self._has_entered = False
 
     def start(self) -> None:
         """Begin, in a thread."""
@@ -66,6 +70,7 @@ class Rank:
         if stacks.print_on_signal():
             self._deaths.listen()
         self._thread.start()
+        self._guard.start()
 
     def stop(self) -> None:
         """End, saying that this rank has ended as it should, unless it has said otherwise."""
@@ -78,6 +83,8 @@ class Rank:
         self._stopping.set()
         self._deaths.wake()
         self._thread.join(_PATIENCE)
+        if not self._thread.is_alive():  # else it waits for the store
+            self._guard.stop()
 
     # -- what the main thread does
 
@@ -111,6 +118,7 @@ class Rank:
 
     def _run(self) -> None:
         try:
+            self._board.open()
             while not self._stopping.is_set() and not self._told.is_set():
                 self._look()
             if self._stopping.is_set() and self._board.left(self._rank) is None:
@@ -131,13 +139,15 @@ class Rank:
         if self._has_own_error:  # which is told by the main thread: all ranks may have the same
             return
         self._hear_signals()
-        if (news := self._board.news()) != self._news:
+        news, word = self._board.look(self._neighbour)
+        self._guard.answered()
+        if news != self._news:
             self._news = news
             self._read_news()
         elif self._failing.is_set():
             self._find_silent()
         else:
-            self._listen()
+            self._listen(word)
             self._see_whether_anybody_moves()
 
     def _hear_signals(self) -> None:
@@ -160,7 +170,9 @@ class Rank:
     def _meet(self) -> None:
         """Find out who the others are, once all have said so."""
         own = Process.own(self._rank)
-        self._board.enter(own)
+        if not self._has_entered:
+            self._board.enter(own)
+            self._has_entered = True
         self._processes = self._board.processes(self._ranks) or []
         if not self._processes:
             return
@@ -200,25 +212,29 @@ class Rank:
         if self._told.is_set():
             return
         silent = verdicts.silent(others, before, self._last_words(others))
-        gone = [told for told in silent if self._board.left(told[0].rank) is None]
+        gone = self._living([process for process, _ in silent])
         if gone:
-            self._judge(verdicts.of_silent(gone))
+            beats = self._board.beats([each.rank for each in gone])
+            self._judge(verdicts.of_silent(list(zip(gone, beats, strict=True))))
         self._failing.clear()
         self._looked.set()
 
     def _others_without_end(self) -> list[Process]:
         """Return the others that have not ended; one that has ended with an error is named."""
-        others = []
-        for process in self._processes:
-            error = self._board.left(process.rank)
+        others = [each for each in self._processes if each.rank != self._rank]
+        ends = self._board.ends([each.rank for each in others]) if others else []
+        for process, error in zip(others, ends, strict=True):
             if error:
                 self._ended(process)
-            elif error is None and process.rank != self._rank:
-                others.append(process)
-        return others
+        return [process for process, error in zip(others, ends, strict=True) if error is None]
 
-    def _last_words(self, processes: list[Process]) -> list[Beat]:
-        return self._board.beats([each.rank for each in processes]) if processes else []
+    def _living(self, processes: list[Process]) -> list[Process]:
+        """Return those of ranks that have not said that they end."""
+        ends = self._board.ends([each.rank for each in processes]) if processes else []
+        return [process for process, error in zip(processes, ends, strict=True) if error is None]
+
+    def _last_words(self, processes: list[Process]) -> list[Word]:
+        return self._board.words([each.rank for each in processes]) if processes else []
 
     def _wait_and_beat(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -229,23 +245,23 @@ class Rank:
 
     def _next_neighbour(self) -> None:
         """Listen to the next rank that has not ended."""
-        for distance in range(1, self._ranks):
-            rank = (self._neighbour + distance) % self._ranks
-            if rank != self._rank and self._board.left(rank) is None:
-                self._neighbour, self._heard = rank, (-1, time.monotonic())
-                return
+        order = [(self._neighbour + distance) % self._ranks for distance in range(1, self._ranks)]
+        order = [rank for rank in order if rank != self._rank]
+        living = [rank for rank, error in zip(order, self._board.ends(order), strict=True) if error is None]
+        if living:
+            self._neighbour, self._heard = living[0], (-1, time.monotonic())
 
-    def _listen(self) -> None:
-        """See whether the neighbour still says something."""
+    def _listen(self, word: Word) -> None:
+        """See whether the neighbour, of whom this is the last word, still says something."""
         if not self._processes or self._neighbour == self._rank:
             return
-        (beat,) = self._board.beats([self._neighbour])
-        if beat.number != self._heard[0]:
-            self._heard = (beat.number, time.monotonic())
+        if word.number != self._heard[0]:
+            self._heard = (word.number, time.monotonic())
         elif time.monotonic() - self._heard[1] > self._limit:
             if self._board.left(self._neighbour) is not None:
                 return self._next_neighbour()
             silence = time.monotonic() - self._heard[1]
+            (beat,) = self._board.beats([self._neighbour])
             self._judge(verdicts.of_neighbour(self._processes[self._neighbour], beat, silence))
         return None
 
@@ -253,8 +269,13 @@ class Rank:
         """Name those that the others wait for where nobody has moved for too long."""
         if self._stillness.still < self._limit or not self._processes:
             return
-        living = [each for each in self._processes if self._board.left(each.rank) is None]
+        living = self._living(self._processes)
         moved = max(self._limit - 2 * _PERIOD, self._limit / 2)  # since then: words are as old as that
+        if any(word.waits or word.still < moved for word in self._last_words(living)):
+            return
+        # where each stands is asked by one rank alone, unless that one does not get to it
+        if self._rank != living[0].rank and self._stillness.still < self._limit + _PATIENCE:
+            return
         late = verdicts.late(living, self._board.beats([each.rank for each in living]), moved)
         if late:
             self._judge(verdicts.of_late(late, self._limit))
@@ -272,24 +293,39 @@ class Rank:
         self._looked.set()
         if not self._alone:
             with contextlib.suppress(Exception):  # of a store that goes just now
-                self._board.told()
+                self._board.told(self._rank)
                 if self._rank == 0:  # it may hold the store, in which the others read what has happened
                     self._wait_for_hearers()
+        self._guard.stop()
         self._heard_by_all.set()
         if not self._stopping.wait(_PATIENCE):
             os._exit(_EXIT)
 
     def _wait_for_hearers(self) -> None:
-        """Wait until all ranks that can hear it know the verdict."""
-        end, own = time.monotonic() + _HEARING, Process.own(self._rank)
-        while time.monotonic() < end:
-            if self._board.knowing() >= sum(each.listens(own) for each in self._processes):
+        """Wait until all who can hear it know the verdict: elsewhere those that still say something."""
+        began, own = time.monotonic(), Process.own(self._rank)
+        first = self._last_words(self._processes)
+        while (waited := time.monotonic() - began) < _HEARING:
+            words = zip(self._processes, first, self._last_words(self._processes), strict=True)
+            if not any(
+                word.number != KNOWS
+                and each.listens(own)
+                and not (waited > _LOOK * _PERIOD and word.number == before.number)
+                for each, before, word in words
+            ):
                 return
-            time.sleep(_TOGETHER)
+            self._guard.answered()
+            time.sleep(_LATER)
+
+    def _say_cut(self, seconds: float) -> str:
+        """Return what is said where the store does not answer."""
+        first = self._processes[0] if self._processes and self._rank else None
+        return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
     def _without_store(self, error: Exception) -> None:
         """Watch no longer; end the process if it waits in vain for whoever has held the store."""
         self._alone = True
+        self._guard.stop()
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from megatron_npu.watchdog.board import Beat, Process
+from megatron_npu.watchdog.board import Beat, Process, Word
 from megatron_npu.watchdog.phases import WAITING
 
 SHOWN = 8  # stacks in one verdict
 
 Told = tuple[Process, Beat]
+_Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
@@ -18,10 +20,12 @@ def of_end(process: Process, error: str | None, beat: Beat) -> str:
     return f"{process} {how}; last seen {beat}"
 
 
-def silent(others: Sequence[Process], before: Sequence[Beat], after: Sequence[Beat]) -> list[Told]:
+def silent(
+    others: Sequence[Process], before: Sequence[_Numbered], after: Sequence[_Numbered]
+) -> list[tuple[Process, _Numbered]]:
     """Return the ranks whose word is the same at two looks, with that word."""
     told = zip(others, before, after, strict=True)
-    return [(process, beat) for process, beat, later in told if beat.number == later.number]
+    return [(process, word) for process, word, later in told if word.number == later.number]
 
 
 def of_silent(gone: Sequence[Told]) -> str:
@@ -75,6 +79,14 @@ def _stacks(waited_for: Sequence[Told]) -> str:
         return waited_for[0][1].stack()
     shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:SHOWN])
     return shown + ("\n …" if len(waited_for) > SHOWN else "")
+
+
+def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
+    """Return what is said where the store of the run, which others hold, has not answered."""
+    return (
+        f"rank {rank} ends: the store of the run at {where} has not answered for {seconds:.0f} s: the "
+        f"network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or gone"
+    )
 
 
 def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:

@@ -69,6 +69,24 @@ def _machine(
     return subprocess.Popen(command, env=env, cwd=folder, text=True, **output)
 
 
+def test_tasks_of_srun_train_one_model(tmp_path):
+    """Each trained a model of its own, and ended well."""
+    dataset = tiny.write_dataset(tmp_path / "numbers")
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    meeting = {"SLURM_STEP_NODELIST": "localhost,elsewhere", "MASTER_PORT": str(ports.free_port())}
+    words = [sys.executable, "-m", "megatron_npu", "pretrain", *tiny.flags_for(dataset)]
+    words += ["--save", str(tmp_path / "save")]
+    tasks = []
+    for number in range(2):
+        place = {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "SLURM_NODEID": str(number)}
+        command, env = warm.ready(words, {**tiny.environment(), **step, **meeting, **place}, warm.DRIVER)
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        tasks.append(subprocess.Popen(command, env=env, text=True, **output))
+    told = [task.communicate(timeout=LONGEST)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(told)
+    assert tiny.rows(tmp_path / "save" / "metrics.jsonl", "start")[0]["world_size"] == 2
+
+
 @pytest.mark.parametrize("command", ["pretrain", "train", "run"])
 def test_a_disk_on_each_machine_is_refused_in_one_line(command, tmp_path):
     """Half of the model was saved on each, and the run ended well."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_npu.checkpoint_files import folder_lock, shared_folder
 from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
+from megatron_npu.process import launchers
 
 WHY_WATCHED = "a rank that dies or hangs is 'Connection reset by peer' in the others, or nothing for long"
 
@@ -39,6 +41,7 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
         UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
             files for it; another run writes into ``--save``, or ranks do not see one and the same there.
     """
+    launchers.settle(("run", sys.argv[0]))
     watchdog.end_with_launcher()
     watchdog.require_fresh_store()
     watchdog.require_open_files(int(os.environ.get("WORLD_SIZE", "1")))

@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
         if args.world_size > 1:
             _refuse(args)
             return launch.start(argv, local)
+    ranks.require_as_many(args.nproc_per_node)
     arguments.set_ranks(args, ranks.of_this_process())
     return _run(args)
 

@@ -37,6 +37,21 @@ def of_this_process() -> Ranks:
     )
 
 
+def require_as_many(asked: int | None) -> None:
+    """Check that a launcher has started as many ranks here as ``--nproc-per-node`` says, if it says it.
+
+    Raises:
+        UsageError: it has not.
+    """
+    there = os.environ.get("LOCAL_WORLD_SIZE")
+    if asked is not None and there is not None and there != str(asked):
+        raise UsageError(
+            f"--nproc-per-node {asked}, and a launcher has started {there} on this machine",
+            "one of them to start the ranks",
+            "Leave the flag out.",
+        )
+
+
 def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
     """Return a number that a launcher or a user has exported.
 

@@ -1,0 +1,359 @@
+"""Which rank this process is, whoever has started it: the one place that reads what launchers export.
+
+Everything else reads torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. ``settle`` gives them to a process of Slurm's or MPI's. Kubernetes' operators (PyTorchJob,
+Volcano, PAI-DLC, AscendJob) number machines by the names of ranks; Kubeflow's Trainer speaks to torchrun.
+What cannot be understood is refused: a task that does not know of the others would train a model of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_JOBS = (
+    "run",
+    "pretrain",
+    "train",
+)  # of all machines of a job; other commands are typed into a shell
+_UNTOUCHED = ("sim",)  # hands its environment on
+_ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun's, and that of `train`
+_PORT = 29500  # torch's default
+_TABLE = "RANK_TABLE_FILE"
+_WAIT, _SAY, _PAUSE = 900.0, 30.0, 1.0  # seconds for the rank table, between two lines, between two looks
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process that a launcher has started beside others.
+
+    Attributes:
+        launcher: its name.
+        rank, ranks: which one of how many it is.
+        local, locals: the same on its machine.
+        machine: the number of that.
+        address: of the first machine; None: the launcher does not say it.
+        job: a number that all tasks have alike.
+    """
+
+    launcher: str
+    rank: int
+    ranks: int
+    local: int
+    locals: int
+    machine: int
+    address: str | None
+    job: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine, or a pod, of several that an operator has started.
+
+    Attributes:
+        launcher: which variables say so.
+        number, count: which one of how many it is.
+        processes: how many are to be on it; None: nobody says.
+        address, port: where they meet.
+    """
+
+    launcher: str
+    number: int
+    count: int
+    processes: int | None
+    address: str | None
+    port: str | None
+
+
+def settle(argv: Sequence[str]) -> None:
+    """Give this process torchrun's variables, whichever launcher has started it. A second call does nothing.
+
+    Args:
+        argv: the command and its arguments.
+
+    Raises:
+        UsageError: what the launcher says cannot be understood, or means other processes than there are.
+    """
+    command = argv[0]
+    if _ELASTIC in os.environ or command in _UNTOUCHED:
+        return
+    machine = _of_trainer() or _of_operator()
+    if machine is not None and command not in _JOBS:
+        return _be_alone(command, machine)
+    if command in _JOBS:
+        _wait_for_table()
+    if machine is not None:
+        _settle_machine(argv, machine)
+    elif not _is_told():
+        _settle_task(command)
+    if command in _JOBS:
+        _require_address()
+    return None
+
+
+def _is_told() -> bool:
+    """Return whether a launcher has told the rank by torchrun's names, as DeepSpeed's and accelerate do."""
+    return all(os.environ.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+
+# -- tasks: one process each
+
+
+def _settle_task(command: str) -> None:
+    task = _of_slurm() or _of_open_mpi() or _of_hydra()
+    if task is None:
+        return
+    port = str(20000 + zlib.crc32(str(task.job).encode()) % 20000)
+    address = os.environ.get("MASTER_ADDR") or task.address
+    if address is None:
+        raise UsageError(
+            f"{task.launcher} has started {task.ranks} tasks on several machines, and not where they meet",
+            "MASTER_ADDR: the first machine's address",
+            "Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each machine.",
+        )
+    if command == "train" and task.locals == 1:  # which starts the ranks of its machine by itself
+        given = {"NNODES": task.ranks, "NODE_RANK": task.rank}
+    else:
+        ranks = (task.rank, task.ranks, task.local, task.locals, task.machine)
+        given = dict(zip(RANKS, ranks, strict=True))
+    os.environ.update({name: str(value) for name, value in given.items()})
+    os.environ["MASTER_ADDR"] = address
+    os.environ.setdefault("MASTER_PORT", port)
+
+
+def _of_slurm() -> Task | None:
+    """Return the task of a step of ``srun``; None for a batch script, and for a step of one task."""
+    tasks = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
+    if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
+        return None
+    node = _number("SLURM_NODEID", 0)
+    per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    return Task(
+        "srun",
+        _number("SLURM_PROCID", 0),
+        tasks,
+        _number("SLURM_LOCALID", 0),
+        _tasks_of(per_node, node),
+        node,
+        first_host(nodes) or None,
+        _number("SLURM_JOB_ID", 0) * 1000 + _number("SLURM_STEP_ID", 0),
+    )
+
+
+def _tasks_of(per_node: str, node: int) -> int:
+    """Return how many tasks a node has: ``4(x2),2`` says 4, 4 and 2."""
+    counts: list[int] = []
+    for word in per_node.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
+        if found is None:
+            raise UsageError(f"SLURM_TASKS_PER_NODE={per_node}", "numbers such as 4(x2),2", "Start torchrun.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of a list of Slurm's: ``gpu[03-07,9],login1`` begins with gpu03."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0])  # type: ignore[index]
+
+
+def _of_open_mpi() -> Task | None:
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _number("OMPI_COMM_WORLD_SIZE", 1) < 2:
+        return None
+    rank, ranks = _number("OMPI_COMM_WORLD_RANK", 0), _number("OMPI_COMM_WORLD_SIZE", 1)
+    local, locals_ = _number("OMPI_COMM_WORLD_LOCAL_RANK", 0), _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # of version 5, and before
+    job = next((os.environ[name] for name in names if name in os.environ), str(os.getppid()))
+    return _of_mpi("mpirun (Open MPI)", rank, ranks, local, locals_, job)
+
+
+def _of_hydra() -> Task | None:
+    """Return the task of MPICH's or Intel's mpiexec."""
+    if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
+        return None
+    ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
+    if ranks < 2:
+        return None
+    job = str(os.getppid())
+    return _of_mpi("mpiexec", _number("PMI_RANK", 0), ranks, _number("MPI_LOCALRANKID", 0), locals_, job)
+
+
+def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
+    """Return a task; MPI says nothing of addresses, which a single machine does not need."""
+    address = "127.0.0.1" if ranks == locals_ else None
+    return Task(launcher, rank, ranks, local, locals_, rank // locals_, address, zlib.crc32(job.encode()))
+
+
+# -- machines: an operator's pods
+
+
+def _of_trainer() -> Machine | None:
+    """Return the machine that Kubeflow's Trainer, or PyTorchJob with nprocPerNode, tells torchrun of."""
+    if "PET_NNODES" not in os.environ:
+        return None
+    address = os.environ.get("PET_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
+    port = os.environ.get("PET_MASTER_PORT") or os.environ.get("MASTER_PORT")
+    processes = os.environ.get("PET_NPROC_PER_NODE", "")
+    each = int(processes) if processes.isdecimal() else None
+    number, count = _number("PET_NODE_RANK", 0), _number("PET_NNODES", 1)
+    return Machine("PET_NNODES", number, count, each, address, port)
+
+
+def _of_operator() -> Machine | None:
+    """Return the machine that an operator numbers by the names of ranks.
+
+    With a LOCAL_RANK that is a number RANK is a process's; AscendJob has a list of the pod's NPUs there.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _is_told():
+        return None
+    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    listed = [word for word in os.environ.get("LOCAL_RANK", "").split(",") if word.strip()]
+    number, count = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if not listed:
+        return Machine("RANK", number, count, None, *place)
+    return Machine("LOCAL_RANK", number, _pods(count, len(listed)), len(listed), *place)
+
+
+def _pods(npus: int, each: int) -> int:
+    """Return how many pods AscendJob has, whose WORLD_SIZE counts NPUs.
+
+    Raises:
+        UsageError: its numbers contradict each other.
+    """
+    if _number("LOCAL_WORLD_SIZE", each) != each or npus % each:
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        raise UsageError(
+            " ".join(f"{name}={os.environ.get(name, '')}" for name in names),
+            "as many NPUs in each pod as LOCAL_RANK lists",
+            "Correct the job, or unset them and start torchrun.",
+        )
+    return npus // each
+
+
+def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
+    command, several = argv[0], (machine.processes or 1) > 1 or _devices() > 1
+    if machine.number >= machine.count:
+        raise UsageError(
+            f"machine {machine.number} of {machine.count} ({machine.launcher})",
+            "a number below that of the machines",
+            "Correct the job.",
+        )
+    if command == "train":
+        for name in RANKS:
+            os.environ.pop(name, None)
+        os.environ["NNODES"], os.environ["NODE_RANK"] = str(machine.count), str(machine.number)
+        _meet_at(machine)
+    elif several and _trains(argv):
+        raise UsageError(
+            f"{machine.launcher} numbers machines ({machine.count}), each with several devices, and this is "
+            "one process",
+            "a process for each device",
+            "Start torchrun -m megatron_npu, which reads PET_…"
+            if machine.launcher.startswith("PET")
+            else f"torchrun --nnodes {machine.count} --node-rank $RANK --nproc-per-node N --master-addr "
+            "$MASTER_ADDR --master-port $MASTER_PORT -m megatron_npu " + command,
+        )
+    else:
+        given = (machine.number, machine.count, 0, 1, machine.number)
+        os.environ.update({name: str(value) for name, value in zip(RANKS, given, strict=True)})
+        _meet_at(machine)
+
+
+def _meet_at(machine: Machine) -> None:
+    if machine.address:
+        os.environ["MASTER_ADDR"] = machine.address
+        os.environ["MASTER_PORT"] = machine.port or str(_PORT)
+
+
+def _trains(argv: Sequence[str]) -> bool:
+    """Return whether a command line is a training: of scripts, those that Megatrons name so."""
+    script = next((Path(word).name for word in argv[1:] if word.endswith(".py")), "")
+    return argv[0] == "pretrain" or script.startswith(("pretrain", "finetune", "train"))
+
+
+def _devices() -> int:
+    """Return how many NPUs or GPUs the pod has been given, by their files: torch is not imported yet."""
+    return len(glob.glob("/dev/davinci[0-9]*")) or len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _be_alone(command: str, machine: Machine) -> None:
+    """Run a command that is typed into a pod's shell without the job's other machines, which run the job."""
+    for name in RANKS:
+        os.environ.pop(name, None)
+    if machine.count > 1:
+        told = f"machine {machine.number} of {machine.count} of a job ({machine.launcher})"
+        print(f"megatron-npu {command}: this is {told}; it runs in this process alone", file=sys.stderr)
+
+
+def _wait_for_table() -> None:
+    """Wait until AscendJob's rank table is complete: it is written while pods start.
+
+    Raises:
+        UsageError: it is not, for long.
+    """
+    path = Path(os.environ.get(_TABLE, ""))
+    if not path.is_file():  # HCCL says so, if it wants it
+        return
+    began = said = time.monotonic()
+    while (status := _status(path)) == "initializing":
+        now = time.monotonic()
+        if now - began > _WAIT:
+            raise UsageError(
+                f"{_TABLE}={path}: {status} for {_WAIT:.0f} s", "completed", "See whether all pods run."
+            )
+        if now - said > _SAY:
+            said = now
+            print(f"megatron_npu: waits for {path}: {status}; not all pods run yet", file=sys.stderr)
+        time.sleep(_PAUSE)
+
+
+def _status(path: Path) -> str | None:
+    """Return what a rank table says of itself; one that is being written is not ready either."""
+    with contextlib.suppress(OSError):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return "initializing"
+        return str(content.get("status")) if isinstance(content, dict) else None
+    return None
+
+
+def _require_address() -> None:
+    """Check that ranks know where to meet.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if "RANK" not in os.environ or _number("WORLD_SIZE", 1) == 1:
+        return
+    if not os.environ.get("MASTER_ADDR"):
+        raise UsageError(
+            f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']} without MASTER_ADDR",
+            "the address of the first machine, and MASTER_PORT",
+            "Export both, or start torchrun.",
+        )
+    os.environ.setdefault("MASTER_PORT", str(_PORT))
+
+
+def _number(name: str, default: int) -> int:
+    """Return a number that a launcher has exported.
+
+    Raises:
+        UsageError: it is none.
+    """
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise UsageError(f"{name}={text}", "a whole number", f"Correct it, or unset {name}.")
+    return int(text) if text else default
