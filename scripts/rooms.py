@@ -175,7 +175,7 @@ ROOMS = (
     Room(
         "doctor/",
         "`megatron-npu doctor`: what is installed, what works, what to do",
-        "base process devices ops upstream adaptors commands.patches",
+        "base process checkpoint_files watchdog devices ops upstream adaptors commands.patches",
         ("torch",),
     ),
     Room(

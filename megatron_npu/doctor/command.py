@@ -39,13 +39,32 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="list the bugs of that Megatron that are known here and whether they are cured, nothing else",
     )
+    cluster = parser.add_argument_group("several machines, under the launcher of the job")
+    cluster.add_argument(
+        "--cluster",
+        action="store_true",
+        help="compare all machines: versions, clocks, addresses, HCCL's ports, each pair, each device",
+    )
+    cluster.add_argument("--folder", metavar="DIR", help="with --cluster: whether all machines share it")
+    cluster.add_argument(
+        "--out", metavar="DIR", help="with --cluster: write passed.txt, failed.txt and cluster.json there"
+    )
     options = parser.parse_args(argv)
+    if options.cluster:
+        return _cluster(options.folder, options.out)
     if options.known_bugs:
         return bugs.tell(options.megatron, as_json=options.json)
     report = inspect(options.megatron, quick=options.quick)
     report["advice"] = advice(report)
     print(json.dumps(report, indent=2) if options.json else text(report))
     return int(bool(report["advice"]))
+
+
+def _cluster(folder: str | None, out: str | None) -> int:
+    from megatron_npu.doctor import cluster  # which needs torch
+
+    settings.check()
+    return cluster.main(folder, out)
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:

@@ -86,19 +86,19 @@ def settle(argv: Sequence[str]) -> None:
     Raises:
         UsageError: what the launcher says cannot be understood, or means other processes than there are.
     """
-    command = argv[0]
+    command, is_job = argv[0], argv[0] in _JOBS or "--cluster" in argv
     if _ELASTIC in os.environ or command in _UNTOUCHED:
         return
     machine = _of_trainer() or _of_operator()
-    if machine is not None and command not in _JOBS:
+    if machine is not None and not is_job:
         return _be_alone(command, machine)
-    if command in _JOBS:
+    if is_job:
         _wait_for_table()
     if machine is not None:
         _settle_machine(argv, machine)
     elif not _is_told():
         _settle_task(command)
-    if command in _JOBS:
+    if is_job:
         _require_address()
     return None
 

@@ -16,6 +16,7 @@ The first rank that knows writes it into the store for all; they print it and en
 one rank lets each print where all its threads stand.
 """
 
+from megatron_npu.watchdog.first_contact import tell as tell_others
 from megatron_npu.watchdog.launcher import end_with_launcher, meeting
 from megatron_npu.watchdog.open_files import require_open_files
 from megatron_npu.watchdog.phases import LOADING, SAVING, WAITING, phase
@@ -35,5 +36,6 @@ __all__ = [
     "require_fresh_store",
     "require_open_files",
     "step",
+    "tell_others",
     "watching",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from megatron_npu.process import elastic_agent
+from megatron_npu.watchdog import first_contact
 
 _EXIT = 1
 _PATIENCE = 2.0  # seconds from the end of a launcher's store to its own
@@ -45,9 +46,13 @@ def meeting() -> Iterator[None]:
     """Let ranks meet in the block; one that fails because the launcher has ended, and its store, says so.
 
     The thread that watches the launcher may hear of it later than the store's connection breaks.
+
+    Raises:
+        UsageError: they are on several machines that do not reach each other.
     """
     try:
-        yield
+        with first_contact.made():
+            yield
     except RuntimeError:  # torch's DistError is one
         launcher = elastic_agent.find()
         if launcher is not None and (elastic_agent.has_gone() or _ends(launcher.pid)):

@@ -44,6 +44,7 @@ def _run(args: Namespace) -> int:
         if args.log_level == "debug":
             traceback.print_exception(error.__cause__ or error)
         if args.rank:
+            watchdog.tell_others(str(error))
             last_words.wait_for_rank_0_to_report()
         raise
     except last_words.FAILURES as failure:

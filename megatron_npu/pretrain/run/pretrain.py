@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu import devices, plugin
+from megatron_npu import devices, plugin, watchdog
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import shared_folder
@@ -99,8 +99,9 @@ def main(argv: Sequence[str]) -> int:
         train(args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
-    except UsageError:
+    except UsageError as error:
         if int(os.environ.get("RANK", "0")):
+            watchdog.tell_others(str(error))
             last_words.wait_for_rank_0_to_report()
         raise
     except last_words.FAILURES as failure:

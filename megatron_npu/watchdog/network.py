@@ -1,0 +1,129 @@
+"""Where this machine is reached: the address that gloo takes, and whether others' are reached from here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from megatron_npu.base.errors import UsageError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+Address = tuple[str, int]
+
+
+def machine() -> str:
+    """Return what tells networks apart, inside which a loopback address reaches everybody; empty: unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+def own_address() -> str:
+    """Return the address that gloo binds: that of ``GLOO_SOCKET_IFNAME``, else of the host's name.
+
+    Raises:
+        UsageError: there is no such interface.
+    """
+    name = os.environ.get(INTERFACE, "").partition(",")[0]
+    if name:
+        return _of_interface(name)
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
+                trial.bind(place)
+                return str(place[0])
+    return "127.0.0.1"  # as torch
+
+
+def _of_interface(name: str) -> str:
+    found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family in _FAMILIES]
+    if not found:
+        raise UsageError(
+            f"{INTERFACE}={name} on {socket.gethostname()}",
+            f"an interface with an address: {', '.join(interfaces()) or 'there is none'}",
+            "Export the one that is of the cluster's network.",
+        )
+    return found[0].partition("%")[0]
+
+
+def interfaces() -> dict[str, str]:
+    """Return the addresses of this machine's interfaces that others may reach, by name."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            text = each.address.partition("%")[0]
+            if each.family in _FAMILIES and not is_private_to_the_machine(text):
+                found.setdefault(name, text)
+    return found
+
+
+def is_private_to_the_machine(address: str) -> bool:
+    """Return whether an address is one that no other machine reaches."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified
+
+
+def towards(host: str) -> tuple[str, str] | None:
+    """Return the interface through which a host is reached from here, and its address; None: not known."""
+    with contextlib.suppress(OSError):
+        for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, socket.SOCK_DGRAM) as trial:
+                trial.connect(place)  # which sends nothing
+                own = str(trial.getsockname()[0])
+            return next(((name, own) for name, address in interfaces().items() if address == own), None)
+    return None
+
+
+def listening(address: str) -> socket.socket:
+    """Return a socket that others may connect to, at a port that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    result = socket.socket(family, socket.SOCK_STREAM)
+    result.bind((address, 0))
+    result.listen(128)
+    return result
+
+
+def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
+    """Try one connection to each of several places, all at once; return why, of those that are not reached.
+
+    Args:
+        places: address and port of each, by its name.
+        seconds: to try for.
+    """
+    faults: dict[str, str] = {}
+    with selectors.DefaultSelector() as waiting:
+        for name, (address, port) in places.items():
+            trial = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            trial.setblocking(False)
+            error = trial.connect_ex((address, port))
+            if error in (0, errno.EINPROGRESS):
+                waiting.register(trial, selectors.EVENT_WRITE, name)
+            else:  # the system knows already that there is no way
+                faults[name] = os.strerror(error)
+                trial.close()
+        end = time.monotonic() + seconds
+        while waiting.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in waiting.select(left):
+                trial = key.fileobj  # type: ignore[assignment]
+                if error := trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    faults[key.data] = os.strerror(error)
+                waiting.unregister(trial)
+                trial.close()
+        for key in [*waiting.get_map().values()]:
+            faults[key.data] = f"no answer within {seconds:.0f} s"
+            key.fileobj.close()  # type: ignore[union-attr]
+    return faults
