@@ -90,17 +90,14 @@ def settle(argv: Sequence[str]) -> None:
     if _ELASTIC in os.environ or command in _UNTOUCHED:
         return
     machine = _of_trainer() or _of_operator()
-    if machine is not None and not is_job:
-        return _be_alone(command, machine)
-    if is_job:
-        _wait_for_table()
+    if not is_job:
+        return _be_alone(command, machine) if machine else _settle_task(command)
+    _wait_for_table()
     if machine is not None:
         _settle_machine(argv, machine)
-    elif not _is_told():
+    else:
         _settle_task(command)
-    if is_job:
-        _require_address()
-    return None
+    return _require_address()
 
 
 def _is_told() -> bool:
@@ -112,7 +109,7 @@ def _is_told() -> bool:
 
 
 def _settle_task(command: str) -> None:
-    task = _of_slurm() or _of_open_mpi() or _of_hydra()
+    task = None if _is_told() else _of_slurm() or _of_open_mpi() or _of_hydra()
     if task is None:
         return
     port = str(20000 + zlib.crc32(str(task.job).encode()) % 20000)
