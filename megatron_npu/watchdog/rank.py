@@ -121,7 +121,7 @@ class Rank:
             self._board.open()
             while not self._stopping.is_set() and not self._told.is_set():
                 self._look()
-            if self._stopping.is_set() and self._board.left(self._rank) is None:
+            if self._stopping.is_set() and not self._has_own_error:
                 self._board.leave(self._rank, "")
         except Exception as error:  # of the store: it is gone, with the rank or the launcher that held it
             self._without_store(error)
@@ -326,6 +326,11 @@ class Rank:
         """Watch no longer; end the process if it waits in vain for whoever has held the store."""
         self._alone = True
         self._guard.stop()
+        first = next(iter(self._processes), None)
+        if first and _is_of_a_launcher_elsewhere(first):  # whose end is no rank's: its machine is lost
+            if not self._stopping.wait(_PERIOD / 4) and not self._has_own_error:
+                self._tell(verdicts.of_store(first, has_ended=False, error=error))
+            return
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -336,9 +341,7 @@ class Rank:
             if self._has_own_error or not (self._failing.is_set() or time.monotonic() - since > _PATIENCE):
                 continue
             gone = gone or self._first_ends(_PERIOD / 4)  # as in ``_look``
-            first = next(iter(self._processes), None)
             return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
-        return None
 
     def _first_ends(self, seconds: float) -> bool:
         """Return whether rank 0 ends in this time, or until this thread is woken, and the store with it."""
@@ -355,6 +358,12 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ if error else None
     return False
+
+
+def _is_of_a_launcher_elsewhere(first: Process) -> bool:
+    """Return whether the agent of another machine holds the store: it outlives all ranks that end well."""
+    own = Process.own(-1)
+    return not _rank_0_holds_store() and (first.host, first.space) != (own.host, own.space)
 
 
 def _rank_0_holds_store() -> bool:

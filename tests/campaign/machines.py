@@ -321,6 +321,20 @@ def killed(them: Cluster, out: Path) -> list[str]:
     return ([] if named else ["the machine is not named"]) + [f"codes {found.codes}"] * (None in found.codes)
 
 
+def first_killed(them: Cluster, out: Path) -> list[str]:
+    """The first machine, which holds the store, is gone with all its processes; its address still answers."""
+    started = _train_for_ever(them, out)
+    if started is None:
+        return ["it did not train"]
+    subprocess.run(["kill", "-9", str(them.machines[0].init)], check=True)
+    found = ended(started[1:], 30, out, time.monotonic())
+    faults = [f"codes {found.codes}"] * (None in found.codes)
+    for number, log in enumerate(found.logs[1:], 2):
+        if not re.search(r"megatron_npu: rank \d+ ends: .*rank 0 \(node1", log):
+            faults.append(f"machine {number} does not name it")
+    return faults
+
+
 def loopback(them: Cluster, out: Path) -> list[str]:
     """A host name that means 127.0.1.1, as Debian has it."""
     last = them.machines[-1]
@@ -379,6 +393,7 @@ TRIALS: dict[str, tuple[int, Callable[[Cluster, Path], list[str]]]] = {
     "cut-of-three": (3, cut),
     "cut-for-a-while": (2, cut_for_a_while),
     "killed": (3, killed),
+    "first-killed": (3, first_killed),
 }
 
 
