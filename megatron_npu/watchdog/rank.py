@@ -124,7 +124,7 @@ class Rank:
             if self._stopping.is_set() and not self._has_own_error:
                 self._board.leave(self._rank, "")
         except Exception as error:  # of the store: it is gone, with the rank or the launcher that held it
-            self._without_store(error)
+            self._store_is_gone(error)
 
     def _look(self) -> None:
         """Say a word, wait, and see to the others."""
@@ -322,15 +322,18 @@ class Rank:
         first = self._processes[0] if self._processes and self._rank else None
         return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
-    def _without_store(self, error: Exception) -> None:
-        """Watch no longer; end the process if it waits in vain for whoever has held the store."""
+    def _store_is_gone(self, error: Exception) -> None:
+        """Watch no longer. The end of a launcher elsewhere is no rank's: its machine, and the run, are lost."""
         self._alone = True
         self._guard.stop()
         first = next(iter(self._processes), None)
-        if first and _is_of_a_launcher_elsewhere(first):  # whose end is no rank's: its machine is lost
-            if not self._stopping.wait(_PERIOD / 4) and not self._has_own_error:
-                self._tell(verdicts.of_store(first, has_ended=False, error=error))
-            return
+        if first is None or not _is_of_a_launcher_elsewhere(first):
+            self._without_store(first, error)
+        elif not self._stopping.wait(_PERIOD / 4) and not self._has_own_error:
+            self._tell(verdicts.of_store(first, has_ended=False, error=error))
+
+    def _without_store(self, first: Process | None, error: Exception) -> None:
+        """End the process if it waits in vain for ``first``, or whoever has held the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
