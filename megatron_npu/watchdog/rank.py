@@ -323,7 +323,7 @@ class Rank:
         return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
     def _store_is_gone(self, error: Exception) -> None:
-        """Watch no longer. The end of a launcher elsewhere is no rank's: its machine, and the run, are lost."""
+        """Watch no longer. The end of a launcher elsewhere is no rank's: its machine is lost."""
         self._alone = True
         self._guard.stop()
         first = next(iter(self._processes), None)

@@ -167,7 +167,7 @@ def _machine(folder: Path, mark: str, number: int, count: int) -> tuple[subproce
     hosts.write_text(f"127.0.0.1 localhost\n{names}", encoding="utf-8")
     disk.mkdir()
     setup = SETUP.format(name=f"node{number}", disk=disk, hosts=hosts)
-    words = [
+    command = [
         "ip",
         "netns",
         "exec",
@@ -175,7 +175,7 @@ def _machine(folder: Path, mark: str, number: int, count: int) -> tuple[subproce
         "unshare",
         *"--mount --uts --pid --ipc --fork --mount-proc".split(),
     ]
-    keeper = subprocess.Popen([*words, "bash", "-ec", setup], start_new_session=True)
+    keeper = subprocess.Popen([*command, "bash", "-ec", setup], start_new_session=True)
     for _ in range(100):
         time.sleep(0.1)
         found = subprocess.run(["pgrep", "-P", str(keeper.pid)], capture_output=True, text=True, check=False)
@@ -256,13 +256,15 @@ def private_save(them: Cluster, out: Path, command: str) -> list[str]:
 
 
 def shared_save(them: Cluster, out: Path, *parallel: str) -> list[str]:
-    """A folder of all: a training that ends well, with the losses of one machine."""
+    """A folder of all: a training that ends well, with the losses of as many ranks on one machine."""
     words = [*_commands(f"{them.folder}/shared/{out.name}")["pretrain"], *parallel]
     found = ended(them.start(lambda number: words, out), START, out, time.monotonic())
     if any(code != 0 for code in found.codes):
         return [f"codes {found.codes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(them.machines))]
+    flags = [*FLAGS, "--train-iters", "4", *parallel]
     alone = subprocess.run(
-        [sys.executable, "-m", "megatron_npu", "pretrain", *FLAGS, "--train-iters", "4"],
+        [sys.executable, *launcher, "-m", "megatron_npu", "pretrain", *flags],
         capture_output=True,
         text=True,
         cwd=them.folder,

@@ -161,7 +161,7 @@ def train_chunks(
     """
     if args.load:
         place = RunPlan.of(args).load_from
-        shared_folder.require_same("--load", args.load, place and Path(place).name)
+        shared_folder.require_same("--load", args.load, Path(place).name if place else None)
     optimizer = gpt.optimizer(args, chunks)
     state = checkpoint.State(chunks, optimizer, gpt.schedule(args, optimizer))
     gpt.connect(args, config, chunks, optimizer)
