@@ -78,6 +78,6 @@ def test_the_commands_of_a_manifest_can_be_read(name) -> None:
 
 
 def test_every_launch_file_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "guides" / "machines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "machines.md").read_text(encoding="utf-8")
     for path in FOLDER.iterdir():
         assert f"](../../examples/cluster/{path.name})" in page, path.name
