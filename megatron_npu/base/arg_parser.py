@@ -74,6 +74,11 @@ seed = Number("a whole number from 0 to 2^32 - 1, as numpy takes it", int, 0, 2*
 _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+def byte_size_or_0(text: str) -> int:
+    """Read a number of bytes, or 0 for none."""
+    return 0 if text.strip() == "0" else byte_size(text)
+
+
 def byte_size(text: str) -> int:
     """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument``, too.
 

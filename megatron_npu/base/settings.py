@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_npu.base.arg_parser import Number, Unfit, byte_size, positive, whole
+from megatron_npu.base.arg_parser import Number, Unfit, byte_size, byte_size_or_0, positive, whole
 from megatron_npu.base.errors import UsageError
 
 VARIABLES: list[Variable] = []
@@ -239,6 +239,13 @@ SIM_MEMORY = Variable(
     "64G",
     "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is out-of-memory.",
     type=byte_size,
+)
+SIM_DRY = Variable(
+    "MEGATRON_NPU_SIM_DRY",
+    "0",
+    "A dry run: nothing is computed in tensors above so many bytes (1M, say), whose memory is reserved and never "
+    "touched; peers are not there. `megatron-npu plan` sets it. 0: everything is computed.",
+    type=byte_size_or_0,
 )
 SIM_MEMCHECK = Variable(
     "MEGATRON_NPU_SIM_MEMCHECK",

@@ -64,6 +64,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_npu.measuring.command:main",
         "measure throughput and memory of each acceleration",
     ),
+    "plan": (
+        "megatron_npu.planning.command:main",
+        "dry-run a job of many devices here: does it fit, what is sent, which flags would help",
+    ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "check this machine, and say what to fix"),
     "ledger": ("megatron_npu.commands.patches:ledger", "list every patch and its state"),
@@ -99,7 +103,7 @@ _MAY_COMPILE = (
     "doctor",
 )
 # behind these comes another's command line, whose --help is not ours
-_TAKES_A_COMMAND = ("run", "sim", "evaluate")
+_TAKES_A_COMMAND = ("run", "plan", "sim", "evaluate")
 
 # in this order, and doctor first: it says whether the others can work
 _GROUPS = {

@@ -69,7 +69,7 @@ def runtime() -> Path:
 @functools.cache
 def compute() -> Path:
     """Return the compiled computation library; see ``runtime``."""
-    key = _key(["runtime.h", "alias.h", *_COMPUTE_SOURCES])
+    key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
 

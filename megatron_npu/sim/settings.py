@@ -9,6 +9,7 @@ _TOLD = {
     "devices": settings.SIM_DEVICES,
     "soc": settings.SIM_SOC,
     "memory": settings.SIM_MEMORY,
+    "dry": settings.SIM_DRY,
     "memcheck": settings.SIM_MEMCHECK,
     "verbose": settings.SIM_VERBOSE,
     "hccl_timeout": settings.SIM_HCCL_TIMEOUT,

@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.fake_cuda import library
+from megatron_npu.planning.fake_cuda import library
 
 if __name__ == "__main__":
     library.load()
@@ -22,7 +22,7 @@ from megatron_npu import plugin
 from megatron_npu.commands import cli
 from megatron_npu.doctor import operations
 from megatron_npu.ops import dispatch
-from tests.fake_cuda import machine
+from megatron_npu.planning.fake_cuda import machine
 from tests.fake_cuda.observer import Observer
 
 OPERATIONS = ["operations"]  # the words of the case that calls each operation

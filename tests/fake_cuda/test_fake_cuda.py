@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from megatron_npu.ops import dispatch
-from tests.fake_cuda import grid, library
+from megatron_npu.planning.fake_cuda import library
+from tests.fake_cuda import grid
 from tests.fake_cuda.ranks import OPERATIONS
 
 LAYOUTS = ("tp2-pp2-dp2", "cp2")

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.fake_cuda import library
+from megatron_npu.planning.fake_cuda import library
 from tests.support import processes
 
 PROGRAM = """
-from tests.fake_cuda import library
+from megatron_npu.planning.fake_cuda import library
 library.load()
 from megatron_npu import plugin
-from tests.fake_cuda import machine
+from megatron_npu.planning.fake_cuda import machine
 with machine.installed(), machine.running():
     plugin.install()
     import gpu_ops

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "alias.h"
+#include "dry.h"
 #include "runtime.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 
@@ -39,6 +40,9 @@ struct Operation {
   int device = kNone;
   int pin_memory = kNone;
   bool draws = false;        // takes random numbers without a generator argument
+  bool asks = false;         // its result is a number of the host, or has a shape that depends on values
+  bool overwrites = false;   // its result does not depend on what was there
+  bool keeps = false;        // writes only where a number is not finite
   bool takes_host = false;   // also accepts host tensors together with NPU tensors, as on hardware
   std::atomic<int64_t> launches{0};
   std::atomic<int64_t> bytes{0};  // of fresh results
@@ -223,6 +227,12 @@ class Kernel : public c10::OperatorKernel {
 
     std::optional<BorrowedHostGenerator> borrowed;
     supply_randomness(originals, hosts, device, borrowed);
+    bool unknown = false;
+    if (dry::on()) {
+      for (const IValue& value : originals) unknown = unknown || dry::is_unknown(value);
+      if (unknown && operation_.asks) dry::report_asked(operation_.name);
+      if (result_on_npu && skipped(handle, originals, hosts, device, unknown, stack)) return;
+    }
     stack->insert(stack->end(), hosts.begin(), hosts.end());
     handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 
@@ -238,9 +248,116 @@ class Kernel : public c10::OperatorKernel {
         stack->push_back(result_on_npu ? fresh(results[i], device) : results[i]);
       }
     }
+    if (dry::on()) remember(handle, originals, *stack, results.size(), unknown && !operation_.overwrites);
   }
 
  private:
+  // In a dry run: gives the results of an operation on large tensors as memory that nobody touches; false if it
+  // has to be computed.
+  bool skipped(const c10::OperatorHandle& handle, const std::vector<IValue>& originals,
+               const std::vector<IValue>& hosts, c10::Device device, bool unknown, Stack* stack) {
+    int64_t most = 0;
+    for (const IValue& value : originals)
+      dry::each_tensor(value, [&](const Tensor& tensor) { most = std::max(most, dry::bytes_of(tensor)); });
+    const bool large = most > dry_limit();
+    const bool own = operation_.name.rfind("npu::", 0) == 0;
+    const bool has_meta = handle.hasKernelForDispatchKey(c10::DispatchKey::Meta) || !own;
+    if (!has_meta && !large) return false;  // its reference would draw and check twice
+    std::vector<IValue> metas = as_meta(hosts);
+    std::vector<IValue> results;
+    try {
+      Stack trial(metas.begin(), metas.end());
+      // the reference of an operation of torch_npu's computes on meta tensors as well, unless it reads values
+      handle.redispatchBoxed(c10::DispatchKeySet(has_meta ? c10::DispatchKey::Meta : c10::DispatchKey::CPU), &trial);
+      results = torch::jit::pop(trial, handle.schema().returns().size());
+    } catch (const std::exception& error) {
+      if (!large || !only_writes() || has_meta) {
+        // no meta kernel, or a mistake in the call: the host's kernel computes, or says it
+        if (large) ++counted("dry computed " + operation_.name).launches;
+        if (unknown && !operation_.asks) dry::report_asked(operation_.name);
+        return false;
+      }
+      ++counted("dry unchecked " + operation_.name).launches;
+    }
+    as_computed(hosts, results);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (operation_.written[i] == kNone)
+        dry::each_tensor(results[i], [&](const Tensor& tensor) { most = std::max(most, dry::bytes_of(tensor)); });
+    if (most <= dry_limit()) return false;
+    for (size_t i = 0; i < originals.size(); ++i) {
+      auto* alias = handle.schema().arguments()[i].alias_info();
+      if (alias && alias->isWrite()) follow(originals[i], metas[i]);
+    }
+    for (size_t i = 0; i < operation_.written.size(); ++i) {
+      if (operation_.written[i] != kNone) {
+        stack->push_back(originals[operation_.written[i]]);
+      } else {
+        stack->push_back(untouched(results[i], device));
+      }
+    }
+    return true;
+  }
+
+  // Where torch's meta kernel says another dtype than the host's kernel gives, which is what is computed otherwise:
+  // the statistics of a layer norm have the input's dtype, unless the weights have another.
+  void as_computed(const std::vector<IValue>& hosts, std::vector<IValue>& results) const {
+    if (operation_.name != "aten::native_layer_norm" || results.size() != 3) return;
+    auto dtype = hosts[0].toTensor().scalar_type();
+    if (hosts[2].isTensor() && hosts[2].toTensor().defined() && hosts[2].toTensor().scalar_type() != dtype) return;
+    for (size_t i : {1, 2}) results[i] = results[i].toTensor().to(dtype);
+  }
+
+  bool only_writes() const {
+    for (int written : operation_.written)
+      if (written == kNone) return false;
+    return true;
+  }
+
+  std::vector<IValue> as_meta(const std::vector<IValue>& hosts) const {
+    std::vector<IValue> metas;
+    bool has_tensor = false;
+    for (const IValue& value : hosts) {
+      dry::each_tensor(value, [&](const Tensor&) { has_tensor = true; });
+      metas.push_back(dry::to_meta(value));
+    }
+    if (operation_.device != kNone && (metas[operation_.device].isDevice() || !has_tensor))
+      metas[operation_.device] = c10::Device(c10::kMeta);
+    if (operation_.generator != kNone) metas[operation_.generator] = IValue();
+    return metas;
+  }
+
+  // An argument that was written without being computed: it may have got another size, and nobody knows it now.
+  void follow(const IValue& original, const IValue& meta) const {
+    if (original.isTensor() && meta.isTensor() && on_npu(original.toTensor()) && meta.toTensor().defined() &&
+        meta.toTensor().sizes() != original.toTensor().sizes())
+      original.toTensor().resize_(meta.toTensor().sizes());
+    // what is written to only on a condition (an overflow) is taken for not written
+    if (!operation_.keeps) dry::each_tensor(original, [&](const Tensor& tensor) { dry::mark(tensor, true); });
+  }
+
+  IValue untouched(const IValue& result, c10::Device device) {
+    auto give = [&](const Tensor& tensor) {
+      if (tensor.defined()) operation_.bytes += tensor.numel() * tensor.element_size();
+      return dry::from_meta(tensor, device, operation_.name);
+    };
+    if (result.isTensor()) return give(result.toTensor());
+    if (!result.isTensorList()) return result;
+    std::vector<Tensor> list;
+    for (const Tensor& tensor : result.toTensorVector()) list.push_back(give(tensor));
+    return list;
+  }
+
+  // Notes of all that an operation has computed whether it is known.
+  void remember(const c10::OperatorHandle& handle, const std::vector<IValue>& originals, const Stack& stack,
+                size_t results, bool unknown) const {
+    auto note = [&](const Tensor& tensor) { dry::mark(tensor, unknown); };
+    for (size_t i = 0; i < originals.size(); ++i) {
+      auto* alias = handle.schema().arguments()[i].alias_info();
+      if (alias && alias->isWrite()) dry::each_tensor(originals[i], note);
+    }
+    for (size_t i = stack.size() - results; i < stack.size(); ++i) dry::each_tensor(stack[i], note);
+  }
+
   void supply_randomness(const std::vector<IValue>& originals, std::vector<IValue>& hosts, c10::Device device,
                          std::optional<BorrowedHostGenerator>& borrowed) {
     if (operation_.generator == kNone && !operation_.draws) return;
@@ -285,6 +402,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool /*non_blocking
   operation.bytes += target.numel() * target.element_size();
   for (const Tensor& tensor : {source, target})
     if (swapped(tensor)) note_swapped(kernel.name, tensor);
+  if (dry::on() && !dry::copies(source, target)) return target;
   auto device = on_npu(target) ? target.device() : source.device();
   c10::OptionalDeviceGuard guard(device);
   wait_for_queued(c10_npu::getCurrentNPUStream(device.index()).stream());
@@ -372,6 +490,10 @@ SIM_API int sim_install(const char* full_name) {
     // Hardware takes indices on the host and copies between devices.
     operation->takes_host = base.find("copy") != std::string::npos || base.find("index") != std::string::npos;
     if (!describe(*handle, *operation)) return 1;
+    operation->asks = full == "aten::_local_scalar_dense" || full == "aten::equal" ||
+                      handle->hasTag(at::Tag::data_dependent_output) || handle->hasTag(at::Tag::dynamic_output_shape);
+    operation->overwrites = base == "fill_" || base == "zero_";
+    operation->keeps = base == "_amp_foreach_non_finite_check_and_unscale_";
     std::lock_guard<std::mutex> lock(registry_mutex);
     auto kernel = std::make_unique<Kernel>(operation.get());
     library(space, c10::DispatchKey::PrivateUse1)
@@ -401,6 +523,15 @@ SIM_API int sim_install_copy() {
     copies.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     return 0;
   });
+}
+
+// Who is to be told that an unknown number is asked for, in a dry run; see dry.h.
+SIM_API void sim_on_asked(void (*report)(const char*)) { dry::asked = report; }
+
+// Whether nobody knows the numbers of a tensor, given its memory.
+SIM_API int sim_is_unknown(const void* storage) {
+  std::lock_guard<std::mutex> lock(dry::unknown_mutex);
+  return dry::unknown_storages.count(storage) != 0;
 }
 
 // Lines "name launches bytes", one per operation that was called. Returns the length of the whole text.

@@ -57,6 +57,10 @@ void run(Communicator& communicator, const Call& call, const Body& body) {
 
 void queue(Queued queued) {
   Communicator& communicator = *queued.communicator;
+  if (communicator.alone()) {
+    if (queued.body) queued.body(communicator, queued.call);
+    return;
+  }
   std::lock_guard<std::mutex> lock(communicator.numbering);
   Call call = queued.call;
   Body body = std::move(queued.body);
@@ -113,6 +117,9 @@ std::shared_ptr<Communicator> usable(HcclComm handle, HcclResult* result) {
 Communicator::Communicator(std::unique_ptr<Segment> segment, std::string name, uint32_t rank)
     : name(std::move(name)), rank(rank), ranks(segment->ranks), segment_(std::move(segment)) {}
 
+Communicator::Communicator(uint32_t ranks, std::string name, uint32_t rank)
+    : name(std::move(name)), rank(rank), ranks(ranks) {}
+
 void Communicator::begin() {
   std::lock_guard<std::mutex> lock(unfinished_mutex_);
   unfinished_++;
@@ -144,6 +151,7 @@ HcclResult Communicator::fail(HcclResult code, const std::string& text) {
 }
 
 HcclResult Communicator::adopt_failure() {
+  if (alone()) return error_;
   const Failure& failure = segment_->header().failure;
   if (failure.state.load(std::memory_order_acquire) != kWritten) return error_;
   return fail(HCCL_E_REMOTE, segment_->describe(rank) + " stops, because " +

@@ -22,11 +22,14 @@ namespace sim::hccl {
 class Communicator {
  public:
   Communicator(std::unique_ptr<Segment> segment, std::string name, uint32_t rank);
+  // In a dry run: one without peers. Its calls are counted, and end at once with what this rank has.
+  Communicator(uint32_t ranks, std::string name, uint32_t rank);
 
   const std::string name;
   const uint32_t rank;
   const uint32_t ranks;
   Segment& segment() { return *segment_; }
+  bool alone() const { return !segment_; }
 
   // Held while a call is numbered and queued, so that both happen in one order.
   std::mutex numbering;

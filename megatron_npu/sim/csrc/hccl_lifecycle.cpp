@@ -1,4 +1,5 @@
 // Creating, splitting, querying and destroying communicators.
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -26,9 +27,27 @@ std::string name_for(const HcclCommConfig* config, const Invitation& invitation)
   return "hccl_" + std::to_string(invitation.inviter.pid) + "_" + std::to_string(invitation.serial);
 }
 
+HcclResult enlist(std::shared_ptr<Communicator> communicator, const HcclCommConfig* config, HcclComm* handle) {
+  *handle = communicator.get();
+  note_communicator(communicator->name, communicator->ranks, config ? config->buffer_size : kBufferNotSet);
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  registry[*handle] = std::move(communicator);
+  return HCCL_SUCCESS;
+}
+
+// In a dry run, which has no peers.
+HcclResult stay_alone(uint32_t ranks, uint32_t rank, const std::string& name, const HcclCommConfig* config,
+                      HcclComm* handle) {
+  static std::atomic<uint32_t> number{0};
+  const bool named = config && config->name[0];
+  const std::string own = named ? name : "hccl_dry_" + std::to_string(++number);
+  return enlist(std::make_shared<Communicator>(ranks, own, rank), config, handle);
+}
+
 HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, const HcclCommConfig* config,
                 HcclComm* handle) {
   const std::string name = name_for(config, invitation);
+  if (sim::dry_limit()) return stay_alone(ranks, rank, name, config, handle);
   if (ranks == 0 || ranks > kMaxRanks || rank >= ranks) {
     return refuse(HCCL_E_PARA, "communicator " + name + ": rank " + std::to_string(rank) + " of " +
                                    std::to_string(ranks) + "; 1 to " + std::to_string(kMaxRanks) +
@@ -40,12 +59,7 @@ HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, con
     return refuse(HCCL_E_TIMEOUT, "creating communicator " + name + " failed on rank " +
                                       std::to_string(rank) + " of " + std::to_string(ranks) + ": " + problem);
   }
-  auto communicator = std::make_shared<Communicator>(std::move(segment), name, rank);
-  *handle = communicator.get();
-  note_communicator(name, ranks, config ? config->buffer_size : kBufferNotSet);
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  registry[*handle] = std::move(communicator);
-  return HCCL_SUCCESS;
+  return enlist(std::make_shared<Communicator>(std::move(segment), name, rank), config, handle);
 }
 
 // ---- sub-communicators: rank 0 of the new one issues an invitation in the parent's segment
@@ -124,6 +138,7 @@ using namespace sim::hccl;
 
 SIM_API HcclResult HcclGetRootInfo(HcclRootInfo* info) {
   std::memset(info, 0, sizeof *info);
+  if (sim::dry_limit()) return HCCL_SUCCESS;
   Invitation invitation{};
   if (!Segment::invite(&invitation)) {
     return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
@@ -156,6 +171,7 @@ SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t ran
     return refuse(HCCL_E_PARA, "splitting communicator " + parent->name + ": rank " + std::to_string(rank) +
                                    " of the new one is not this process");
   }
+  if (parent->alone()) return join(Invitation{}, ranks, rank, config, handle);
   if (rank == 0) return invite_to_split(*parent, id, ranks, config, handle);
   Invitation invitation;
   if (HcclResult result = await_invitation(*parent, id, members[0], &invitation)) return result;

@@ -43,6 +43,11 @@ int64_t setting(const std::string& name, int64_t otherwise) {
   return std::stoll(setting(name, std::to_string(otherwise)));
 }
 
+int64_t dry_limit() {
+  static const int64_t bytes = setting("dry", 0);
+  return bytes;
+}
+
 // ---------------------------------------------------------------- streams
 
 Stream::Stream(int on_device) : device(on_device), id(next_stream_id()) {}

@@ -23,6 +23,9 @@ namespace sim {
 std::string setting(const std::string& name, const std::string& otherwise);
 int64_t setting(const std::string& name, int64_t otherwise);
 
+// In a dry run: bytes above which nothing is computed or copied; 0: this is none. See dry.h.
+int64_t dry_limit();
+
 using Task = std::function<void()>;
 
 // A queue of tasks that run one after the other. The worker thread starts with the first task, so that a

@@ -6,11 +6,11 @@ import ctypes
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from megatron_npu.sim import cache, site
-from tests.support import processes
 
 SOURCE = Path(__file__).with_name("hooks.cpp")
 
@@ -46,7 +46,7 @@ def built() -> Path:
 
 def _build(folder: Path) -> None:
     torch = site.torch_directory()
-    processes.run(
+    subprocess.run(
         [
             *("g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}", str(SOURCE)),
             *("-o", str(folder / "hooks.so"), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"),

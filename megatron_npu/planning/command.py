@@ -1,0 +1,109 @@
+"""``megatron-npu plan``: run a job of many devices here, on memory that is only counted.
+
+One rank of each kind runs as it would in the job, by its own command line; its peers are not there, and what is
+large is not computed. Exit code 2: the job does not fit, or cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.arg_parser import Parser, byte_size, positive
+from megatron_npu.planning import remedies
+from megatron_npu.planning.job import Job
+from megatron_npu.planning.ranks import Ranks
+from megatron_npu.planning.report import Plan, Row
+
+_DESCRIPTION = """Dry-run a job of --devices ranks on this machine: the memory of each kind of rank, what it sends,
+whether it fits, and the flags that would make it fit. NPU: torch_npu's own allocator on the simulated Ascend, whose
+memory is only reserved. CUDA: torch's fake tensors with a replay of the caching allocator. Exit code 2: it does not
+fit, or cannot run."""
+_USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
+       %(prog)s --devices N [--memory 64G] [--device npu] -- pretrain_gpt.py ARGUMENTS..."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    result = Parser("megatron-npu plan", description=_DESCRIPTION, usage=_USAGE)
+    result.add_argument("--devices", type=positive, required=True, help="how many the job has")
+    result.add_argument("--memory", type=byte_size, default=64 << 30, help="of each device: bytes, or with K, M, G")
+    result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="which kind they are")
+    result.add_argument("--devices-per-node", type=positive, default=8, help="of one machine")
+    result.add_argument("--no-remedy", action="store_true", help="do not look for flags that make it fit")
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write everything there, in bytes")
+    result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan a job; return 2 if it does not fit, or cannot run.
+
+    Raises:
+        UsageError: bad input.
+    """
+    begin = time.monotonic()
+    options = parser().parse_args(list(argv))
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    job = Job.of(options.devices, command)
+    ranks = Ranks.on(options.device)
+    plan = _planned(job, ranks, options)
+    failed = plan.failed
+    if failed is not None:
+        print(f"megatron-npu plan: rank {failed.rank} of {job.devices} ends before it has trained:", file=sys.stderr)
+        print(_last_words(failed), file=sys.stderr)
+        return 2
+    if plan.too_full is not None and not options.no_remedy:
+        _look_for_remedy(plan, ranks)
+    plan.seconds = time.monotonic() - begin
+    if options.json is not None:
+        files.write(options.json, json.dumps(plan.to_json(), indent=1) + "\n")
+    print("\n".join(plan.lines()), flush=True)
+    return 0 if plan.too_full is None else 2
+
+
+def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
+    kinds = job.representatives()
+    found = ranks.run(job, kinds)
+    rows = [Row(rank, stage, count, found[rank]) for rank, (stage, count) in kinds.items()]
+    plan = Plan(job, options.device, options.memory, options.devices_per_node, rows)
+    for row in rows:
+        if row.failed is None:
+            row.fits = row.needed <= options.memory or _fits_when_short(job, ranks, row, options.memory)
+    return plan
+
+
+def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
+    """Return whether a rank trains with what it reserves beyond its peak given back in between."""
+    if row.found["peak"] + row.buffers > memory:
+        return False
+    return ranks.run(job, [row.rank], memory - row.buffers)[row.rank].get("updates", 0) > row.found["updates"] - 1
+
+
+def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
+    full = plan.too_full
+    assert full is not None
+
+    def needed(job: Job) -> int | None:
+        row = Row(full.rank, full.stage, 1, ranks.run(job, [full.rank])[full.rank])
+        return None if row.failed else row.needed
+
+    plan.remedy, plan.tried = remedies.found(plan.job, needed, plan.memory)
+
+
+def _last_words(row: Row) -> str:
+    log = row.found.get("log", "")
+    errors = [line for line in log.splitlines() if "error:" in line]
+    if row.found.get("code") == 2 and errors:
+        return errors[-1]
+    return "\n".join([*log.splitlines()[-12:], str(row.failed)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

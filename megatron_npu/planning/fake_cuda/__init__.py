@@ -1,0 +1,1 @@
+"""CUDA devices that do not exist: torch's fake tensors on `cuda`, and groups without peers."""

@@ -1,0 +1,163 @@
+"""The job that is planned: its command line, its layout, and the ranks that stand for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+
+ITERATIONS = 2  # the second one has the optimizer's states from its beginning
+# of what is written or read beside the training, which a dry run leaves out: flags with a value, and without
+_LEFT_OUT = (
+    "--save --load --save-interval --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir "
+    "--exit-interval --log-interval --num-workers --dashboard --metrics --pretrained-checkpoint"
+).split()
+_LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".split()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line on so many devices.
+
+    Attributes:
+        devices: how many there are; a rank on each.
+        start: the words in front of the program's own: ``pretrain``, or ``run SCRIPT``.
+        flags: the program's own.
+    """
+
+    devices: int
+    start: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    @classmethod
+    def of(cls, devices: int, command: Sequence[str]) -> Job:
+        """Read a job off the words behind ``--``.
+
+        Raises:
+            UsageError: it is no program that can be planned.
+        """
+        words = list(command)
+        if words[:1] == ["run"]:
+            words = words[1:]
+        if words[:1] == ["pretrain"]:
+            return cls(devices, ("pretrain",), tuple(words[1:]))._checked()
+        if words and words[0].endswith(".py"):
+            if not Path(words[0]).is_file():
+                raise UsageError(f"no script {words[0]}", "the path of a Python file", "Check the path.")
+            return cls(devices, ("run", words[0]), tuple(words[1:]))._checked()
+        given = words[0] if words else "no command"
+        raise UsageError(
+            given,
+            "-- pretrain ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
+            "Of `train` and Megatron-DeepSpeed nothing is planned yet.",
+        )
+
+    def number(self, flag: str, default: int) -> int:
+        """Return the value of a flag that takes a whole number; the last one counts."""
+        value = default
+        for at, word in enumerate(self.flags):
+            text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
+            if word.startswith(f"{flag}="):
+                text = word.partition("=")[2]
+            if text is not None and text.isdecimal():
+                value = int(text)
+        return value
+
+    def has(self, flag: str) -> bool:
+        """Return whether a flag is given."""
+        return any(word == flag or word.startswith(f"{flag}=") for word in self.flags)
+
+    @property
+    def tensor(self) -> int:
+        return self.number("--tensor-model-parallel-size", 1)
+
+    @property
+    def pipeline(self) -> int:
+        return self.number("--pipeline-model-parallel-size", 1)
+
+    @property
+    def context(self) -> int:
+        return self.number("--context-parallel-size", 1)
+
+    @property
+    def data(self) -> int:
+        return self.devices // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an iteration, on each rank."""
+        batch = self.number("--global-batch-size", 0)
+        return batch // (self.number("--micro-batch-size", 1) * self.data) if batch else 1
+
+    def with_flags(self, *words: str) -> Job:
+        """Return the job with further flags, which win over those before."""
+        return replace(self, flags=(*self.flags, *words))
+
+    def without(self, *flags: str) -> Job:
+        """Return the job without flags and their values."""
+        kept: list[str] = []
+        skipping = False
+        for word in self.flags:
+            if word.startswith("--"):
+                skipping = word.partition("=")[0] in flags
+            if not skipping:
+                kept.append(word)
+        return replace(self, flags=tuple(kept))
+
+    def stages(self) -> dict[int, list[int]]:
+        """Return the ranks of each pipeline stage."""
+        each = self.devices // self.pipeline
+        if self.has("--use-tp-pp-dp-mapping"):
+            inner = self.tensor * self.context
+            found: dict[int, list[int]] = {stage: [] for stage in range(self.pipeline)}
+            for rank in range(self.devices):
+                found[rank // inner % self.pipeline].append(rank)
+            return found
+        return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
+
+    def representatives(self) -> dict[int, tuple[int, int]]:
+        """Return the ranks that are run: rank -> (its stage, how many it stands for).
+
+        The first of each stage; where the optimizer's states are shared out, the last data-parallel one, too,
+        whose part may be smaller for the padding.
+        """
+        found = {}
+        for stage, ranks in self.stages().items():
+            first, last = ranks[0], ranks[-1] - (self.tensor * self.context - 1)
+            shares = self.has("--use-distributed-optimizer") and last > first
+            found[first] = (stage, len(ranks) - self.tensor * self.context * shares)
+            if shares:
+                found[last] = (stage, self.tensor * self.context)
+        return found
+
+    def words(self) -> tuple[list[str], int]:
+        """Return the command line of a rank that is only planned, and the micro batches of its iterations.
+
+        More micro batches than fill the pipeline twice change no peak, and are left out.
+        """
+        job = self.without(*_LEFT_OUT, *_LEFT_OUT_ALONE)
+        count = self.micro_batches
+        depth = 2 * self.pipeline
+        if count > depth and self.number("--micro-batch-size", 0):
+            count = depth
+            batch = count * self.number("--micro-batch-size", 1) * self.data
+            job = job.without("--global-batch-size", "--rampup-batch-size").with_flags(
+                "--global-batch-size", str(batch)
+            )
+        # a loss that nobody has computed is no number
+        job = job.with_flags("--no-check-for-nan-in-loss-and-grad", "--num-workers", "0")
+        job = job.with_flags("--log-interval", "1", "--exit-interval", str(ITERATIONS))
+        return [*job.start, *job.flags], count
+
+    def _checked(self) -> Job:
+        sizes = self.tensor * self.pipeline * self.context
+        if self.devices % sizes:
+            raise UsageError(
+                f"--devices {self.devices} for {self.tensor} (tensor) x {self.pipeline} (pipeline) x "
+                f"{self.context} (context)",
+                f"a multiple of {sizes}",
+                "Change --devices or a parallel size.",
+            )
+        return self

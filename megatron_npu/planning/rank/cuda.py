@@ -1,0 +1,124 @@
+"""One rank on CUDA devices that do not exist: ``python -m megatron_npu.planning.rank.cuda SPECIFICATION``."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_npu.planning.fake_cuda import library
+
+if __name__ == "__main__":
+    library.load()  # before torch is imported
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+
+from megatron_npu import plugin
+from megatron_npu.base import files
+from megatron_npu.commands import cli
+from megatron_npu.planning.fake_cuda import machine
+from megatron_npu.planning.fake_cuda.memory import CountedTensors
+from megatron_npu.planning.rank import notes
+from megatron_npu.planning.replay import Allocator, OutOfMemory
+
+_TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
+
+
+def main(path: str) -> int:
+    """Run a rank as a specification says."""
+    begin = time.monotonic()
+    specification = json.loads(Path(path).read_text(encoding="utf-8"))
+    allocator = Allocator(specification.get("limit"))
+    report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
+    mode = functools.partial(CountedTensors, allocator=allocator)
+    plain: list[str] = []
+    with machine.installed(), _flash_attention(plain), mock.patch.object(machine, "Tensors", mode), _memory(allocator):
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with machine.running(rank, ranks, _TOLD) as tensors, notes.taken("cuda", lambda: allocator.peak) as noted:
+            os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
+            plugin.install()
+            try:
+                report["code"] = cli.main(specification["words"])
+            except SystemExit as end:
+                report["code"] = end.code if isinstance(end.code, int) else 1
+            except OutOfMemory as error:
+                report["error"], report["out_of_memory"] = str(error), True
+            except BaseException as error:
+                traceback.print_exc()
+                report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
+    report |= vars(noted)
+    report |= {"peak": allocator.peak, "reserved": allocator.peak_reserved, "allocations": allocator.count}
+    report |= {"workspaces": tensors.workspaces, "plain_attention": sorted(set(plain)), "groups": {}, "dry": {}}
+    report["seconds"] = time.monotonic() - begin
+    report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    files.write(Path(specification["output"]), json.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _memory(allocator: Allocator) -> Iterator[None]:
+    """Let torch.cuda say what the replay holds."""
+    says = {
+        "memory_allocated": lambda device=None: allocator.allocated,
+        "max_memory_allocated": lambda device=None: allocator.peak,
+        "memory_reserved": lambda device=None: allocator.reserved,
+        "max_memory_reserved": lambda device=None: allocator.peak_reserved,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in says.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        yield
+
+
+@contextlib.contextmanager
+def _flash_attention(plain: list[str]) -> Iterator[None]:
+    """Let SDPA be the flash kernel where it takes the call: a torch without CUDA would take the plain formula.
+
+    Args:
+        plain: gets why it does not take a call.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        why = None
+        if attn_mask is not None:
+            why = "a mask is given"
+        elif query.dtype not in (torch.float16, torch.bfloat16):
+            why = f"{query.dtype}"
+        elif query.shape[-1] > 256 or value.shape[-1] != query.shape[-1]:
+            why = "channels of a head"
+        if why is not None or query.device.type != "cuda":
+            if query.device.type == "cuda":
+                plain.append(str(why))
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

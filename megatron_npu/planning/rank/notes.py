@@ -1,0 +1,182 @@
+"""What is noted of a rank while it trains: whose memory is whose, and where the peak is."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+
+@dataclass
+class Notes:
+    """See ``taken``.
+
+    Attributes:
+        weights, gradients, optimizer: bytes that live from the first update on.
+        logits: bytes of the largest output of an output layer.
+        place: where the peak was reached: phase and module.
+        asked: what the program has asked of numbers that nobody knows: ``file:line`` -> times.
+        updates: how many updates there were.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    logits: int = 0
+    place: str = "building the model"
+    asked: Counter[str] = field(default_factory=Counter)
+    updates: int = 0
+
+
+class _Watch:
+    """Looks at the peak where modules and optimizers begin and end, and says in what it rose."""
+
+    def __init__(self, notes: Notes, device: str, peak: Callable[[], int]) -> None:
+        self.notes, self._device, self._peak = notes, device, peak
+        self._seen = 0
+        self._phase, self._stack = "building the model", []  # type: ignore[var-annotated]
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def look(self) -> None:
+        """Attribute what the peak rose by since the last look to where the program was."""
+        peak = self._peak()
+        if peak > self._seen:
+            self._seen = peak
+            where = self._stack[-1] if self._stack else ""
+            self.notes.place = f"{self._phase}, {where}" if where else self._phase
+
+    def enter(self, module: torch.nn.Module, _: Any) -> None:
+        self.look()
+        if not self._stack:
+            self._name_all(module)
+            if self._phase != "backward" or module not in self._recomputed():
+                self._phase = "forward"
+        self._stack.append(self._names.get(module) or type(module).__name__)
+
+    def leave(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        if self._names.get(module, "").endswith("output_layer"):
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, torch.Tensor):
+                self.notes.logits = max(self.notes.logits, first.numel() * first.element_size())
+        self.look()
+        if self._stack:
+            self._stack.pop()
+        if not self._stack:
+            self._phase = "backward"
+
+    def _recomputed(self) -> set[torch.nn.Module]:
+        return {module for module, name in self._names.items() if name}
+
+    def _name_all(self, root: torch.nn.Module) -> None:
+        if self._names.get(root):
+            return  # a layer that is computed once more
+        for name, module in root.named_modules():
+            for wrapper in ("module.", "_orig_mod."):
+                while name.startswith(wrapper):
+                    name = name.removeprefix(wrapper)
+            self._names.setdefault(module, name)
+
+    def updating(self, *_: Any) -> None:
+        self.look()
+        self._phase = "optimizer step"
+
+    def updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.look()
+        self._phase = "after the update"
+        self.notes.updates += 1
+        if self.notes.updates < 9:  # the optimizers of a chain, in the first iteration
+            self.count(optimizer)
+
+    def count(self, *_: Any) -> None:
+        """Sum up what lives on."""
+        weights, gradients, states = _Storages(self._device), _Storages(self._device), _Storages(self._device)
+        found = gc.get_objects()
+        for each in found:
+            # a fake tensor is a parameter by its instance, not by its class
+            if issubclass(type(each), torch.Tensor) and isinstance(each, torch.nn.Parameter):
+                weights.add(each)
+        for each in weights.tensors:
+            gradients.add(getattr(each, "main_grad", None))
+            gradients.add(each.grad)
+        for each in found:
+            if type(each).__name__ in ("_ParamAndGradBuffer", "ParamAndGradBuffer"):
+                gradients.add(getattr(each, "grad_data", None))
+            if issubclass(type(each), torch.optim.Optimizer):
+                for group in each.param_groups:
+                    for parameter in group["params"]:
+                        states.add(parameter)
+                        gradients.add(parameter.grad)
+                for state in each.state.values():
+                    for value in state.values() if isinstance(state, dict) else ():
+                        states.add(value)
+        notes = self.notes
+        notes.weights = weights.bytes()
+        notes.gradients = gradients.bytes(weights)
+        notes.optimizer = states.bytes(weights, gradients)
+
+
+class _Storages:
+    """Storages of tensors on the device, each once."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.sizes: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.tensors.append(tensor)
+
+    def bytes(self, *without: _Storages) -> int:
+        """Return the bytes of those that are in none of the others."""
+        taken = {key for other in without for key in other.sizes}
+        return sum(size for key, size in self.sizes.items() if key not in taken)
+
+
+@contextlib.contextmanager
+def taken(device: str, peak: Callable[[], int]) -> Iterator[Notes]:
+    """Note what happens in the block.
+
+    Args:
+        device: the type of the device whose memory is meant.
+        peak: returns the largest number of bytes in use up to now.
+    """
+    notes = Notes()
+    watch = _Watch(notes, device, peak)
+    handles = [
+        modules.register_module_forward_pre_hook(watch.enter),
+        modules.register_module_forward_hook(watch.leave),
+        optimizers.register_optimizer_step_pre_hook(watch.updating),
+        optimizers.register_optimizer_step_post_hook(watch.updated),
+    ]
+    try:
+        yield notes
+        watch.look()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def asking_line() -> str:
+    """Return the innermost line of the program, outside of torch, that is being executed."""
+    frame = sys._getframe(1)
+    chosen = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")):
+            chosen = f"{name}:{frame.f_lineno}"
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return chosen or "torch"

@@ -1,0 +1,97 @@
+"""One rank on the simulated NPU in dry mode: ``python -m megatron_npu.planning.rank.npu SPECIFICATION``.
+
+Starts under ``sim.launcher.prepare``'s environment; what it finds goes into the file that the specification
+names. The program itself is what ``megatron-npu pretrain`` or ``megatron-npu run`` would do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+
+
+def main(path: str) -> int:
+    """Run a rank as a specification says; return 0 where it has trained."""
+    begin = time.monotonic()
+    specification = json.loads(Path(path).read_text(encoding="utf-8"))
+    import torch
+    import torch_npu  # noqa: F401  (registers torch.npu)
+
+    from megatron_npu.commands import cli
+    from megatron_npu.planning.rank import notes, peers
+
+    report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
+    torch.npu.set_device(0)
+    alone = peers.absent(peers.of_npu) if specification["alone"] else contextlib.nullcontext()
+    with notes.taken("npu", torch.npu.max_memory_allocated) as noted, alone:
+        asked = _tell_of_asked(noted)
+        try:
+            report["code"] = cli.main(specification["words"])
+        except SystemExit as end:
+            report["code"] = end.code if isinstance(end.code, int) else 1
+        except torch.OutOfMemoryError as error:
+            report["error"], report["out_of_memory"] = str(error).partition("\n")[0], True
+        except BaseException as error:
+            traceback.print_exc()
+            report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
+    del asked
+    report |= _memory() | vars(noted)
+    report["seconds"] = time.monotonic() - begin
+    report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    files.write(Path(specification["output"]), json.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing that ends a process group waits for peers
+
+
+def _tell_of_asked(noted: Any) -> Any:
+    from megatron_npu.planning.rank.notes import asking_line
+    from megatron_npu.sim import build
+
+    def asked(operation: bytes) -> None:
+        noted.asked[f"{asking_line()} ({operation.decode()})"] += 1
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(asked)
+    build.compute_library().sim_on_asked(function)
+    return function
+
+
+def _memory() -> dict[str, Any]:
+    import torch
+
+    from megatron_npu.sim import counters
+
+    counts = counters._read()
+    dry = {name: work.calls for name, work in counts.launches.items() if name.startswith("dry")}
+    return {
+        "peak": torch.npu.max_memory_allocated(),
+        "reserved": torch.npu.max_memory_reserved(),
+        "allocations": torch.npu.memory_stats().get("allocation.all.allocated", 0),
+        "groups": {name: vars(group) for name, group in counts.groups.items()},
+        "members": _members(),
+        "communication": {name: vars(work) for name, work in counts.communication.items()},
+        "dry": dry,
+    }
+
+
+def _members() -> dict[str, list[int]]:
+    """Return the first and last rank of each process group, by its description."""
+    from torch import distributed
+
+    world = distributed.distributed_c10d._world
+    ranks = {group.group_desc: sorted(world.pg_group_ranks.get(group) or [0]) for group in world.pg_map}
+    return {name: [listed[0], listed[-1]] for name, listed in ranks.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""Process groups of one process: the peers of a rank that is planned are not there.
+
+On the simulated NPU the groups are torch_npu's own, whose HCCL counts a call and ends it at once (a peer is
+taken to have what this rank has); groups of the host are torch's fake ones. Where ranks agree on something
+by objects, this rank agrees with itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg
+
+_ROOT_INFO = bytes(8192)  # more than HCCL's own, which a dry run does not read
+
+
+class Nobody(dist.Store):
+    """A store in which every key is found: what nobody has set is zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Keep a value."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        return self._values.get(key, _ROOT_INFO)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return it."""
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(number).encode()
+        return number
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether this process has set all of them: nobody else reports a failure."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for nothing."""
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a value."""
+        return self._values.pop(key, None) is not None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Keep no time."""
+
+
+@contextlib.contextmanager
+def absent(backend: Callable[[Any], str]) -> Iterator[None]:
+    """Have process groups without peers in the block.
+
+    Args:
+        backend: what to take where a group asks for some backend.
+    """
+    init, new = dist.init_process_group, dist.new_group
+
+    @functools.wraps(init)  # who looks at the signature finds torch's
+    def init_process_group(*given: Any, **named: Any) -> None:
+        asked = inspect.signature(init).bind(*given, **named).arguments.get("backend")
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init(backend(asked), store=Nobody(), rank=rank, world_size=ranks)
+
+    @functools.wraps(new)
+    def new_group(*given: Any, **named: Any) -> Any:
+        arguments = inspect.signature(new).bind(*given, **named).arguments
+        arguments["backend"] = backend(arguments.get("backend"))
+        return new(**arguments)
+
+    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+        objects[:] = [mine] * len(objects)
+
+    def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if objects is not None:
+            objects[:] = [mine] * len(objects)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        """Leave the objects as they are."""
+
+    functions: dict[str, Callable[..., Any]] = {
+        "init_process_group": init_process_group,
+        "new_group": new_group,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": nothing,
+        "_store_based_barrier": nothing,
+        "destroy_process_group": nothing,  # what the groups have cost is read at the end
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            for owner in (dist, distributed_c10d):
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+def of_npu(asked: Any) -> str:
+    """Return the backend of a group on the simulated NPU: HCCL's, and a fake one of the host."""
+    capability = dist.Backend.backend_capability
+    assert fake_pg is not None  # its import has registered the fake backend
+    if "npu" not in capability["fake"]:
+        capability["fake"] = [*capability["fake"], "npu"]
+    if asked is not None and str(asked).lower() in ("gloo", "mpi"):
+        return "fake"
+    return "cpu:fake,npu:hccl"

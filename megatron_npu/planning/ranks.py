@@ -1,0 +1,114 @@
+"""Runs ranks of a job that is planned, in processes of their own, as many at once as there are cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.devices import cores
+from megatron_npu.planning.job import Job
+from megatron_npu.process import python_child
+from megatron_npu.sim import launcher
+
+LIMIT = "1M"  # what is larger is not computed
+_ENOUGH = "4096G"  # of memory, so that a rank says what it needs and not that it does not fit
+_LONGEST = 1800  # seconds
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where and how ranks run.
+
+    Attributes:
+        device: ``npu`` or ``cuda``.
+        computed: bytes up to which the simulated NPU computes, as the setting takes it.
+    """
+
+    device: str
+    environment: dict[str, str]
+    computed: str = LIMIT
+
+    @classmethod
+    def on(cls, device: str) -> Ranks:
+        """Prepare the device.
+
+        Raises:
+            UsageError: it cannot be prepared here.
+        """
+        if device == "npu":
+            return cls(device, launcher.prepare())
+        from megatron_npu.planning.fake_cuda import library
+
+        why = library.unavailable()
+        if why is not None:
+            raise UsageError(f"--device cuda: {why}", "Linux, and g++ on PATH", "Install it.")
+        library.built()
+        return cls(device, dict(os.environ))
+
+    def run(self, job: Job, numbers: Iterable[int], memory: int | None = None) -> dict[int, dict[str, Any]]:
+        """Return what each rank reports, by its number.
+
+        Args:
+            job: the job that they are ranks of.
+            numbers: which.
+            memory: bytes of each device; None: more than anybody needs.
+        """
+        with ThreadPoolExecutor(len(cores.available())) as pool:
+            return dict(pool.map(lambda number: (number, self._run(job, number, memory)), numbers))
+
+    def _run(self, job: Job, number: int, memory: int | None) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="megatron-npu-plan-") as name:
+            folder = Path(name)
+            words, _ = job.words()
+            told = {"words": words, "output": str(folder / "report.json"), "alone": True, "limit": memory}
+            (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")
+            with open(folder / "log", "wb") as log:
+                module = f"megatron_npu.planning.rank.{self.device}"
+                try:
+                    code = subprocess.run(
+                        [sys.executable, *python_child.module_flags(module), str(folder / "rank.json")],
+                        env=self._environment_of(job, number, memory),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        timeout=_LONGEST,
+                        check=False,
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    code = None
+            said = (folder / "log").read_text(encoding="utf-8", errors="replace")
+            path = folder / "report.json"
+            if not path.exists():
+                words_ = f"no end after {_LONGEST} s" if code is None else f"ended with code {code}"
+                return {"rank": number, "code": code, "error": words_, "log": said[-4000:]}
+            return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
+
+    def _environment_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
+        place = {
+            "RANK": number,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": job.devices,
+            "LOCAL_WORLD_SIZE": min(job.devices, 8),
+            "MASTER_ADDR": "localhost",  # named, but nobody meets there
+            "MASTER_PORT": 1,
+            "OMP_NUM_THREADS": 1,
+            settings.WATCHDOG.name: 0,
+        }
+        if self.device == "npu":
+            place[settings.SIM_DRY.name] = self.computed
+            place[settings.SIM_MEMORY.name] = _ENOUGH if memory is None else memory
+        environment = {**self.environment, **{name: str(value) for name, value in place.items()}}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            dict.fromkeys(filter(None, [*self.environment.get("PYTHONPATH", "").split(os.pathsep), python_child.search_path()]))
+        )
+        return environment

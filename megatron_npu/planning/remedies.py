@@ -1,0 +1,45 @@
+"""Flags that need less memory, the cheapest first, each tried on the fullest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_npu.planning.job import Job
+
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
+    """Yield more and more flags, with the job that has them; what costs time comes last."""
+    flags: list[str] = []
+    if job.data * job.context > 1 and not job.has("--use-distributed-optimizer"):
+        flags.append("--use-distributed-optimizer")
+        yield [*flags], job.with_flags(*flags)
+    if job.tensor > 1 and not job.has("--sequence-parallel"):
+        flags.append("--sequence-parallel")
+        yield [*flags], job.with_flags(*flags)
+    size = job.number("--micro-batch-size", 1)
+    smaller = job
+    if size > 1:
+        flags += ["--micro-batch-size", "1"]
+        smaller = job.without("--micro-batch-size")
+        yield [*flags], smaller.with_flags(*flags)
+    if not job.has("--recompute-granularity"):
+        flags += _RECOMPUTE
+        yield [*flags], smaller.with_flags(*flags)
+
+
+def found(job: Job, needed: Callable[[Job], int | None], memory: int) -> tuple[tuple[list[str], int] | None, list[str]]:
+    """Return the first flags that make a job fit, with the bytes that it then needs; and all that were tried.
+
+    Args:
+        needed: returns the bytes of the fullest rank of a job; None: it does not train so.
+        memory: bytes of a device.
+    """
+    tried = []
+    for flags, changed in candidates(job):
+        count = needed(changed)
+        tried.append(" ".join(flags))
+        if count is not None and count <= memory:
+            return (flags, count), tried
+    return None, tried

@@ -1,0 +1,153 @@
+"""A replay of torch's CUDA caching allocator: what it would hold for a sequence of allocations and frees.
+
+After c10/cuda/CUDACachingAllocator.cpp of torch 2, with its default settings and one stream: sizes are rounded
+to 512 bytes; up to 1 MiB they come from segments of 2 MiB (the small pool), below 10 MiB from segments of 20
+MiB, above from segments of whole 2 MiB; the smallest free block that is large enough is taken and split where
+enough is left; neighbours that are free become one block again. It is a replay, not the allocator: what kernels
+and libraries take inside of an operation is only there where a caller puts it in.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+_ROUND = 512
+_SMALL = 1 << 20  # the largest size of the small pool
+_SMALL_SEGMENT = 2 << 20
+_MIN_LARGE = 10 << 20  # from here on a segment is as large as what it is for
+_LARGE_SEGMENT = 20 << 20
+_ROUND_LARGE = 2 << 20
+
+
+class OutOfMemory(RuntimeError):
+    """The device would have no memory left."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a segment.
+
+    Attributes:
+        address: where it begins.
+        size: its bytes.
+        small: whether it is of the small pool.
+        free: whether nobody has it.
+        before, after: its neighbours in the segment.
+    """
+
+    address: int
+    size: int
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class Allocator:
+    """The allocator of one device.
+
+    Args:
+        limit: bytes that segments may take together; None: any.
+
+    Attributes:
+        allocated, reserved: bytes now, as ``torch.cuda.memory_allocated`` and ``memory_reserved`` say.
+        peak, peak_reserved: the most there were.
+        count: how many allocations there were.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = self.peak = self.peak_reserved = self.count = 0
+        self._next = 1 << 30  # addresses of segments
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted
+        self._blocks: dict[int, Block] = {}  # the free ones, by address
+
+    def allocate(self, asked: int) -> Block:
+        """Return a block of at least so many bytes.
+
+        Raises:
+            OutOfMemory: it exceeds the limit, though segments that nobody uses are given back.
+        """
+        size = max(_ROUND, -(-asked // _ROUND) * _ROUND)
+        small = size <= _SMALL
+        block = self._take(size, small) or self._segment(size, small)
+        left = block.size - size
+        if left >= (_ROUND if small else _SMALL + 1):
+            self._split(block, size)
+        self.count += 1
+        self.allocated += block.size
+        self.peak = max(self.peak, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._remove(other)
+                self._merge(block, other)
+        self._add(block)
+
+    def empty_cache(self) -> None:
+        """Give segments back that nobody uses."""
+        for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
+            self._remove(block)
+            self.reserved -= block.size
+
+    def _take(self, size: int, small: bool) -> Block | None:
+        listed = self._free[small]
+        at = bisect.bisect_left(listed, (size, 0))
+        if at == len(listed):
+            return None
+        block = self._blocks[listed[at][1]]
+        self._remove(block)
+        return block
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            bytes_ = _SMALL_SEGMENT
+        elif size < _MIN_LARGE:
+            bytes_ = _LARGE_SEGMENT
+        else:
+            bytes_ = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self.limit is not None and self.reserved + bytes_ > self.limit:
+            self.empty_cache()
+            if self.reserved + bytes_ > self.limit:
+                raise OutOfMemory(
+                    f"{bytes_} bytes more than the {self.reserved} that are reserved exceed {self.limit}"
+                )
+        block = Block(self._next, bytes_, small)
+        self._next += bytes_
+        self.reserved += bytes_
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.small, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._add(rest)
+
+    def _merge(self, block: Block, other: Block) -> None:
+        if other is block.before:
+            block.address, block.before = other.address, other.before
+            if block.before is not None:
+                block.before.after = block
+        else:
+            block.after = other.after
+            if block.after is not None:
+                block.after.before = block
+        block.size += other.size
+
+    def _add(self, block: Block) -> None:
+        block.free = True
+        bisect.insort(self._free[block.small], (block.size, block.address))
+        self._blocks[block.address] = block
+
+    def _remove(self, block: Block) -> None:
+        block.free = False
+        listed = self._free[block.small]
+        del listed[bisect.bisect_left(listed, (block.size, block.address))]
+        del self._blocks[block.address]

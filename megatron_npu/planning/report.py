@@ -1,0 +1,190 @@
+"""What a plan says: a line for each kind of rank, the traffic of the fullest one, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_npu.planning.job import ITERATIONS, Job
+
+_GIB = 1 << 30
+_MOST = 20  # lines of ranks
+
+
+@dataclass
+class Row:
+    """A kind of rank.
+
+    Attributes:
+        rank: the one that was run.
+        stage: of the pipeline.
+        stands_for: how many ranks there are of the kind.
+        found: what it has reported.
+        fits: whether it fits; None: it has not got so far.
+    """
+
+    rank: int
+    stage: int
+    stands_for: int
+    found: dict[str, Any]
+    fits: bool | None = None
+
+    @property
+    def failed(self) -> str | None:
+        """Why the rank has not trained, or None."""
+        if self.found.get("error"):
+            return str(self.found["error"])
+        if self.found.get("code"):
+            lines = [line for line in self.found.get("log", "").splitlines() if "error:" in line]
+            return lines[-1] if lines else f"ended with code {self.found['code']}"
+        return None if self.found.get("updates") else "no update was made"
+
+    @property
+    def buffers(self) -> int:
+        """Bytes that HCCL holds for communicators."""
+        return sum(group["buffer"] for group in self.found.get("groups", {}).values())
+
+    @property
+    def needed(self) -> int:
+        """Bytes of device memory, as far as they are counted."""
+        return self.found["reserved"] + self.buffers
+
+
+@dataclass
+class Plan:
+    """All that is known of a job; ``lines`` is what is printed.
+
+    Attributes:
+        remedy: flags that make it fit, with what the fullest rank then needs; None: none was found, or needed.
+    """
+
+    job: Job
+    device: str
+    memory: int
+    devices_per_node: int
+    rows: list[Row]
+    remedy: tuple[list[str], int] | None = None
+    tried: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> Row | None:
+        """The first rank that has not trained."""
+        return next((row for row in self.rows if row.failed and not row.found.get("out_of_memory")), None)
+
+    @property
+    def fullest(self) -> Row:
+        return max(self.rows, key=lambda row: row.needed)
+
+    @property
+    def too_full(self) -> Row | None:
+        """The fullest rank that does not fit."""
+        full = [row for row in self.rows if row.fits is False]
+        return max(full, key=lambda row: row.needed) if full else None
+
+    def lines(self) -> list[str]:
+        job = self.job
+        _, count = job.words()
+        head = (
+            f"{job.devices} x {self.device} of {_size(self.memory)}: tensor {job.tensor}, pipeline {job.pipeline}, "
+            f"context {job.context}, data {job.data}; {job.micro_batches} micro batches"
+        )
+        said = [head + (f" ({count} of them run)" if count != job.micro_batches else "")]
+        said += ["", *self._table()]
+        fullest = self.fullest
+        said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
+        said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
+        said += ["", *self._assumed(fullest), *self._verdict()]
+        return said
+
+    def _table(self) -> list[str]:
+        titles = ["rank", "stage", "alike", "weights", "gradients", "optimizer", "activations", "logits", "peak"]
+        titles += ["reserved", "comm."]
+        shown = self.rows
+        if len(shown) > _MOST:
+            shown = sorted(sorted(shown, key=lambda row: -row.needed)[:_MOST], key=lambda row: row.rank)
+        lines = ["".join(f"{title:>12}" if at else f"{title:>6}" for at, title in enumerate(titles))]
+        for row in shown:
+            found = row.found
+            lasting = found["weights"] + found["gradients"] + found["optimizer"]
+            cells = [row.stage, row.stands_for, *map(_size, (found["weights"], found["gradients"]))]
+            cells += map(_size, (found["optimizer"], max(0, found["peak"] - lasting), found["logits"]))
+            cells += map(_size, (found["peak"], found["reserved"], row.buffers))
+            lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
+        if len(self.rows) > _MOST:
+            lines.append(f"  and {len(self.rows) - _MOST} kinds of rank that need less (--json FILE has them)")
+        return lines
+
+    def _traffic(self, row: Row, count: int) -> list[str]:
+        groups = {name: group for name, group in row.found["groups"].items() if group["calls"]}
+        if not groups:
+            return ["no communication"]
+        lines = [f"sent by rank {row.rank} in {ITERATIONS} iterations of {count} micro batches, and at the start:"]
+        for name, group in sorted(groups.items(), key=lambda item: -item[1]["bytes"])[:9]:
+            first, last = row.found.get("members", {}).get(name, [row.rank, row.rank])
+            across = first // self.devices_per_node != last // self.devices_per_node
+            lines.append(
+                f"  {name.lower():<44} {group['ranks']:>5} ranks {group['calls']:>7} calls "
+                f"{_size(group['bytes']):>10}  {'across machines' if across else 'within a machine'}"
+            )
+        return lines
+
+    def _assumed(self, row: Row) -> list[str]:
+        lines = []
+        asked = {key: times for each in self.rows for key, times in each.found.get("asked", {}).items()}
+        if asked:
+            lines.append(f"numbers that nobody knows were taken for 1 (true, 0) where {len(asked)} line(s) asked:")
+            lines += [f"  {key}" for key in sorted(asked)[:3]]
+        if any(each.found.get("plain_attention") for each in self.rows):
+            why = sorted({why for each in self.rows for why in each.found.get("plain_attention", [])})
+            lines.append(f"attention by torch's plain formula ({', '.join(why)}): the activations are too many")
+        if self.job.has("--num-experts") and not self.job.has("--moe-pad-expert-input-to-capacity"):
+            lines.append("experts without padded capacity: other ranks are taken to route as this one does")
+        if self.device == "cuda":
+            lines.append("cuda: fake tensors and a replay of torch's caching allocator, not the allocator itself")
+        lines.append("not counted: the context of the device and its libraries, peers that are slow")
+        return lines
+
+    def _verdict(self) -> list[str]:
+        full = self.too_full
+        if full is None:
+            row = self.fullest
+            return [f"fits: rank {row.rank} needs {_size(row.needed)} of {_size(self.memory)}"]
+        lines = [f"does not fit: rank {full.rank} needs {_size(full.needed)} of {_size(self.memory)}"]
+        if self.remedy is not None:
+            flags, needed = self.remedy
+            lines.append(f"fits with: {' '.join(flags)} (rank {full.rank} then needs {_size(needed)})")
+        elif self.tried:
+            lines.append(f"does not fit either with: {'; '.join(self.tried)}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, in bytes."""
+        _, count = self.job.words()
+        return {
+            "devices": self.job.devices,
+            "device": self.device,
+            "memory": self.memory,
+            "micro_batches": self.job.micro_batches,
+            "micro_batches_run": count,
+            "iterations": ITERATIONS,
+            "fits": self.too_full is None,
+            "remedy": None if self.remedy is None else {"flags": self.remedy[0], "needed": self.remedy[1]},
+            "seconds": round(self.seconds, 1),
+            "ranks": [
+                {
+                    **{key: value for key, value in row.found.items() if key != "log"},
+                    "stage": row.stage,
+                    "stands_for": row.stands_for,
+                    "buffers": row.buffers,
+                    "fits": row.fits,
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def _size(count: int) -> str:
+    if count >= _GIB:
+        return f"{count / _GIB:.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB" if count else "0"
