@@ -16,11 +16,14 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
 _ROOT_INFO = bytes(8192)  # more than HCCL's own, which a dry run does not read
+
+_stores: list[dist.Store] = []  # what torch holds is only the part of them that is not Python's
 
 
 class Nobody(dist.Store):
@@ -72,13 +75,17 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
     def init_process_group(*given: Any, **named: Any) -> None:
         asked = inspect.signature(init).bind(*given, **named).arguments.get("backend")
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        init(backend(asked), store=Nobody(), rank=rank, world_size=ranks)
+        _stores.append(Nobody())
+        init(backend(asked), store=_stores[-1], rank=rank, world_size=ranks)
+        _join_hosts(distributed_c10d._get_default_group())
 
     @functools.wraps(new)
     def new_group(*given: Any, **named: Any) -> Any:
         arguments = inspect.signature(new).bind(*given, **named).arguments
         arguments["backend"] = backend(arguments.get("backend"))
-        return new(**arguments)
+        group = new(**arguments)
+        _join_hosts(group)
+        return group
 
     def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
         objects[:] = [mine] * len(objects)
@@ -108,11 +115,16 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 
 def of_npu(asked: Any) -> str:
-    """Return the backend of a group on the simulated NPU: HCCL's, and a fake one of the host."""
-    capability = dist.Backend.backend_capability
-    assert fake_pg is not None  # its import has registered the fake backend
-    if "npu" not in capability["fake"]:
-        capability["fake"] = [*capability["fake"], "npu"]
-    if asked is not None and str(asked).lower() in ("gloo", "mpi"):
-        return "fake"
-    return "cpu:fake,npu:hccl"
+    """Return the backend of a group on the simulated NPU: HCCL's, or a fake one of the host."""
+    return fake_pg.dist.Backend.FAKE if str(asked).lower() in ("gloo", "mpi") else "hccl"
+
+
+def _join_hosts(group: Any) -> None:
+    """Let a group take tensors of the host, too, as gloo would.
+
+    Not by two backends in its name: torch keeps one of each type, and HCCL's and the fake one's are the same.
+    """
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "hccl":
+        return
+    fake = fake_pg.FakeProcessGroup._create_internal(group.rank(), group.size(), None)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, fake)
