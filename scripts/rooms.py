@@ -185,10 +185,22 @@ ROOMS = (
         ("torch", "megatron"),
     ),
     Room(
+        "planning/",
+        "`megatron-npu plan`: a job's layout, the replay of CUDA's allocator, what is printed",
+        "base process devices sim",
+        ("torch",),
+    ),
+    Room(
         "commands/",
         "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line; `run`",
         "base process patching upstream plugin data pretrain generation evaluation serving conversion "
-        "finetune sim commands.patches doctor measuring",
+        "finetune sim commands.patches doctor measuring planning",
+    ),
+    Room(
+        "planning/rank/",
+        "one rank of a job that is planned, in a process of its own: it runs the job's command",
+        "base plugin sim planning commands",
+        ("torch", "torch_npu"),
     ),
     Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),
     Room("__main__.py", "`python -m megatron_npu`", "commands"),

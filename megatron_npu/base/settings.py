@@ -243,8 +243,8 @@ SIM_MEMORY = Variable(
 SIM_DRY = Variable(
     "MEGATRON_NPU_SIM_DRY",
     "0",
-    "A dry run: nothing is computed in tensors above so many bytes (1M, say), whose memory is reserved and never "
-    "touched; peers are not there. `megatron-npu plan` sets it. 0: everything is computed.",
+    "A dry run: nothing is computed in tensors above so many bytes (1M, say), whose memory is reserved and "
+    "never touched; peers are not there. `megatron-npu plan` sets it. 0: everything is computed.",
     type=byte_size_or_0,
 )
 SIM_MEMCHECK = Variable(

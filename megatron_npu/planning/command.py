@@ -1,7 +1,7 @@
 """``megatron-npu plan``: run a job of many devices here, on memory that is only counted.
 
-One rank of each kind runs as it would in the job, by its own command line; its peers are not there, and what is
-large is not computed. Exit code 2: the job does not fit, or cannot run.
+One rank of each kind runs as it would in the job, by its own command line; its peers are not there, and what
+is large is not computed. Exit code 2: the job does not fit, or cannot run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_npu.planning.job import Job
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.report import Plan, Row
 
-_DESCRIPTION = """Dry-run a job of --devices ranks on this machine: the memory of each kind of rank, what it sends,
-whether it fits, and the flags that would make it fit. NPU: torch_npu's own allocator on the simulated Ascend, whose
-memory is only reserved. CUDA: torch's fake tensors with a replay of the caching allocator. Exit code 2: it does not
-fit, or cannot run."""
+_DESCRIPTION = """Dry-run a job of --devices ranks on this machine: the memory of each kind of rank, what it
+sends, whether it fits, and the flags that would make it fit. NPU: torch_npu's own allocator on the simulated
+Ascend, whose memory is only reserved. CUDA: torch's fake tensors with a replay of the caching allocator. Exit
+code 2: it does not fit, or cannot run."""
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
        %(prog)s --devices N [--memory 64G] [--device npu] -- pretrain_gpt.py ARGUMENTS..."""
 
@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu plan", description=_DESCRIPTION, usage=_USAGE)
     result.add_argument("--devices", type=positive, required=True, help="how many the job has")
-    result.add_argument("--memory", type=byte_size, default=64 << 30, help="of each device: bytes, or with K, M, G")
+    result.add_argument(
+        "--memory", type=byte_size, default=64 << 30, help="of each device: bytes, or with K, M, G"
+    )
     result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="which kind they are")
     result.add_argument("--devices-per-node", type=positive, default=8, help="of one machine")
     result.add_argument("--no-remedy", action="store_true", help="do not look for flags that make it fit")
@@ -56,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
     plan = _planned(job, ranks, options)
     failed = plan.failed
     if failed is not None:
-        print(f"megatron-npu plan: rank {failed.rank} of {job.devices} ends before it has trained:", file=sys.stderr)
+        print(
+            f"megatron-npu plan: rank {failed.rank} of {job.devices} ends before it has trained:",
+            file=sys.stderr,
+        )
         print(_last_words(failed), file=sys.stderr)
         return 2
     if plan.too_full is not None and not options.no_remedy:
@@ -83,7 +88,10 @@ def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
     """Return whether a rank trains with what it reserves beyond its peak given back in between."""
     if row.found["peak"] + row.buffers > memory:
         return False
-    return ranks.run(job, [row.rank], memory - row.buffers)[row.rank].get("updates", 0) > row.found["updates"] - 1
+    return (
+        ranks.run(job, [row.rank], memory - row.buffers)[row.rank].get("updates", 0)
+        > row.found["updates"] - 1
+    )
 
 
 def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:

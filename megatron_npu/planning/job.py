@@ -148,7 +148,7 @@ class Job:
             )
         # a loss that nobody has computed is no number
         job = job.with_flags("--no-check-for-nan-in-loss-and-grad", "--num-workers", "0")
-        job = job.with_flags("--log-interval", "1", "--exit-interval", str(ITERATIONS))
+        job = job.with_flags("--log-interval", "1", "--exit-interval", str(ITERATIONS), "--eval-iters", "0")
         return [*job.start, *job.flags], count
 
     def _checked(self) -> Job:

@@ -109,6 +109,11 @@ class Ranks:
             place[settings.SIM_MEMORY.name] = _ENOUGH if memory is None else memory
         environment = {**self.environment, **{name: str(value) for name, value in place.items()}}
         environment["PYTHONPATH"] = os.pathsep.join(
-            dict.fromkeys(filter(None, [*self.environment.get("PYTHONPATH", "").split(os.pathsep), python_child.search_path()]))
+            dict.fromkeys(
+                filter(
+                    None,
+                    [*self.environment.get("PYTHONPATH", "").split(os.pathsep), python_child.search_path()],
+                )
+            )
         )
         return environment

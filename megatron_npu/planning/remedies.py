@@ -29,7 +29,9 @@ def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
         yield [*flags], smaller.with_flags(*flags)
 
 
-def found(job: Job, needed: Callable[[Job], int | None], memory: int) -> tuple[tuple[list[str], int] | None, list[str]]:
+def found(
+    job: Job, needed: Callable[[Job], int | None], memory: int
+) -> tuple[tuple[list[str], int] | None, list[str]]:
     """Return the first flags that make a job fit, with the bytes that it then needs; and all that were tried.
 
     Args:

@@ -1,10 +1,10 @@
 """A replay of torch's CUDA caching allocator: what it would hold for a sequence of allocations and frees.
 
-After c10/cuda/CUDACachingAllocator.cpp of torch 2, with its default settings and one stream: sizes are rounded
-to 512 bytes; up to 1 MiB they come from segments of 2 MiB (the small pool), below 10 MiB from segments of 20
-MiB, above from segments of whole 2 MiB; the smallest free block that is large enough is taken and split where
-enough is left; neighbours that are free become one block again. It is a replay, not the allocator: what kernels
-and libraries take inside of an operation is only there where a caller puts it in.
+After c10/cuda/CUDACachingAllocator.cpp of torch 2, with its default settings and one stream: sizes are
+rounded to 512 bytes; up to 1 MiB they come from segments of 2 MiB (the small pool), below 10 MiB from those
+of 20 MiB, above from segments of whole 2 MiB; the smallest free block that is large enough is taken and split
+where enough is left; neighbours that are free become one block again. It is a replay, not the allocator: what
+kernels and libraries take inside of an operation is only there where a caller puts it in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGE_SEGMENT = 20 << 20
 _ROUND_LARGE = 2 << 20
 
 
-class OutOfMemory(RuntimeError):
+class DeviceFullError(RuntimeError):
     """The device would have no memory left."""
 
 
@@ -67,7 +67,7 @@ class Allocator:
         """Return a block of at least so many bytes.
 
         Raises:
-            OutOfMemory: it exceeds the limit, though segments that nobody uses are given back.
+            DeviceFullError: it exceeds the limit, though segments that nobody uses are given back.
         """
         size = max(_ROUND, -(-asked // _ROUND) * _ROUND)
         small = size <= _SMALL
@@ -114,7 +114,7 @@ class Allocator:
         if self.limit is not None and self.reserved + bytes_ > self.limit:
             self.empty_cache()
             if self.reserved + bytes_ > self.limit:
-                raise OutOfMemory(
+                raise DeviceFullError(
                     f"{bytes_} bytes more than the {self.reserved} that are reserved exceed {self.limit}"
                 )
         block = Block(self._next, bytes_, small)

@@ -55,7 +55,7 @@ class Plan:
     """All that is known of a job; ``lines`` is what is printed.
 
     Attributes:
-        remedy: flags that make it fit, with what the fullest rank then needs; None: none was found, or needed.
+        remedy: flags that make it fit, with what the fullest rank then needs; None: none is known, or needed.
     """
 
     job: Job
@@ -86,7 +86,8 @@ class Plan:
         job = self.job
         _, count = job.words()
         head = (
-            f"{job.devices} x {self.device} of {_size(self.memory)}: tensor {job.tensor}, pipeline {job.pipeline}, "
+            f"{job.devices} x {self.device} of {_size(self.memory)}: "
+            f"tensor {job.tensor}, pipeline {job.pipeline}, "
             f"context {job.context}, data {job.data}; {job.micro_batches} micro batches"
         )
         said = [head + (f" ({count} of them run)" if count != job.micro_batches else "")]
@@ -98,7 +99,17 @@ class Plan:
         return said
 
     def _table(self) -> list[str]:
-        titles = ["rank", "stage", "alike", "weights", "gradients", "optimizer", "activations", "logits", "peak"]
+        titles = [
+            "rank",
+            "stage",
+            "alike",
+            "weights",
+            "gradients",
+            "optimizer",
+            "activations",
+            "logits",
+            "peak",
+        ]
         titles += ["reserved", "comm."]
         shown = self.rows
         if len(shown) > _MOST:
@@ -112,14 +123,18 @@ class Plan:
             cells += map(_size, (found["peak"], found["reserved"], row.buffers))
             lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
         if len(self.rows) > _MOST:
-            lines.append(f"  and {len(self.rows) - _MOST} kinds of rank that need less (--json FILE has them)")
+            lines.append(
+                f"  and {len(self.rows) - _MOST} kinds of rank that need less (--json FILE has them)"
+            )
         return lines
 
     def _traffic(self, row: Row, count: int) -> list[str]:
         groups = {name: group for name, group in row.found["groups"].items() if group["calls"]}
         if not groups:
             return ["no communication"]
-        lines = [f"sent by rank {row.rank} in {ITERATIONS} iterations of {count} micro batches, and at the start:"]
+        lines = [
+            f"sent by rank {row.rank} at the start and in {ITERATIONS} iterations of {count} micro batches:"
+        ]
         for name, group in sorted(groups.items(), key=lambda item: -item[1]["bytes"])[:9]:
             first, last = row.found.get("members", {}).get(name, [row.rank, row.rank])
             across = first // self.devices_per_node != last // self.devices_per_node
@@ -133,15 +148,19 @@ class Plan:
         lines = []
         asked = {key: times for each in self.rows for key, times in each.found.get("asked", {}).items()}
         if asked:
-            lines.append(f"numbers that nobody knows were taken for 1 (true, 0) where {len(asked)} line(s) asked:")
+            lines.append(
+                f"numbers that nobody knows were taken for 1 (true, 0) where {len(asked)} line(s) asked:"
+            )
             lines += [f"  {key}" for key in sorted(asked)[:3]]
         if any(each.found.get("plain_attention") for each in self.rows):
             why = sorted({why for each in self.rows for why in each.found.get("plain_attention", [])})
-            lines.append(f"attention by torch's plain formula ({', '.join(why)}): the activations are too many")
+            lines.append(
+                f"attention by torch's plain formula ({', '.join(why)}): the activations are too many"
+            )
         if self.job.has("--num-experts") and not self.job.has("--moe-pad-expert-input-to-capacity"):
             lines.append("experts without padded capacity: other ranks are taken to route as this one does")
         if self.device == "cuda":
-            lines.append("cuda: fake tensors and a replay of torch's caching allocator, not the allocator itself")
+            lines.append("cuda: fake tensors and a replay of torch's caching allocator")
         lines.append("not counted: the context of the device and its libraries, peers that are slow")
         return lines
 

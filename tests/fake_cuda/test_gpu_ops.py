@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
 from megatron_npu.planning.fake_cuda import library
+from tests.conftest import ROOT
 from tests.support import processes
 
 PROGRAM = """

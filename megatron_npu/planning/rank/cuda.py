@@ -30,7 +30,7 @@ from megatron_npu.commands import cli
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
 from megatron_npu.planning.rank import notes
-from megatron_npu.planning.replay import Allocator, OutOfMemory
+from megatron_npu.planning.replay import Allocator, DeviceFullError
 
 _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
 
@@ -43,23 +43,36 @@ def main(path: str) -> int:
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
     mode = functools.partial(CountedTensors, allocator=allocator)
     plain: list[str] = []
-    with machine.installed(), _flash_attention(plain), mock.patch.object(machine, "Tensors", mode), _memory(allocator):
+    with (
+        machine.installed(),
+        _fused_attention(plain),
+        mock.patch.object(machine, "Tensors", mode),
+        _memory(allocator),
+    ):
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        with machine.running(rank, ranks, _TOLD) as tensors, notes.taken("cuda", lambda: allocator.peak) as noted:
+        with (
+            machine.running(rank, ranks, _TOLD) as tensors,
+            notes.taken("cuda", lambda: allocator.peak) as noted,
+        ):
             os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
             plugin.install()
             try:
                 report["code"] = cli.main(specification["words"])
             except SystemExit as end:
                 report["code"] = end.code if isinstance(end.code, int) else 1
-            except OutOfMemory as error:
+            except DeviceFullError as error:
                 report["error"], report["out_of_memory"] = str(error), True
             except BaseException as error:
                 traceback.print_exc()
                 report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
     report |= vars(noted)
     report |= {"peak": allocator.peak, "reserved": allocator.peak_reserved, "allocations": allocator.count}
-    report |= {"workspaces": tensors.workspaces, "plain_attention": sorted(set(plain)), "groups": {}, "dry": {}}
+    report |= {
+        "workspaces": tensors.workspaces,
+        "plain_attention": sorted(set(plain)),
+        "groups": {},
+        "dry": {},
+    }
     report["seconds"] = time.monotonic() - begin
     report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     files.write(Path(specification["output"]), json.dumps(report))
@@ -84,8 +97,10 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _flash_attention(plain: list[str]) -> Iterator[None]:
-    """Let SDPA be the flash kernel where it takes the call: a torch without CUDA would take the plain formula.
+def _fused_attention(plain: list[str]) -> Iterator[None]:
+    """Let SDPA be the fused kernel that an H100 takes; a torch without CUDA takes the plain formula.
+
+    cuDNN's, whose output lies in memory as the queries do, comes first there (torch 2.11); then flash.
 
     Args:
         plain: gets why it does not take a call.
@@ -112,7 +127,12 @@ def _flash_attention(plain: list[str]) -> Iterator[None]:
         if why is not None or query.device.type != "cuda":
             if query.device.type == "cuda":
                 plain.append(str(why))
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
+            fused = torch.ops.aten._scaled_dot_product_cudnn_attention
+            return fused(query, key, value, None, True, dropout_p, is_causal, False, scale=scale)[0]
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
 

@@ -175,7 +175,10 @@ def asking_line() -> str:
     chosen = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not any(part in name for part in ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")):
+        if not any(
+            part in name
+            for part in ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")
+        ):
             chosen = f"{name}:{frame.f_lineno}"
             break
         frame = frame.f_back  # type: ignore[assignment]

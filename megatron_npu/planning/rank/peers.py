@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
-_ROOT_INFO = bytes(8192)  # more than HCCL's own, which a dry run does not read
+_ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
 
 _stores: list[dist.Store] = []  # what torch holds is only the part of them that is not Python's
 
