@@ -139,7 +139,7 @@ def _convert(
             for tensor in [*each._parameters.values(), *each._buffers.values()]:
                 if tensor is not None:
                     converted = fn(tensor)
-                    tensor.data, tensor.fake_device = converted, converted.device
+                    tensor.data, tensor.fake_device = converted, converted.device  # type: ignore[attr-defined]
     return module
 
 

@@ -68,7 +68,7 @@ def main(path: str) -> int:
     report |= vars(noted)
     report |= {"peak": allocator.peak, "reserved": allocator.peak_reserved, "allocations": allocator.count}
     report |= {
-        "workspaces": tensors.workspaces,
+        "workspaces": getattr(tensors, "workspaces", 0),
         "plain_attention": sorted(set(plain)),
         "groups": {},
         "dry": {},

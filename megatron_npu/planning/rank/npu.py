@@ -31,9 +31,9 @@ def main(path: str) -> int:
     from megatron_npu.planning.rank import notes, peers
 
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
-    torch.npu.set_device(0)
+    torch.npu.set_device(0)  # type: ignore[attr-defined]
     alone = peers.absent(peers.of_npu) if specification["alone"] else contextlib.nullcontext()
-    with notes.taken("npu", torch.npu.max_memory_allocated) as noted, alone:
+    with notes.taken("npu", torch.npu.max_memory_allocated) as noted, alone:  # type: ignore[attr-defined]
         asked = _tell_of_asked(noted)
         try:
             report["code"] = cli.main(specification["words"])
@@ -74,9 +74,9 @@ def _memory() -> dict[str, Any]:
     counts = counters._read()
     dry = {name: work.calls for name, work in counts.launches.items() if name.startswith("dry")}
     return {
-        "peak": torch.npu.max_memory_allocated(),
-        "reserved": torch.npu.max_memory_reserved(),
-        "allocations": torch.npu.memory_stats().get("allocation.all.allocated", 0),
+        "peak": torch.npu.max_memory_allocated(),  # type: ignore[attr-defined]
+        "reserved": torch.npu.max_memory_reserved(),  # type: ignore[attr-defined]
+        "allocations": torch.npu.memory_stats().get("allocation.all.allocated", 0),  # type: ignore[attr-defined]
         "groups": {name: vars(group) for name, group in counts.groups.items()},
         "members": _members(),
         "communication": {name: vars(work) for name, work in counts.communication.items()},

@@ -126,7 +126,7 @@ def _join_hosts(group: Any) -> None:
     """
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "hccl":
         return
-    fake = fake_pg.FakeProcessGroup._create_internal(group.rank(), group.size(), None)
+    fake = fake_pg.FakeProcessGroup._create_internal(group.rank(), group.size(), None)  # type: ignore[call-arg]
     name, description = group.group_name, group.group_desc
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, fake)
     # a group says what the first of its backends says, which has none
