@@ -25,7 +25,7 @@ from typing import Any
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = report.RESULTS / "losses-cpu.json"
+REFERENCE = report.RESULTS / "gpu" / "reference-losses.json"
 STOCK = ROOT / "checkouts" / "core_v0.16.1" / "pretrain_gpt.py"
 STEPS = 20
 COMMON = (

@@ -1,4 +1,4 @@
-"""docs/tutorials/rapidformer.md: its commands are read, name files that are there, and the first one trains."""
+"""docs/tutorials/rapidformer.md: its commands are read, name files that are there, and the first trains."""
 
 from __future__ import annotations
 
