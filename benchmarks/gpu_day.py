@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_day.py [PIECE ...] [--dry-run] [--rehearse]
 
-A piece is a few commands that end within four minutes, or are ended; each can be run alone, the most telling
-first. What they print goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files beside it,
-and scripts/gpu_page.py makes docs/records/gpu.md of all of them. A piece that fails does not end the others;
-the exit code tells. ``--together`` runs the pieces that measure no time beside each other, before those that do: a
-lent machine is short of minutes. Without a GPU nothing runs but ``--dry-run``, which prints the commands, and
-``--rehearse``, which runs them on the CPU with small sizes in a folder of its own: it shows that they start,
-and measures nothing.
+A piece is a few commands that end within four minutes, or are ended; each can be run alone, the most
+telling first. What they print goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files
+beside it, and scripts/gpu_page.py makes docs/records/gpu.md of all of them. A piece that fails does not end
+the others; the exit code tells. ``--together`` runs the pieces that measure no time beside each other,
+before those that do: a lent machine is short of minutes. Without a GPU nothing runs but ``--dry-run``,
+which prints the commands, and ``--rehearse``, which runs them on the CPU with small sizes in a folder of
+its own: it shows that they start, and measures nothing.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """
     whole = checksums.newest_whole(args.load) if args.load_last_good else None
     place = checkpoint_files.newest(args.load, whole)
-    shared_folder.require_same("--load", args.load, place and place.name)
+    shared_folder.require_same("--load", args.load, place.name if place else None)
     if place is None:
         return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
     found = _description(place)

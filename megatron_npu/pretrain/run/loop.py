@@ -90,7 +90,9 @@ class Trainer:
         )
         self.saving = Saving(args, state, self.clock, log)
         compute = get_forward_backward_func()
-        self.forward_backward = compute if args.cuda_graph_impl == "none" else StepGraph(compute)
+        self.forward_backward: Callable[..., list[torch.Tensor]] = compute
+        if args.cuda_graph_impl != "none":
+            self.forward_backward = StepGraph(compute)
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
