@@ -40,14 +40,14 @@ def page() -> str:
     files = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     if not files:
         return f"{HEAD}\n{NEVER}"
-    parts = (sessions, pieces, losses, training, bert, memory, kernels, operations, tables)
+    parts = (runs, pieces, losses, training, bert, memory, kernels, operations, tables)
     lines = [HEAD, *(line for part in parts for line in part(files) if line is not None)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
-def sessions(files: dict[str, Any]) -> Iterator[str]:
+def runs(files: dict[str, Any]) -> Iterator[str]:
     """Yield what was run when, as written down by hand."""
-    if text := files.get("sessions.json"):
+    if text := files.get("runs.json"):
         yield "\n\n".join(text["paragraphs"]) + "\n"
 
 

@@ -52,6 +52,11 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
         "disabled",
         "it makes each iteration wait for its loss",
     ),
+    "--cuda-graph-scope": (
+        "none",
+        "full_iteration",
+        "the only scope here; none is a graph of each layer there, which takes TransformerEngine",
+    ),
     "--cp-comm-type": ("p2p", "p2p", "one for all layers; there a list, one for each layer"),
 }
 # that Megatron-LM does not have
