@@ -160,7 +160,7 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
     if found:
         raise UsageError(
             f"the checkpoint {folder} is damaged: {'; '.join(found)}",
-            f"files as they were saved ({NAME})",
+            f"files as they were saved{f' ({NAME})' if (folder / NAME).is_file() else ''}",
             remedy,
         )
 

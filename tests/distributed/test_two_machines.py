@@ -50,7 +50,7 @@ def _command(command: str, folder: Path) -> tuple[list[str], tuple[str, ...], di
         return ["train", "--user-script", str(script), *save], train_runs.MODULES, {}
     tree = checkout("megatron_core", "0.16.1")
     words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *save]
-    return words, stock_core.stock_modules(tree), {"MEGATRON_LM_PATH": str(tree)}
+    return words, warm.STOCK, {"MEGATRON_LM_PATH": str(tree)}
 
 
 def _machine(

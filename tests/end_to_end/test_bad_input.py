@@ -161,7 +161,8 @@ def test_a_checkpoint_that_is_not_whole(flags, trained, capsys, spoil):
         assert "Traceback" not in out
         last = err.splitlines()[-1]
         assert f"the checkpoint {path.parent}" in last
-        assert "latest_checkpointed_iteration.txt" in last
+        # what to do: for a shard that the index names and that is not there, the newest whole one
+        assert "latest_checkpointed_iteration.txt" in last or "--load-last-good" in last
 
 
 def test_checkpoints_of_another_run_are_not_overwritten(refused, flags, trained):

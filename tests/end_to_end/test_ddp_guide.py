@@ -105,7 +105,7 @@ def test_as_the_document_types_it_with_some_of_the_devices(said: dict[str, str])
 
 
 def test_going_on_from_a_checkpoint(said: dict[str, str]) -> None:
-    output = said["Going on from a checkpoint"]
+    output = said["Resuming from a checkpoint"]
     assert "Epoch 1 " not in output
     assert losses(output, 1)[0] < losses(said["One process"], 1)[0]
 

@@ -87,7 +87,9 @@ def permute_with_counts(
     **kwargs: Any,
 ) -> Any:
     """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
-    if kwargs.get("return_batch_invariant_inverse_map"):  # since 0.20: upstream's own order, and its inverse
+    # since 0.20: upstream's own order, and its inverse
+    inverse = args[5] if len(args) > 5 else kwargs.get("return_batch_invariant_inverse_map")
+    if inverse:
         return original(tokens, routing_map, probs, *args, **kwargs)
     counts: Tensor | None = args[3] if len(args) > 3 else kwargs.get("tokens_per_expert")
     result = permute(original, tokens, routing_map, probs, *args, **kwargs)

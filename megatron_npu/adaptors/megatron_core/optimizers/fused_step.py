@@ -41,17 +41,16 @@ def clip_in_the_step(
     max_norm: float,
     total_norm: float,
     use_decoupled_grad: bool = False,
-    **others: Any,
 ) -> None:
     """Let the optimizer that these are all parameters of multiply in its next step.
 
     The gradients are left as they are, and zeroed before anybody reads them again.
     """
     optimizer = None
-    if not (torch.is_tensor(parameters) or use_decoupled_grad or others):
+    if not (torch.is_tensor(parameters) or use_decoupled_grad):
         optimizer = _optimizer_of(parameters)
     if optimizer is None:
-        original(parameters, max_norm, total_norm, use_decoupled_grad, **others)
+        original(parameters, max_norm, total_norm, use_decoupled_grad)
         return
     coefficient = max_norm / (total_norm + 1.0e-6)
     if coefficient < 1.0:
