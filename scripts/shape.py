@@ -21,8 +21,8 @@ COMPLEX, MANY = 10, 7  # what is above
 _FORKS = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler)
 
 # Whose signatures are another's: a kernel stands for an operator of torch_npu, a stand-in for a function of a
-# package that is absent.
-_GIVEN_FOLDERS = ("sim/kernels/", "standins/")
+# package that is absent; a kernel of Triton's takes pointers, strides and constants one by one.
+_GIVEN_FOLDERS = ("sim/kernels/", "standins/", "ops/triton/kernels/")
 # The decorators that put a function in the place of one of upstream's.
 _GIVEN_DECORATORS = ("around", "constant", "replace", "wrap")
 # And these, whose caller the source does not name.
@@ -37,6 +37,8 @@ GIVEN = {
     "ops/optimizers/adam.py:__init__": "apex's and torch's Adam",
     "ops/optimizers/sgd.py:__init__": "torch's SGD",
     "ops/residual_norm.py:forward": "a call of torch.autograd.Function",
+    "ops/triton/residual.py:forward": "a call of torch.autograd.Function",
+    "planning/rank/cuda.py:attention": "torch's operator of cuDNN's attention",
     "ops/swapping/attention.py:attend": "an entry of Transformers' registry of attentions",
     "ops/swapping/losses.py:_torch_loss": "torch.nn.functional.cross_entropy",
     "ops/swapping/own_attention.py:_multihead": "torch.nn.MultiheadAttention.forward",

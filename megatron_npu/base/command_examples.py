@@ -27,6 +27,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megatron-npu preprocess --input text.jsonl --output-prefix data/text --vocab-file vocab.json "
         "--merge-file merges.txt --append-eod --workers 4",
     ),
+    "megatron-npu data": (
+        "megatron-npu data inspect data/text_text_document",
+        "megatron-npu data decode data/text_text_document --document 3",
+        "megatron-npu data merge a_text_document b_text_document --output-prefix both",
+    ),
+    "megatron-npu plan": (
+        "megatron-npu plan --devices 1024 --memory 64G -- pretrain --num-layers 32 ...",
+        "megatron-npu plan --devices 8 --memory 80G --device cuda -- pretrain --num-layers 24 ...",
+    ),
     "megatron-npu generate": (
         'megatron-npu generate --load checkpoints/gpt --prompt "To be" --num-tokens 64',
         "megatron-npu generate --load checkpoints/gpt --num-samples 4 --top-p 0.9 --seed 1",

@@ -108,8 +108,8 @@ _TAKES_A_COMMAND = ("run", "plan", "sim", "evaluate")
 # in this order, and doctor first: it says whether the others can work
 _GROUPS = {
     "diagnose": ("doctor", "sim"),
-    "train": ("run", "pretrain", "train", "dashboard", "bench"),
-    "data and checkpoints": ("preprocess", "convert", "checkpoint"),
+    "train": ("plan", "run", "pretrain", "train", "dashboard", "bench"),
+    "data and checkpoints": ("preprocess", "data", "convert", "checkpoint"),
     "use a checkpoint": ("generate", "serve", "lambada", "evaluate"),
     "patches": ("ledger", "check", "pin"),
 }

@@ -127,7 +127,7 @@ def cluster(count: int) -> Iterator[Cluster]:
             for keeper in keepers:
                 keeper.wait()
             for space in (f"{mark}s", *(each.space for each in result.machines)):
-                subprocess.run(["ip", "netns", "del", space], check=False)
+                subprocess.run(["ip", "netns", "del", space], check=False, timeout=30)
 
 
 def _kill(init: int) -> None:
@@ -178,7 +178,9 @@ def _machine(folder: Path, mark: str, number: int, count: int) -> tuple[subproce
     keeper = subprocess.Popen([*command, "bash", "-ec", setup], start_new_session=True)
     for _ in range(100):
         time.sleep(0.1)
-        found = subprocess.run(["pgrep", "-P", str(keeper.pid)], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["pgrep", "-P", str(keeper.pid)], capture_output=True, text=True, check=False, timeout=30
+        )
         if found.stdout.strip() and _is_ready(int(found.stdout.split()[0])):
             return keeper, Machine(number, space, int(found.stdout.split()[0]), hosts)
     raise RuntimeError(f"machine {number} does not start")
@@ -327,7 +329,7 @@ def killed(them: Cluster, out: Path) -> list[str]:
         return ["it did not train"]
     last = them.machines[-1]
     last.sh("ip link set eth0 down")
-    subprocess.run(["kill", "-9", str(last.init)], check=True)
+    subprocess.run(["kill", "-9", str(last.init)], check=True, timeout=30)
     found = ended(started[:-1], LIMIT + 30, out, time.monotonic())
     named = re.search(r"rank \d+ ends: rank \d+ \(node\d+", found.logs[0])
     return ([] if named else ["the machine is not named"]) + [f"codes {found.codes}"] * (None in found.codes)
@@ -338,7 +340,7 @@ def first_killed(them: Cluster, out: Path) -> list[str]:
     started = _train_for_ever(them, out)
     if started is None:
         return ["it did not train"]
-    subprocess.run(["kill", "-9", str(them.machines[0].init)], check=True)
+    subprocess.run(["kill", "-9", str(them.machines[0].init)], check=True, timeout=30)
     found = ended(started[1:], 30, out, time.monotonic())
     faults = [f"codes {found.codes}"] * (None in found.codes)
     for number, log in enumerate(found.logs[1:], 2):

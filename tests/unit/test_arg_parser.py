@@ -155,6 +155,7 @@ REQUIRED = {
     "convert": 2,
     "lambada": 2,
     "bench": 1,
+    "plan": 1,
     "checkpoint prune": 1,
     "data merge": 1,
 }

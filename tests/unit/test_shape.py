@@ -15,8 +15,8 @@ import shape
 
 # A ceiling falls with what it counts. It rises for a function that would read worse in parts: a reviewer sees
 # it here.
-COMPLEX = 41
-OWN_OF_MANY = 8
+COMPLEX = 47
+OWN_OF_MANY = 15
 LONGEST = 95  # lines, with the docstring
 GLOBAL = 3
 

@@ -84,7 +84,11 @@ class ExpertLosses:
     def forget(self) -> None:
         """Drop what an earlier run of this process has left, perhaps of another number of layers."""
         if self.names:
+            from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
             _tracker().clear()
+            # made with another shape ([] in a backward pass, [1] by the schedule): 0.16 then fails to copy
+            MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def _take_into(row: torch.Tensor, name: str) -> None:
