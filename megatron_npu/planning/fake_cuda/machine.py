@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_npu.devices import cpu_cuda_api
 from megatron_npu.devices.cpu import CpuDevice
 from megatron_npu.devices.cuda_types import tensor_types
+from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
@@ -214,27 +215,17 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
     def new_group(ranks: Any = None, *_: Any, **options: Any) -> Any:
         return new(ranks, backend="fake", group_desc=options.get("group_desc"))
 
-    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-        objects[:] = [mine] * len(objects)
-
-    def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        if objects is not None:
-            objects[:] = [mine] * len(objects)
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """Leave the objects as they are."""
-
     @contextlib.contextmanager
     def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
         """Run what is inside one by one: torch 2.13 has no fake coalesced collectives."""
-        yield types.SimpleNamespace(wait=nothing)
+        yield types.SimpleNamespace(wait=alone.nothing)
 
     functions: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "broadcast_object_list": nothing,
+        "all_gather_object": alone.all_gather_object,
+        "gather_object": alone.gather_object,
+        "broadcast_object_list": alone.nothing,
         "_coalescing_manager": coalescing_manager,
     }
     for name, function in functions.items():

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
+from megatron_npu.planning import alone
+
 _ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
 
 _stores: list[dist.Store] = []  # what torch holds is only the part of them that is not Python's
@@ -87,24 +89,14 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         _join_hosts(group)
         return group
 
-    def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-        objects[:] = [mine] * len(objects)
-
-    def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        if objects is not None:
-            objects[:] = [mine] * len(objects)
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """Leave the objects as they are."""
-
     functions: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "broadcast_object_list": nothing,
-        "_store_based_barrier": nothing,
-        "destroy_process_group": nothing,  # what the groups have cost is read at the end
+        "all_gather_object": alone.all_gather_object,
+        "gather_object": alone.gather_object,
+        "broadcast_object_list": alone.nothing,
+        "_store_based_barrier": alone.nothing,
+        "destroy_process_group": alone.nothing,  # what the groups have cost is read at the end
     }
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():
