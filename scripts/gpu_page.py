@@ -107,11 +107,21 @@ def memory(files: dict[str, Any]) -> Iterator[str]:
         return
     yield f"## Memory\n\n{found['device']}, torch {found['versions']['torch']}.\n"
     yield note_of(found)
-    yield "| setup | peak allocated | peak reserved |\n|---|---|---|"
+    yield "| setup | peak allocated | foretold | off | peak reserved | foretold | off |"
+    yield "|---|---|---|---|---|---|---|"
     for row in found["rows"]:
         if "failed" not in row:
-            yield f"| {row['setup']} | {row['allocated']:,} | {row['reserved']:,} |"
+            told = row.get("foretold", {})
+            cells = [cell for name in ("allocated", "reserved") for cell in beside(row[name], told.get(name))]
+            yield f"| {row['setup']} | {' | '.join(cells)} |"
     yield ""
+
+
+def beside(measured: int | None, foretold: int | None) -> tuple[str, str, str]:
+    """Return a number of bytes, what was foretold, and how far that is off."""
+    cells = ["" if each is None else f"{each:,}" for each in (measured, foretold)]
+    off = "" if measured is None or foretold is None else f"{foretold / measured - 1:+.2%}"
+    return cells[0], cells[1], off
 
 
 def kernels(files: dict[str, Any]) -> Iterator[str]:

@@ -159,6 +159,10 @@ class Plan:
             )
         if self.job.has("--num-experts") and not self.job.has("--moe-pad-expert-input-to-capacity"):
             lines.append("experts without padded capacity: other ranks are taken to route as this one does")
+        if reasons := {
+            str(each.found["without_triton"]) for each in self.rows if each.found.get("without_triton")
+        }:
+            lines.append(f"CUDA with torch's kernels ({', '.join(sorted(reasons))}): ours take less memory")
         if self.device == "cuda":
             lines.append("cuda: fake tensors and a replay of torch's caching allocator")
         lines.append("not counted: the context of the device and its libraries, peers that are slow")

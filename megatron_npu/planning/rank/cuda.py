@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from megatron_npu import plugin
 from megatron_npu.base import files
 from megatron_npu.commands import cli
+from megatron_npu.ops import triton
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
 from megatron_npu.planning.rank import notes
@@ -47,6 +48,8 @@ def main(path: str) -> int:
         machine.installed(),
         _fused_attention(plain),
         mock.patch.object(machine, "Tensors", mode),
+        # no driver is asked here: the devices that are planned for have one
+        mock.patch.object(triton, "_trouble", return_value=None),
         _memory(allocator),
     ):
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -70,6 +73,7 @@ def main(path: str) -> int:
     report |= {
         "workspaces": getattr(tensors, "workspaces", 0),
         "plain_attention": sorted(set(plain)),
+        "without_triton": triton.not_to_be_expected(),
         "groups": {},
         "dry": {},
     }
