@@ -47,6 +47,7 @@ def require(flag: str, folder: Path) -> None:
     seen = _gathered(becomes_true(folder, (folder / name).is_file))
     if mark is not None:
         mark.unlink(missing_ok=True)
+    _gathered(None)  # nobody looks into the folder before the file is gone
     if not all(each for each, _ in seen):
         raise UsageError(
             f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not seen by "
