@@ -32,14 +32,21 @@ _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUM
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu plan", description=_DESCRIPTION, usage=_USAGE)
-    result.add_argument("--devices", type=positive, required=True, help="how many the job has")
+    result.add_argument("--devices", type=positive, required=True, help="number of devices in the job")
     result.add_argument(
-        "--memory", type=byte_size, default=64 << 30, help="of each device: bytes, or with K, M, G"
+        "--memory",
+        type=byte_size,
+        default=64 << 30,
+        help="memory of each device, in bytes or with a suffix K, M or G",
     )
-    result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="which kind they are")
-    result.add_argument("--devices-per-node", type=positive, default=8, help="of one machine")
-    result.add_argument("--no-remedy", action="store_true", help="do not look for flags that make it fit")
-    result.add_argument("--json", type=Path, metavar="FILE", help="also write everything there, in bytes")
+    result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="type of the devices")
+    result.add_argument("--devices-per-node", type=positive, default=8, help="devices in one machine")
+    result.add_argument(
+        "--no-remedy", action="store_true", help="do not search for flags that would make the job fit"
+    )
+    result.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the full report to FILE, sizes in bytes"
+    )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     return result
 

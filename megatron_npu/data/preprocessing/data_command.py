@@ -65,7 +65,7 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
     many: dict[str, Any] = {} if action == "decode" else {"nargs": "+"}
     parser.add_argument("prefix", metavar="PREFIX", help=_PREFIX, **many)
     if action in ("inspect", "count"):
-        parser.add_argument("--json", action="store_true", help="print a JSON object a dataset")
+        parser.add_argument("--json", action="store_true", help="print one JSON object per dataset")
     elif action == "merge":
         parser.add_argument(
             "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .sums.json"

@@ -50,14 +50,14 @@ def add_step_graph(add: Add) -> None:
         "--cuda-graph-impl",
         choices=["none", "local"],
         default="none",
-        help="local: capture forward and backward of a step as one CUDA graph, and launch that from the "
-        "fourth step on; without pipeline, experts, dropout or recomputation, in bf16 or fp32",
+        help="local: capture the forward and backward pass of a step as one CUDA graph and replay it from "
+        "the fourth step on; in bf16 or fp32, without pipeline, experts, dropout or recomputation",
     )
     add(
         "--cuda-graph-scope",
         choices=["full_iteration"],
         default="full_iteration",
-        help="what --cuda-graph-impl captures",
+        help="part of a step that --cuda-graph-impl captures",
     )
 
 
