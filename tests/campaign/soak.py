@@ -3,7 +3,8 @@
 python -m tests.campaign.soak --minutes 120 --seed 1 --json FILE: a training is killed at random moments and
 goes on; a second server is, too; a server and a page answer all the time, clients that go away in the middle
 included. Memory, descriptors, processes and the processor time of a step are sampled. The last samples are
-compared with those of the first ten minutes (of a shorter soak, with its first quarter).
+compared with those of the first ten minutes (of a shorter soak, with its first quarter). With
+``--requeue SECONDS``, a killed training waits as in a scheduler's queue, with the machine free.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Soak:
     Args:
         folder: for everything that is written; new.
         seed: decides what is killed, and when.
+        requeue: seconds, on average, until a training that was killed is started again.
 
     Attributes:
         samples: in the order in which they were taken.
@@ -126,7 +128,8 @@ class Soak:
         done: kills and requests, by kind.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, requeue: float = 0.0) -> None:
+        self.requeue = requeue
         self.rng = random.Random(seed)
         self.samples: list[Sample] = []
         self.faults: list[str] = []
@@ -262,6 +265,7 @@ class Soak:
             if code not in codes:
                 self.faults.append(f"the training has ended with {code}, not {codes}")
         self._require_ended({child.process.pid for child in self.living})
+        self._wait_in_queue()
         newest = int((self.save / checkpoint_files.TRACKER).read_text())
         before = len(self.pretrain.told())
         self.pretrain.start()
@@ -272,6 +276,13 @@ class Soak:
                 self.faults.append(f"not {said}: {self.pretrain.told()[before:][-600:]}")
                 return
             time.sleep(0.2)
+
+    def _wait_in_queue(self) -> None:
+        """Leave the training out for some time; what answers is sampled on."""
+        until = time.monotonic() + self.rng.uniform(0, 2 * self.requeue)
+        while time.monotonic() < until:
+            self._sample()
+            time.sleep(EVERY)
 
     def _require_ended(self, living: set[int]) -> None:
         """See that nothing but what lives is there, in some seconds."""
@@ -375,13 +386,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--requeue", type=float, default=0, help="seconds, on average, before a killed training starts again"
+    )
     parser.add_argument("--json", type=Path, help="write all samples there")
     given = parser.parse_args()
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # what it has started ends, too
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder), given.seed)
+        soak = Soak(Path(folder), given.seed, given.requeue)
         begun = time.monotonic()
         try:
             soak.run(60 * given.minutes)
