@@ -66,6 +66,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megatron-npu doctor --quick --json",
         "megatron-npu doctor --megatron Megatron-LM --known-bugs",
     ),
+    "megatron-npu patches": (
+        "megatron-npu patches list VocabParallelEmbedding",
+        "megatron-npu patches check --megatron Megatron-LM",
+    ),
+    "megatron-npu patches list": (
+        "megatron-npu patches list",
+        "megatron-npu patches list --static --megatron Megatron-LM",
+    ),
+    "megatron-npu patches check": ("megatron-npu patches check --megatron Megatron-LM",),
+    "megatron-npu patches pin": ("megatron-npu patches pin --megatron Megatron-LM",),
     "megatron-npu ledger": (
         "megatron-npu ledger",
         "megatron-npu ledger VocabParallelEmbedding",

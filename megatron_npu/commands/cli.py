@@ -70,9 +70,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "check this machine, and say what to fix"),
-    "ledger": ("megatron_npu.commands.patches:ledger", "list every patch and its state"),
-    "check": ("megatron_npu.commands.patches:check", "compare a Megatron with the supported versions"),
-    "pin": ("megatron_npu.commands.patches:pin", "record a Megatron version (for developers)"),
+    "patches": ("megatron_npu.commands.patches:patches", "list, check and pin the patches of Megatron"),
+    "ledger": ("megatron_npu.commands.patches:ledger", "the same as patches list"),
+    "check": ("megatron_npu.commands.patches:check", "the same as patches check"),
+    "pin": ("megatron_npu.commands.patches:pin", "the same as patches pin"),
 }
 
 _VERSION = ("-V", "--version")
@@ -111,7 +112,7 @@ _GROUPS = {
     "train": ("plan", "run", "pretrain", "train", "dashboard", "bench"),
     "data and checkpoints": ("preprocess", "data", "convert", "checkpoint"),
     "use a checkpoint": ("generate", "serve", "lambada", "evaluate"),
-    "patches": ("ledger", "check", "pin"),
+    "patches of Megatron": ("patches", "ledger", "check", "pin"),
 }
 
 _END = """

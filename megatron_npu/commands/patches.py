@@ -1,4 +1,7 @@
-"""The commands that look at patches: ``check`` and ``pin`` read sources, ``ledger`` shows states."""
+"""``megatron-npu patches list|check|pin``, also called ``ledger``, ``check`` and ``pin``.
+
+``check`` and ``pin`` read Megatron's sources and import nothing of it; ``list`` imports what is patched.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,24 @@ _NAME = (
 )
 
 
-def check(argv: list[str]) -> int:
+def patches(argv: list[str]) -> int:
+    """List the patches, compare a Megatron with the supported versions, or record one.
+
+    Returns:
+        What the action returns; 2 if none is named.
+
+    Raises:
+        UsageError: there is no such action, or the action raises it.
+    """
+    parser = Parser("megatron-npu patches", description=(patches.__doc__ or "").partition("\n")[0])
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, (_, text) in _ACTIONS.items():
+        actions.add_parser(name, help=text, add_help=False)
+    action = argv[0] if argv and argv[0] in _ACTIONS else parser.parse_args(argv).action
+    return _ACTIONS[action][0](argv[1:], f"megatron-npu patches {action}")
+
+
+def check(argv: list[str], prog: str = "megatron-npu check") -> int:
     """Compare a Megatron with the pins, importing nothing of it.
 
     Returns:
@@ -44,7 +64,7 @@ def check(argv: list[str]) -> int:
     Raises:
         UsageError: there is no Megatron, or no patch is recorded for it.
     """
-    parser = _parser("check", check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
+    parser = _parser(prog, check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     strict = "also fail on drift that around and wrap survive"
     parser.add_argument("--strict", action="store_true", help=strict)
@@ -70,7 +90,7 @@ def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
     return [compare(patch, sources.find(patch.module), pins) for patch in patches]
 
 
-def pin(argv: list[str]) -> int:
+def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
     """Write the pin file of a Megatron: what the targets of the patches look like there.
 
     Pins of modules that this Megatron does not ship (the wheel of megatron-core lacks the training
@@ -82,7 +102,7 @@ def pin(argv: list[str]) -> int:
     Raises:
         UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
     """
-    parser = _parser("pin", pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
+    parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
     options = parser.parse_args(argv)
     found = _find(options)
@@ -103,7 +123,7 @@ def pin(argv: list[str]) -> int:
     return int(bool(missing))
 
 
-def ledger(argv: list[str]) -> int:
+def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
     """Show the state of every patch, importing the modules that they change.
 
     Returns:
@@ -112,7 +132,7 @@ def ledger(argv: list[str]) -> int:
     Raises:
         UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
     """
-    parser = _parser("ledger", ledger, "0: no patch failed; 1: one did; 2: bad usage")
+    parser = _parser(prog, ledger, "0: no patch failed; 1: one did; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
@@ -135,10 +155,10 @@ def ledger(argv: list[str]) -> int:
     return int(book.count("failed") > 0)
 
 
-def _parser(command: str, function: object, codes: str) -> argparse.ArgumentParser:
+def _parser(prog: str, function: object, codes: str) -> argparse.ArgumentParser:
     summary = (function.__doc__ or "").partition("\n")[0]
     epilog = f"exit code: {codes}"
-    parser = Parser(f"megatron-npu {command}", description=summary, epilog=epilog)
+    parser = Parser(prog, description=summary, epilog=epilog)
     parser.add_argument(
         "--megatron",
         metavar="PATH",
@@ -151,6 +171,13 @@ def _parser(command: str, function: object, codes: str) -> argparse.ArgumentPars
         help=f"{', '.join(megatrons.NAMES)} (default: told by its files)",
     )
     return parser
+
+
+_ACTIONS = {
+    "list": (ledger, "list every patch and its state (also: megatron-npu ledger)"),
+    "check": (check, "compare a Megatron with the supported versions (also: megatron-npu check)"),
+    "pin": (pin, "record a Megatron version, for developers (also: megatron-npu pin)"),
+}
 
 
 def _find(options: argparse.Namespace) -> Upstream:

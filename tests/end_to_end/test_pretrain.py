@@ -34,6 +34,7 @@ def test_a_run_learns_validates_saves_and_reports(train, tmp_path, capsys):
     # files
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"iter_0000030", "latest_checkpointed_iteration.txt", "metrics.jsonl", "summary.json"}
+    assert "\ntrain-iters: 30\n" in (tmp_path / "config.yaml").read_text()
     assert json.loads((tmp_path / "summary.json").read_text())["loss_last"] == summary.loss_last
     assert Path(summary.plot).read_bytes().startswith(b"\x89PNG")
     lost = [path.name for path in tmp_path.rglob("*") if "partial" in path.name]

@@ -32,16 +32,17 @@ def parsers(monkeypatch):
 
     monkeypatch.setattr(arg_parser.Parser, "print_help", noting)
 
-    def of(command: str) -> arg_parser.Parser:
+    def of(*command: str) -> arg_parser.Parser:
         with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
+            cli.main([*command, "--help"])
         return found.pop()
 
     return of
 
 
 def test_every_command_has_examples():
-    assert {f"megatron-npu {name}" for name in cli.COMMANDS} == set(EXAMPLES)
+    names = [*cli.COMMANDS, "patches list", "patches check", "patches pin"]
+    assert {f"megatron-npu {name}" for name in names} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -51,6 +52,8 @@ def test_examples_are_command_lines_that_the_command_takes(name, parsers):
         words = shlex.split(re.sub(r"^torchrun --nproc-per-node \d+ -m megatron_npu", "megatron-npu", line))
         assert words[:2] == ["megatron-npu", name], line
         words = words[2:]
+        if name == "patches":
+            parser = parsers(name, words.pop(0))
         if name in _OF_OTHERS:
             end = next(i for i, word in enumerate(words) if re.match(_OF_OTHERS[name], word))
             words = words[:end]

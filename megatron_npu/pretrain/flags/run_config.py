@@ -1,5 +1,7 @@
 """``--config FILE`` and ``--preset NAME``: flags from a file, and the shapes of known models.
 
+``text_of`` writes such a file: each run saves its own as ``<save>/config.yaml``.
+
 The file is the flat part of YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package,
 and nothing in it is executed. The command line wins over the file, and the file over the preset.
 """
@@ -70,6 +72,54 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
                 of_file += [name, *words]
     shape = shlex.split(_preset(presets[-1])) if presets else []
     return [*shape, *of_file, *typed]
+
+
+def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """Return a file for ``--config`` that sets what a command line has set.
+
+    Args:
+        typed: what ``arguments.parse`` returned.
+        resolved: what ``validation.check`` returned; values that it has filled in follow as comments.
+        parser: of both.
+    """
+    given: dict[str, str] = {}
+    filled_in: dict[str, str] = {}
+    for action in parser._actions:
+        dest = action.dest
+        if not action.option_strings or not hasattr(typed, dest) or dest in given:
+            continue
+        value = getattr(typed, dest)
+        line = None if value == action.default else _line(action, value)
+        if line is not None:
+            given[dest] = line
+        elif action.nargs != 0 and getattr(resolved, dest) not in (None, [], value):
+            filled_in[dest] = f"# {_line(action, getattr(resolved, dest))}"
+    left = [line for dest, line in filled_in.items() if dest not in given]
+    return "\n".join([*given.values(), "# filled in from these, and from the machine:", *left, ""])
+
+
+def _line(action: argparse.Action, value: Any) -> str | None:
+    """Return the line that gives a flag a value; None for a switch that sets another one."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return f"{action.option_strings[0 if value else -1].removeprefix('--')}: true"
+    name = action.option_strings[0].removeprefix("--")
+    if action.nargs == 0:
+        return f"{name}: true" if value == action.const else None
+    words = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    if not all(map(_fits_a_line, words)):
+        return f"# {name}: has a line break or both kinds of quotes; give it on the command line"
+    text = ", ".join(map(_quoted, words))
+    return f"{name}: [{text}]" if isinstance(value, list | tuple) else f"{name}: {text}"
+
+
+def _fits_a_line(word: str) -> bool:
+    return "\n" not in word and not {'"', "'"} <= set(word)
+
+
+def _quoted(text: str) -> str:
+    if re.fullmatch(r"[\w./:+-]+", text):
+        return text
+    return f"'{text}'" if '"' in text else f'"{text}"'
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

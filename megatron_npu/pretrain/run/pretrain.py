@@ -20,7 +20,7 @@ from megatron_npu.checkpoint_files import shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
 from megatron_npu.pretrain.checkpoint import row_shards, save_folder, stock_checkpoints
 from megatron_npu.pretrain.data import datasets as data
-from megatron_npu.pretrain.flags import arguments, validation
+from megatron_npu.pretrain.flags import arguments, run_config, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import gpt
@@ -129,6 +129,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     repeatable = initialize.deterministic(flags.deterministic_mode)
     with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
         save_folder.require_shared(flags)
+        _save_config(args, flags)
         chunks = gpt.build(flags, config)
         datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
@@ -183,6 +184,13 @@ def train_chunks(
         raise
     finally:
         journal.close()
+
+
+def _save_config(typed: Namespace, flags: Flags) -> None:
+    """Write the run's flags into ``--save``, as a file for ``--config``."""
+    if flags.save and flags.rank == 0:
+        text = run_config.text_of(typed, flags, arguments.parser())
+        files.write(Path(flags.save) / "config.yaml", text)
 
 
 @contextlib.contextmanager

@@ -186,6 +186,27 @@ def test_static_ledger_shows_every_record_as_pending(
     assert counts["pending"] == sum(counts.values()) >= 10
 
 
+@pytest.mark.parametrize(
+    ("action", "older"), [("list", "ledger"), ("check", "check"), ("pin", "pin")], ids=["list", "check", "pin"]
+)
+def test_actions_of_patches_are_the_older_commands(
+    action: str, older: str, found: megatrons.Upstream, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = {"list": ["--static", "--json"], "check": ["--json"], "pin": ["--output", str(tmp_path)]}[action]
+    printed = []
+    for words in (["patches", action], [older]):
+        assert cli.main([*words, *flags]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+def test_an_unknown_action_of_patches_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["patches", "lst"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "'lst'; expected list or check or pin" in error
+
+
 def test_the_variable_names_the_megatron_where_no_flag_does(
     tree: Path, pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

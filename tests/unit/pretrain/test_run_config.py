@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from megatron_npu.base.errors import UsageError
@@ -88,3 +90,27 @@ def test_a_value_of_the_wrong_kind_is_told_as_on_the_command_line(tmp_path):
 def test_what_is_missing_is_said(argv, told):
     with pytest.raises(UsageError, match=told):
         arguments.parse(argv)
+
+
+WORDS = (
+    "--preset llama-1b --num-layers 2 --micro-batch-size 4 --train-iters 10 --lr 2.5e-05 --bf16 "
+    "--no-check-for-nan-in-loss-and-grad --no-use-cpu-initialization --save checkpoints/x "
+    "--recompute-granularity selective --recompute-modules mlp layernorm --iterations-to-skip 3 4"
+).split()
+
+
+@pytest.mark.parametrize(
+    "prompts", [["a, b # c", '"quoted"'], ["it's"], [""]], ids=["marks", "apostrophe", "empty"]
+)
+def test_what_a_run_saves_gives_the_same_flags(prompts, tmp_path):
+    typed = arguments.parse([*WORDS, "--sample-prompt", *prompts])
+    resolved = argparse.Namespace(**(vars(typed) | {"kv_channels": 64, "use_cpu_initialization": False}))
+    (tmp_path / "config.yaml").write_text(run_config.text_of(typed, resolved, arguments.parser()))
+    assert vars(arguments.parse(["--config", str(tmp_path / "config.yaml")])) == vars(typed)
+    assert "\n# kv-channels: 64\n" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_value_that_no_line_holds_is_named():
+    typed = arguments.parse([*WORDS, "--sample-prompt", "two\nlines"])
+    text = run_config.text_of(typed, typed, arguments.parser())
+    assert "\n# sample-prompt: has a line break" in text
