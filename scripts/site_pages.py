@@ -7,6 +7,7 @@ build/site from mkdocs.yml, and any warning is an error. With --stage nothing is
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
@@ -18,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGED = Path("build") / "docs"
 BESIDE = ("README.md", "README.zh-CN.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_CODE_WITH_BAR = re.compile(r"(?<!`)`([^`\n]*\\\|[^`\n]*)`(?!`)")
+_CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+_CHINESE_LINE_END = re.compile(rf"(?<={_CHINESE})\n(?={_CHINESE})")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -49,11 +53,24 @@ def staged(page: Path, root: Path = ROOT) -> tuple[str, set[Path]]:
         return f"{shown}[{text}]({os.path.relpath(there, here.parent)}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    text = "".join(part if part.startswith("```") else _LINK.sub(changed, part) for part in parts)
+    text = "".join(part if part.startswith("```") else _for_html(_LINK.sub(changed, part)) for part in parts)
     hidden = place(page, root)
     if hidden is not None and hidden.parts[0] in ("internals", "records"):
         text = _HIDDEN + text
     return text, wanted
+
+
+def _for_html(text: str) -> str:
+    """Return prose as Python-Markdown needs it to look as on GitHub, and Chinese without spaces at line ends.
+
+    It shows the backslash of ``a\\|b`` in a table's code, and a browser a line end between two Chinese
+    characters as a space.
+    """
+
+    def code(match: re.Match[str]) -> str:
+        return f"<code>{html.escape(match[1]).replace(chr(92) + '|', '&#124;')}</code>"
+
+    return _CHINESE_LINE_END.sub("", _CODE_WITH_BAR.sub(code, text))
 
 
 def stage(folder: Path, root: Path = ROOT) -> int:
