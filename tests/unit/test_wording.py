@@ -22,7 +22,6 @@ _OLDER = {
     "how-to/megatron-core.md",
     "how-to/megatron-deepspeed-core.md",
     "how-to/megatron-deepspeed.md",
-    "how-to/megatron-lm.md",
     "how-to/reliability.md",
     "how-to/resume.md",
     "explanation/compared-with-mindspeed.md",
