@@ -7,7 +7,7 @@ import sys
 
 from megatron_npu.base import settings
 from tests.conftest import LONGEST
-from tests.support import processes, tiny, walk
+from tests.support import processes, tiny, walk, warm
 
 PAGE = tiny.ROOT / "docs" / "tutorials" / "quick-start-npu.md"
 
@@ -16,12 +16,18 @@ def test_the_doctor_finds_simulated_npus_well(simulated, tmp_path):
     text = PAGE.read_text(encoding="utf-8")
     words = walk.commands_of_page(text)[0].split()
     assert words == "megatron-npu sim --devices 2 -- megatron-npu doctor".split()
-    program = [sys.executable, "-m", "megatron_npu"]
-    command = [word for w in words for word in (program if w == "megatron-npu" else [w])]
     own = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
+    own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tiny.ROOT)}
+    # the doctor and the five processes that it starts are forks, which is a fifth of their time;
+    # tests/unit/test_python_child.py lets all of a doctor start from nothing
+    npus = own | {settings.SIM_DEVICES.name: "2"}
+    [program], env = warm.simulated([sys.executable], npus, warm.DRIVER)
+    del env[settings.SIM_DEVICES.name]
+    launcher, doctor = ([each, "-m", "megatron_npu"] for each in (sys.executable, program))
+    command = [*launcher, *words[1:4], "--", *doctor, *words[-1:]]
     done = processes.run(
         command,
-        env={**own, "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(tiny.ROOT)},
+        env={**env, **warm.WARM_CHILDREN, "TORCH_EXTENSIONS_DIR": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -39,6 +39,8 @@ DRIVER = (
 )
 STOCK = ("megatron.training",)
 NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imports its own
+# In the environment of a fork: what it starts with sys.executable is forked as well.
+WARM_CHILDREN = {"TEST_WARM_CHILDREN": "1"}
 # What the imports of Megatron read and a parent may therefore be kept for.
 _READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE", "MEGATRON_NPU_BACKPORT")
 _READ = (*_READ_BY_MEGATRON, "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
@@ -148,9 +150,11 @@ def _must_be_cold(env: Mapping[str, str]) -> bool:
     return "TEST_COLD" in os.environ or sys.platform != "linux" or env.get("MEGATRON_NPU_AUTOLOAD") == "0"
 
 
-def for_scripts(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` for shell scripts that start ``$PYTHON``, with torch imported before as by ``ready``."""
-    [program], env = ready([sys.executable], env)
+def for_scripts(
+    env: Mapping[str, str], modules: tuple[str, ...] = (), tree: Path | None = None
+) -> dict[str, str]:
+    """Return ``env`` for shell scripts that start ``$PYTHON``, with imports done before as by ``ready``."""
+    [program], env = ready([sys.executable], env, modules, tree)
     return {**env, "PYTHON": program}
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 COLD_SPAWN = "TEST_COLD_SPAWN"  # in the environment of a process: what it spawns is cold
+WARM_CHILDREN = "TEST_WARM_CHILDREN"  # and: what it starts with sys.executable is a fork, too
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch loads torch_npu unless it is 0
 # what the environment was before the imports, which may add to it
 _ENVIRONMENT = dict(os.environ)
@@ -210,6 +211,8 @@ def run(request: dict[str, Any]) -> None:
     tempfile.tempdir = None  # TMPDIR counts again
     if not os.environ.get(COLD_SPAWN):
         multiprocessing.spawn.set_executable(request["program"])
+    if os.environ.get(WARM_CHILDREN):
+        sys.executable = request["program"]
     if _ENVIRONMENT.get(AUTOLOAD) == "0" and os.environ.get(AUTOLOAD) != "0":  # torch_npu sets it to 1
         _load_backends()
     elif "torch_npu" in sys.modules:
