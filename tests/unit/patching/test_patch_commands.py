@@ -26,27 +26,53 @@ def found() -> megatrons.Upstream:
         pytest.skip("no Megatron is installed")
 
 
-@pytest.fixture
-def tree(found: megatrons.Upstream, tmp_path: Path) -> Path:
-    """The patched modules of the installed Megatron, nothing else."""
+@pytest.fixture(scope="module")
+def modules(found: megatrons.Upstream) -> list[Path]:
+    """The files of the patched modules of the installed Megatron, in its folder."""
     patches = patch_commands._shipped(patch_commands._records(found), found)
     files = {found.root / "megatron/core/package_info.py"}
     for module in {patch.module for patch in patches}:
         base = found.root.joinpath(*module.split("."))
         files.add(base / "__init__.py" if base.is_dir() else base.with_suffix(".py"))
-    for path in files:
-        copy = tmp_path / "tree" / path.relative_to(found.root)
+    return [path.relative_to(found.root) for path in files]
+
+
+def copied(found: megatrons.Upstream, modules: list[Path], folder: Path) -> Path:
+    for path in modules:
+        copy = folder / path
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    return tmp_path / "tree"
+        shutil.copy(found.root / path, copy)
+    return folder
 
 
 @pytest.fixture
-def pins(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Path:
-    """Pins of ``tree`` as it is."""
-    directory = tmp_path / "pins"
+def tree(found: megatrons.Upstream, modules: list[Path], tmp_path: Path) -> Path:
+    """The patched modules of the installed Megatron, nothing else."""
+    return copied(found, modules, tmp_path / "tree")
+
+
+@pytest.fixture(scope="module")
+def made_pins(
+    found: megatrons.Upstream, modules: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Pins of those modules as they are, which take a second to make."""
+    folder = tmp_path_factory.mktemp("pinned")
+    tree, directory = copied(found, modules, folder / "tree"), folder / "pins"
     assert patch_commands.pin(["--megatron", str(tree), "--output", str(directory)]) == 0
     assert [path.suffix for path in directory.iterdir()] == [".json"]  # and no partial file
+    return directory
+
+
+@pytest.fixture
+def pins(
+    tree: Path,
+    made_pins: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> Path:
+    """Pins of ``tree`` as it is."""
+    directory = Path(shutil.copytree(made_pins, tmp_path / "pins"))
     capsys.readouterr()
     monkeypatch.setattr(plugin, "pins_directory", lambda: directory)
     return directory
