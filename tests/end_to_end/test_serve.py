@@ -339,14 +339,24 @@ def test_the_end_cuts_what_is_drawn(trained):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("processes", [1, 2])  # the second one waits for the first, in a collective
-def test_one_that_nobody_asks_for_long_is_no_hang(trained, processes):
+@pytest.fixture(scope="module")
+def unasked(trained) -> Iterator[dict[int, Server]]:
+    """Servers of one process and of two that nobody asks for long, and then rarely; they wait together."""
     # seconds: less, and a busy machine alone would be a hang
-    server = started(trained, processes=processes, MEGATRON_NPU_WATCHDOG="5")
+    running = {number: started(trained, processes=number, MEGATRON_NPU_WATCHDOG="5") for number in (1, 2)}
     time.sleep(8)
     for _ in range(3):  # so light a traffic that the thread with the model stands at one place whenever seen
-        assert len(choices(server.complete(prompt="1 2", max_tokens=1, temperature=0))) == 1
+        for server in running.values():
+            assert len(choices(server.complete(prompt="1 2", max_tokens=1, temperature=0))) == 1
         time.sleep(2.5)
+    yield running
+    for server in running.values():
+        server.process.kill()
+
+
+@pytest.mark.parametrize("processes", [1, 2])  # the second one waits for the first, in a collective
+def test_one_that_nobody_asks_for_long_is_no_hang(unasked, processes):
+    server = unasked[processes]
     assert server.health()["requests"] == 0
     server.process.send_signal(signal.SIGTERM)
     out, err = server.process.communicate(timeout=LONGEST)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,39 +33,52 @@ os.fsync = fsync
 LIMIT = 3  # seconds
 
 
-def run(dataset: Path, folder: Path, *, seconds: int, size: int) -> tuple[int, str]:
-    """Train two iterations and save, with a disk that takes so long for a shard and writes so many bytes.
-
-    Returns:
-        The exit code of the run, whose writer may be left over, and what it has said.
-    """
+def start(dataset: Path, folder: Path, *, seconds: int, size: int) -> subprocess.Popen[bytes]:
+    """Train two iterations and save, with a disk that takes so long for a shard and writes so many bytes."""
     hook = folder / "hook"
-    hook.mkdir()
+    hook.mkdir(parents=True)
     text = DISK.replace("SECONDS", str(seconds)).replace("BYTES", str(size))
     (hook / "sitecustomize.py").write_text(text)
     env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": str(LIMIT)}
     env["PYTHONPATH"] = os.pathsep.join([str(hook), env["PYTHONPATH"]])
     flags = [*tiny.flags_for(dataset), *"--train-iters 2 --eval-iters 0 --async-save --save".split()]
     command = tiny.command("pretrain", *flags, str(folder / "saved"))
-    said = folder / "said"
-    with said.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    try:
-        return process.wait(LONGEST), said.read_text()
-    finally:
+    with (folder / "said").open("wb") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disks")
+
+
+@pytest.fixture(scope="module")
+def runs(dataset: Path, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Both runs, which wait at the same time; their writers may be left over."""
+    disks = {"slow": (3 * LIMIT, 100_000), "dead": (LONGEST, 0)}
+    started = {
+        name: start(dataset, folder / name, seconds=seconds, size=size)
+        for name, (seconds, size) in disks.items()
+    }
+    yield started
+    for process in started.values():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_the_last_save_to_a_slow_one_is_no_hang(dataset: Path, tmp_path: Path) -> None:
-    code, said = run(dataset, tmp_path, seconds=3 * LIMIT, size=100_000)
+def test_the_last_save_to_a_slow_one_is_no_hang(
+    runs: dict[str, subprocess.Popen[bytes]], folder: Path
+) -> None:
+    code, said = runs["slow"].wait(LONGEST), (folder / "slow" / "said").read_text()
     assert code == 0, said
     assert "the run ends" not in said
-    assert (tmp_path / "saved" / "iter_0000002" / "arguments.json").is_file()
+    assert (folder / "slow" / "saved" / "iter_0000002" / "arguments.json").is_file()
 
 
-def test_the_last_save_to_one_that_does_not_answer_is_named(dataset: Path, tmp_path: Path) -> None:
-    code, said = run(dataset, tmp_path, seconds=LONGEST, size=0)
+def test_the_last_save_to_one_that_does_not_answer_is_named(
+    runs: dict[str, subprocess.Popen[bytes]], folder: Path
+) -> None:
+    code, said = runs["dead"].wait(LONGEST), (folder / "dead" / "said").read_text()
     assert code == 1, said
     told = rf"the run ends: it has not moved for {LIMIT} s: it is saving, at \S+:\d+ in \w+ \(step 2\)"
     file = r"and does not get on with \S+\.distcp \([\d,]+ bytes\)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,27 +24,34 @@ def _read_until(process: subprocess.Popen[str], words: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_conversation(dataset: Path, tmp_path: Path, processes: int) -> None:
-    folder = str(tmp_path / "saved")
+@pytest.fixture(scope="module")
+def asked(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, subprocess.Popen]]:
+    """A conversation of one process and one of two, which have waited for an answer together."""
+    folder = str(tmp_path_factory.mktemp("waiting") / "saved")
     flags = [*tiny.flags_for(dataset), *"--train-iters 1 --eval-iters 0 --save".split(), folder]
     assert tiny.run("pretrain", *flags).returncode == 0
-    command = tiny.command(
-        *("generate", "--load", folder, "--num-samples", "0", "--num-tokens", "2", "--greedy"),
-        processes=processes,
-    )
+    words = ("generate", "--load", folder, "--num-samples", "0", "--num-tokens", "2", "--greedy")
     env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": "5"}  # seconds: with less a busy machine is a hang
-    command, env = warm.ready(command, env, warm.DRIVER)
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    try:
+    pipe, running = subprocess.PIPE, {}
+    for processes in (1, 2):
+        command, env = warm.ready(tiny.command(*words, processes=processes), env, warm.DRIVER)
+        running[processes] = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+    for process in running.values():
         _read_until(process, QUESTION)
-        time.sleep(7)
-        process.stdin.write("1 2\n")
-        process.stdin.flush()
-        said = _read_until(process, QUESTION)
-        assert said.startswith("1 2 "), (said, process.poll())
-        _, err = process.communicate("stop\n", timeout=LONGEST)
-        assert process.returncode == 0, err
-    finally:
+    time.sleep(7)
+    yield running
+    for process in running.values():
         process.kill()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_conversation(asked: dict[int, subprocess.Popen], processes: int) -> None:
+    process = asked[processes]
+    process.stdin.write("1 2\n")
+    process.stdin.flush()
+    said = _read_until(process, QUESTION)
+    assert said.startswith("1 2 "), (said, process.poll())
+    _, err = process.communicate("stop\n", timeout=LONGEST)
+    assert process.returncode == 0, err
