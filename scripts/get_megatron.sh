@@ -35,20 +35,31 @@ for name in "${names[@]}"; do
     [[ " ${on_request[*]} " != *" $name "* ]] || trees+=("$name $name")
 done
 
-for name in "${wheels[@]}"; do
-    wanted "$name" || continue
-    rm -rf "$folder/$name.part"
+fetch_wheel() {
+    rm -rf "$folder/$1.part"
     # From 0.17 on there are wheels for Python 3.12 alone, whose one compiled module has a stand-in here.
-    newer=()
+    local newer=()
     # Muon's package says that it is for Python 3.12, too.
-    case $name in
+    case $1 in
         *-0.17.* | *-0.18.* | *-0.19.* | emerging_*) newer=(--python-version 3.12 --ignore-requires-python) ;;
     esac
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: "${newer[@]}" \
-        --target "$folder/$name.part" "${name/-/==}"
-    mv "$folder/$name.part" "$folder/$name"
-    echo "$folder/$name"
+        --target "$folder/$1.part" "${1/-/==}"
+    mv "$folder/$1.part" "$folder/$1"
+    echo "$folder/$1"
+}
+
+# Side by side: each waits for the package index most of the time.
+fetches=() failed=0
+for name in "${wheels[@]}"; do
+    wanted "$name" || continue
+    (fetch_wheel "$name") &
+    fetches+=($!)
 done
+for fetch in "${fetches[@]}"; do
+    wait "$fetch" || failed=1
+done
+((failed == 0)) || exit 1
 
 for tree in "${trees[@]}"; do
     read -r name commit from <<< "$tree"
