@@ -22,7 +22,7 @@ CASES = {
     "cp2": "--context-parallel-size 2",
     "ep2": f"{_EXPERTS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
-MODEL = "--bf16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --no-plot"
+MODEL = "--bf16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --no-plot --num-workers 0"
 
 
 def test_buffers_hold_the_largest_message(simulated, dataset, tmp_path):
