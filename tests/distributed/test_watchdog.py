@@ -28,8 +28,8 @@ FILE = r"\S+/saved-\w+ \(1,048,576 bytes\)"
 STEP = r"training, at megatron\.training\.training:\d+ in train_step \(step 20\)"
 
 
-# Those of a group wait for seconds, and nearly idle: they do so at the same time.
-GROUPS = (("stop", "deadlock", "stuck_save"), ("slow_save", "compile"))
+# They wait for seconds, and nearly idle: they do so at the same time.
+TOGETHER = ("stop", "deadlock", "stuck_save", "slow_save", "compile")
 ALONE = ("deadlock", "serve", "wait", "hang_in_request")
 Ranks = list[subprocess.Popen[str]]
 Alone = Callable[[str], tuple[int, str]]
@@ -61,18 +61,10 @@ def ends(scenario: str, started: Ranks) -> dict[int, tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ranks]]:
-    """Return a function: a scenario of a group -> its ranks; the first one starts those of its group."""
-    running: dict[str, Ranks] = {}
-
-    def of(scenario: str) -> Ranks:
-        for group in GROUPS:
-            if scenario in group and scenario not in running:
-                for each in group:
-                    running[each] = start(each, TMPDIR=str(tmp_path_factory.mktemp(each)))
-        return running[scenario]
-
-    yield of
+def started(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[dict[str, Ranks]]:
+    """The ranks of each scenario that waits; those of one process wait meanwhile, too."""
+    running = {each: start(each, TMPDIR=str(tmp_path_factory.mktemp(each))) for each in TOGETHER}
+    yield running
     for process in (process for ranks in running.values() for process in ranks):
         process.kill()
 
@@ -91,10 +83,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     ],
 )
 def test_the_rank_that_is_missed_is_named(
-    started: Callable[[str], Ranks], scenario: str, told: str, tmp_path: Path
+    started: dict[str, Ranks], scenario: str, told: str, tmp_path: Path
 ) -> None:
     hangs = scenario in ("stop", "deadlock", "stuck_save")
-    ranks = started(scenario) if hangs else start(scenario, LONGEST, TMPDIR=str(tmp_path))
+    ranks = started[scenario] if hangs else start(scenario, LONGEST, TMPDIR=str(tmp_path))
     found = ends(scenario, ranks)
     for rank in (0, 2):
         code, err = found[rank]
@@ -114,20 +106,17 @@ def test_the_rank_that_is_missed_is_named(
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Alone]:
-    """Return a function: a scenario of one process in its 20th step -> its exit code and errors.
-
-    They wait for seconds, too: the first one that is asked for starts them all.
-    """
+    """Return a function: a scenario of one process in its 20th step -> its exit code and errors."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
     settings = {**tiny.environment(), **meeting, "MEGATRON_NPU_WATCHDOG": "3"}
     running: dict[str, subprocess.Popen[str]] = {}
+    for each in ALONE:
+        command, env = warm.ready([sys.executable, str(HERE / "watched_worker.py"), each], settings)
+        running[each] = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def of(scenario: str) -> tuple[int, str]:
-        for each in ALONE if not running else ():
-            command, env = warm.ready([sys.executable, str(HERE / "watched_worker.py"), each], settings)
-            running[each] = subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
         _, err = running[scenario].communicate(timeout=LONGEST)
         return running[scenario].returncode, err
 
@@ -167,8 +156,8 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["slow_save", "compile"])
-def test_a_long_save_and_a_child_at_work_are_no_hang(started: Callable[[str], Ranks], scenario: str) -> None:
-    for code, err in ends(scenario, started(scenario)).values():
+def test_a_long_save_and_a_child_at_work_are_no_hang(started: dict[str, Ranks], scenario: str) -> None:
+    for code, err in ends(scenario, started[scenario]).values():
         assert (code, err) == (0, "")
 
 
