@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import checkout
-from tests.support import processes
+from tests.support import warm
 
 TREES = {
     "285068c8": ("megatron_lm", "unsupervised"),
@@ -35,7 +35,7 @@ def test_answers_are_not_evaluated(tree: str, tmp_path: Path) -> None:
     environment = os.environ | {"MEGATRON_LM_PATH": str(checkout(name, tree))}
 
     command = [sys.executable, "-m", "megatron_npu", "run", "program.py", "good.tsv", "bad.tsv"]
-    done = processes.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = warm.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert not mark.exists()
     assert "'answers': ['Paris', 'Paris, France']" in done.stdout
     assert done.returncode == 2, done.stderr

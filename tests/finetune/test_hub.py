@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.finetune import tiny_models
-from tests.support import hub, processes, tiny, train_runs
+from tests.support import hub, tiny, train_runs, warm
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -38,7 +38,7 @@ def test_names_of_a_hub_are_trained_on_and_the_model_goes_back(tmp_path: Path) -
             *("--data-name", "mrpc", "--epochs", "1", "--micro-batch-size", "4"),
             *("--global-batch-size", "8", "--lr", "1e-3", "--save", str(tmp_path / "saved"), "--no-plot"),
         ]
-        done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = warm.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         assert len(train_runs.losses(tmp_path / "saved")) == 2
         for fetched in (
@@ -47,7 +47,7 @@ def test_names_of_a_hub_are_trained_on_and_the_model_goes_back(tmp_path: Path) -
         ):
             assert any(re.fullmatch(fetched, asked) for asked in place.asked), place.asked
         command = [sys.executable, "-c", PUSH, str(tmp_path / "saved" / "model")]
-        done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = warm.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     assert "BertForSequenceClassification [CLS]" in done.stdout
     pushed = {path.name for path in (tmp_path / "models" / "me" / "mine").iterdir()}

@@ -208,7 +208,7 @@ def test_preprocess_data_writes_our_bytes(tmp_path: Path, gpt2_vocab) -> None:
     assert preprocess.main([*flags, "--output-prefix", ours]) in (0, None)
     # without it 0.16 looks for the tokenizer on the network, whatever files are given
     legacy = ["--output-prefix", theirs, "--legacy-tokenizer"]
-    done = processes.run(  # without any command of ours, whose umask is 027
+    done = warm.run(  # without any command of ours, whose umask is 027
         [sys.executable, "-c", PROGRAM, str(tree / "tools/preprocess_data.py"), *flags, *legacy],
         cwd=tmp_path,
         env=tiny.environment() | {"PYTHONPATH": f"{tree}:{tiny.ROOT}"},
