@@ -24,7 +24,7 @@ from tests.sim.conftest import ROOT, run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny, warm
 
 LEARNED, EXAMPLES = 12, 28  # passages
-ENDING, LENGTH = 12, 128  # tokens: of the ending that is learned, of the longest passage
+ENDING, LENGTH = 12, 64  # tokens: of the ending that is learned, of the longest passage
 MODEL = (
     f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 4 "
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --tokenizer-type GPT2BPETokenizer "
@@ -33,7 +33,7 @@ MODEL = (
 STEPS = 150
 TRAINING = (
     f"--train-iters {STEPS} --lr-decay-iters {STEPS} --lr 5e-3 --split 100,0,0 --eval-iters 0 "
-    f"--log-interval 10 --save-interval {STEPS} --micro-batch-size 1 --global-batch-size 1"
+    f"--log-interval 10 --save-interval {STEPS} --micro-batch-size 2 --global-batch-size 2"
 )
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
 
