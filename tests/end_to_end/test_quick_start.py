@@ -25,9 +25,11 @@ def walking(tmp_path_factory) -> walk.Walk:
     }
 
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        # the stock scripts start from nothing; our own commands and what they start do so elsewhere
+        modules = () if "Megatron-LM" in command[-1] else warm.DRIVER
         return processes.run(
             command,
-            env=warm.for_scripts({**tiny.environment(), **changes}),
+            env=warm.for_scripts({**tiny.environment(), **warm.WARM_CHILDREN, **changes}, modules),
             capture_output=True,
             text=True,
             timeout=LONGEST,

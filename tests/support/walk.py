@@ -110,7 +110,9 @@ class Walk:
     def _type(self, command: str) -> subprocess.CompletedProcess[str]:
         self._before(command, self.home)
         begin = f". '{self._state}'" if self._state.exists() else f"cd '{self.home}'"
-        end = f"{{ export -p; echo \"cd '$PWD'\"; }} > '{self._state}'"
+        # which interpreter a command has is ``run``'s choice for each
+        lasting = "export -p | grep -vE '^declare -x PYTHON(_EXEC)?='"
+        end = f"{{ {lasting}; echo \"cd '$PWD'\"; }} > '{self._state}'"
         return self._run("bash", "-c", f"set -e\n{begin}\n{command}\n{end}", **self._settings)
 
 
