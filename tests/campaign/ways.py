@@ -183,6 +183,7 @@ def _core(tree: Path, ranks: int, kind: str = "", *more_flags: str) -> Way:
     """
     version = tree.name.removeprefix("core_v")
     changes = f"--train-iters {ITERATIONS} --save-interval {INTERVAL} --eval-interval {EVALUATION}".split()
+    changes += ["--num-workers", "2"]  # upstream's default
     # since 0.18 the end of document is one of the tokens that are counted; 0.12's mock data count up to it
     tokens = {"0.12.1": ["--vocab-size", "8191"], "0.19.0": ["--vocab-size", "1024"]}.get(version, [])
 

@@ -19,6 +19,8 @@ FLAGS = [
     *"--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3".split(),
     *"--train-iters 6 --log-interval 1 --eval-interval 100 --eval-iters 1 --split 90,5,5".split(),
     *"--tokenizer-type NullTokenizer --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0".split(),
+    # forks for each of three datasets would take a third of such a run; BERT and T5 below have them
+    *"--num-workers 0".split(),
 ]
 
 # models of sentences: what each script takes besides SENTENCES
