@@ -44,8 +44,7 @@ def _converts(tree: Path, load: Path, into: Path) -> None:
     """Take a checkpoint of the tree's scripts to Hugging Face, with the core of the same tree."""
     command = tiny.command("convert", "--from", "megatron", "--to", "hf", str(load), str(into))
     env = tiny.environment() | {"MEGATRON_LM_PATH": str(tree)}
-    env["PYTHONPATH"] = os.pathsep.join([str(tree), env["PYTHONPATH"]])
-    done = warm.run(command, env=env, capture_output=True, text=True)
+    done = warm.run(command, env=env, modules=warm.STOCK, tree=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "logits of both models in fp32" in done.stdout
     assert "GPT2LMHeadModel; NullTokenizer" in done.stdout
@@ -78,6 +77,7 @@ def test_an_npu_trains_like_the_cpu(version: str, tmp_path: Path) -> None:
         pytest.skip(unavailable())
     model = "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear".split()
     changes = [*model, "--use-cpu-initialization", "--train-iters", "3", "--eval-iters", "0"]
+    changes += ["--num-workers", "2"]  # upstream's default
     cpu, npu = (pretrain(tree, tmp_path, *changes, device=device) for device in ("cpu", "npu"))
     assert losses(npu) == pytest.approx(losses(cpu), rel=1e-6)
     assert norms(npu) == norms(cpu)
