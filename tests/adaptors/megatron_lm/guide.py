@@ -16,7 +16,7 @@ import torch
 
 from megatron_npu.data.preprocessing import indexed_dataset
 from tests.adaptors.megatron_lm.test_runs import load
-from tests.support import stock_lm, walk
+from tests.support import stock_lm, walk, warm
 from tests.support.tiny import ROOT
 
 DOCUMENT = next(iter((ROOT.parent / "shared" / "seeds").glob("003_*.txt")), None)  # the guide's own text
@@ -64,6 +64,16 @@ def _told(command: str, home: Path) -> None:
         walk.write_lambada(scripts_in(home) / "lambada_test.json")
     elif command.startswith(SAMPLE):
         write_release(scripts_in(home))
+
+
+def imported(folder: Path) -> tuple[tuple[str, ...], Path | None]:
+    """Return what is imported before a command, and from which tree: nothing before the first training.
+
+    Its scripts let Python write no bytecode: each process would compile Megatron anew.
+    """
+    home = folder / "home"
+    trained = (scripts_in(home) / "checkpoint").is_dir()
+    return (warm.STOCK, home / "Megatron-LM") if trained else ((), None)
 
 
 def project_in(home: Path) -> Path:

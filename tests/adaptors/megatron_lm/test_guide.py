@@ -20,17 +20,19 @@ def walking(checkout, tmp_path_factory) -> walk.Walk:
     pytest.importorskip("nltk", reason="sentences are split with nltk, which is not installed")
     pytest.importorskip("wikiextractor", reason="wikiextractor is not installed")
 
+    folder = tmp_path_factory.mktemp("guide")
+
     def run(*command: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return processes.run(
             command,
-            env=warm.for_scripts(stock_lm.environment(**changes)),
+            env=warm.for_scripts(stock_lm.environment(**changes), *guide.imported(folder)),
             capture_output=True,
             text=True,
             timeout=LONGEST,
             check=False,
         )
 
-    return guide.through(guide.COMMANDS, checkout, tmp_path_factory.mktemp("guide"), run, **LONG)
+    return guide.through(guide.COMMANDS, checkout, folder, run, **LONG)
 
 
 @pytest.mark.parametrize("number", range(len(guide.COMMANDS)), ids=map(walk.bare, guide.COMMANDS))

@@ -11,8 +11,10 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
+import inspect
 import marshal
 import multiprocessing.spawn
 import os
@@ -58,6 +60,7 @@ def main() -> None:
     gc.freeze()
     if "torch" in modules:
         _shorten_torchs_ways()
+    _shorten_megatrons_ways()
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(64)
@@ -284,6 +287,20 @@ def _shorten_torchs_ways() -> None:
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if each.peek()[1].__module__ == "torch.library":
             each.atexit = False
+
+
+def _shorten_megatrons_ways() -> None:
+    """Spare forks that a stock script reads sources: a seventh of a short run.
+
+    It takes the helps of its flags from those of its settings' classes, each time that it parses, and asks
+    for the file of what checks a number together with the lines around it.
+    """
+    for name, change in (
+        ("megatron.training.argument_utils", {"getsource": functools.cache(inspect.getsource)}),
+        ("megatron.core.rerun_state_machine", {"getframeinfo": lambda frame: inspect.getframeinfo(frame, 0)}),
+    ):
+        if module := sys.modules.get(name):
+            vars(module)["inspect"] = types.SimpleNamespace(**{**vars(inspect), **change})
 
 
 class Ending:
