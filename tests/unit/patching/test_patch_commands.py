@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_npu.commands import cli
 from megatron_npu.commands import patches as patch_commands
 from megatron_npu.patching.pins import Pins
 from megatron_npu.upstream import megatrons
-from tests.support import processes
+from tests.support import processes, warm
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
     edit(tmp_path, "def _set_cuda_rng_state(", "def _set_cuda_rng_state(extra, ")
     modules = ["megatron.core.tensor_parallel.random", "megatron.core.tensor_parallel.cross_entropy"]
     command = [sys.executable, "-m", "megatron_npu", "ledger", "--megatron", str(tmp_path), "--import"]
-    done = processes.run([*command, *modules], capture_output=True, text=True, check=False)
+    done = warm.run([*command, *modules], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     failed = "megatron.core.tensor_parallel.random:_set_cuda_rng_state"
@@ -292,7 +293,7 @@ def test_bad_usage_is_one_line(
 
 def test_a_module_that_there_is_not_is_one_line(found: megatrons.Upstream) -> None:
     command = [sys.executable, "-m", "megatron_npu", "ledger", "--import", "megatron.core.nowhere"]
-    done = processes.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 2
     assert "no module megatron.core.nowhere" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
