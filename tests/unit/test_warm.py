@@ -33,6 +33,14 @@ def test_it_is_another_interpreter_with_torch_in_it() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_what_a_fork_starts_is_a_fork_where_that_is_asked_for(forked: bool) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    child = "import sys; print('torch' in sys.modules)"
+    done = run("-c", code, child, **(warm.WARM_CHILDREN if forked else {}))
+    assert done.stdout == f"{forked}\n", done.stderr
+
+
 def test_environment_folder_and_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'found'\n")
     (tmp_path / "script.py").write_text(
