@@ -38,6 +38,7 @@ MODELS = {"one": "", "experts": EXPERTS, "latent": LATENT}
 TWO = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
+    "fsdp": "--fsdp-memory-optimization",
     "ep2": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
     "--moe-permute-fusion --moe-router-fusion",
     "latent-tp2-sp": f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
@@ -118,8 +119,8 @@ def test_one_npu(on_npus, expected):
 
 def test_two_npus(on_npus, expected):
     found, counted = on_npus(TWO, 2)
-    check(found["tp2-sp"], expected["one"])
-    check(found["pp2"], expected["one"])
+    for name in ("tp2-sp", "pp2", "fsdp"):
+        check(found[name], expected["one"])
     check(found["ep2"], expected["experts"], OF_EXPERTS)
     for name in ("latent-tp2-sp", "latent-pp2"):
         check(found[name], expected["latent"], OF_LATENT)

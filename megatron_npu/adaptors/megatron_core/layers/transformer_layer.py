@@ -75,7 +75,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
     parts = [part for layer in layers for part in _parts(layer, "mlp" in (modules or ()))]
     for part, behind in pairwise([*parts, _Part(None, "", final, True)]):
         if part.own and (part.layer is behind.layer or not apart):
-            _tell(part.layer, part.adds, behind.norm)
+            _tell(part.layer, part.adds, behind.norm, here=part.layer is behind.layer)
 
 
 class _Part(NamedTuple):
@@ -144,15 +144,19 @@ def _let_products_add_biases(layer: Any) -> None:
             module.take_bias()
 
 
-def _tell(layer: Any, where: str, norm: Any) -> None:
-    """Let ``where`` of a layer, upstream's own function, add for ``norm``, if that is a norm of ours."""
+def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
+    """Let ``where`` of a layer, upstream's own function, add for ``norm``, if that is a norm of ours.
+
+    Args:
+        here: the norm is of this layer, too.
+    """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     known = (WrappedTorchNorm, te_layers.RMSNorm, te_layers.LayerNormLinear)
     own = getattr(layer, where, None) is get_bias_dropout_add and isinstance(norm, known)
     if own and residual_norms.reads_sums(norm):
-        setattr(layer, where, _SumForNorm(norm))
+        setattr(layer, where, _SumForNorm(norm, here))
 
 
 class _SumForNorm:
@@ -160,10 +164,11 @@ class _SumForNorm:
 
     Args:
         norm: that will read the sum.
+        here: it is of the layer that adds; the weights of another may not be gathered yet.
     """
 
-    def __init__(self, norm: Any) -> None:
-        self.norm = norm
+    def __init__(self, norm: Any, here: bool) -> None:
+        self.norm, self.here = norm, here
 
     def __call__(self, training: bool, fused: bool) -> Add:
         """Return the function that adds; upstream's own in inference and without --bias-dropout-fusion."""
@@ -174,7 +179,8 @@ class _SumForNorm:
             return plain
 
         def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-            total = residual_norms.add(*x_with_bias, residual, prob, self.norm)
+            there = self.here or not residual_norms.is_shared_out(self.norm)
+            total = residual_norms.add(*x_with_bias, residual, prob, self.norm) if there else None
             return plain(x_with_bias, residual, prob) if total is None else total
 
         return add

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_npu import devices
 from megatron_npu.adaptors.shared import gradients
@@ -45,6 +46,15 @@ def reads_sums(norm: Any) -> bool:
     if bias is None:
         return residual_norm.rms_norm_beyond_npu(weight.new_empty(shape), weight) is None
     return residual_norm.layer_norm_beyond_npu(weight.new_empty(shape), weight, norm.eps) is None
+
+
+def is_shared_out(norm: Any) -> bool:
+    """Return whether a norm's weight is gathered for its own layer alone, by torch's FSDP or Megatron's.
+
+    The layer before, which adds for it, would read a shard, or what an exchange is still writing.
+    """
+    weight, _ = vectors_of(norm)
+    return isinstance(weight, DTensor) or getattr(weight, "__fsdp_param__", False)
 
 
 def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -> Tensor | None:
