@@ -10,6 +10,8 @@ from megatron_npu.measuring.job import Job
 from megatron_npu.measuring.sizes import Family, layer_parameters, parameters
 from megatron_npu.options.switches import FULLY
 
+_WEIGHTS_TOO = ("zero-3", "fsdp")
+
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
     """Return the bytes of model states and activations on the largest rank, at least.
@@ -23,29 +25,36 @@ def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
 
 
 def states(job: Job, family: Family, host_is_device: bool) -> int:
-    """Return the bytes of weights, gradients and Adam's two moments, as ZeRO counts them (arXiv:1910.02054).
-
-    By autocast (Transformers) the weights are fp32 in mixed precision, too: 4 + 4 + 8 bytes each. Megatron's
-    model has 2 bytes of weights, gradients of 4 (bf16) or 2 (fp16), and 12 of the optimizer.
-    """
-    scheme, shared = job.scheme, job.ranks
-    count = parameters(family, job.size)
+    """Return the bytes of weights, gradients and optimizer, as ZeRO counts them (arXiv:1910.02054)."""
+    scheme, count = job.scheme, parameters(family, job.size)
     if job.workload.startswith("megatron:"):
         # the first and the last stage hold the embedding
         layers = layer_parameters(job.size)
-        held = (layers // scheme.pipeline + (count - layers)) // scheme.tensor
-        gradient = 4 if job.mixed_precision == "bf16" else 2
-        return held * (2 + gradient + 12)
-    weights, gradients, moments = 4.0, 4.0, 8.0
+        count = (layers // scheme.pipeline + (count - layers)) // scheme.tensor
+    weights, gradients, optimizer = _bytes_of_a_weight(job)
+    shared = job.data_parallel_size
     if scheme.sharding != "none":
-        moments /= shared
+        optimizer /= shared
     if scheme.sharding in FULLY:
-        weights, gradients = weights / shared, gradients / shared
-    if scheme.sharding == "zero-2":
-        weights += 2  # gathered in 16 bits from the forward to the backward pass
+        gradients /= shared
+    if scheme.sharding in _WEIGHTS_TOO:
+        weights /= shared
     if scheme.offload and not host_is_device:
-        moments = 0.0
-    return int(count * (weights + gradients + moments))
+        optimizer = 0.0
+    return int(count * (weights + gradients + optimizer))
+
+
+def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
+    """Return what a weight, its gradient and what the optimizer keeps for it take, unshared.
+
+    In mixed precision Megatron's model has 2 bytes of weights, gradients of 4 (bf16) or 2 (fp16), and 12 of
+    the optimizer. By autocast (Transformers) the weights are fp32 then, too: 4 + 4 + 8 bytes each.
+    """
+    if not (job.scheme.mixed and job.workload.startswith("megatron:")):
+        return 4.0, 4.0, 8.0
+    # torch's FSDP has gradients in the weights' precision
+    short = job.mixed_precision == "fp16" or job.scheme.sharding == "fsdp"
+    return 2.0, 2.0 if short else 4.0, 12.0
 
 
 def activations(job: Job) -> int:

@@ -86,10 +86,15 @@ class Plan(Setting):
 
 def _refused(job: Job, device: str) -> str:
     """Return why the switches of a row do not go together here."""
-    if not job.workload.startswith("huggingface:"):
-        return ""
+    scheme = job.scheme
+    place = Place(
+        "megatron" if job.workload.startswith("megatron:") else "transformers",
+        device,
+        cut=scheme.tensor * scheme.pipeline > 1,
+        alone=job.data_parallel_size == 1,
+    )
     try:
-        refuse(job.switches, Place("transformers", device))
+        refuse(job.switches, place)
     except UsageError as error:
         return f"{error.given}; expected {error.expected}"
     return ""

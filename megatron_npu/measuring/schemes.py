@@ -84,6 +84,7 @@ class Suite:
 
 _ZERO_1 = "the document's fairscale OSS (6.02 samples/s, 22077 MB) shares out the same: optimizer states"
 _ZERO_2 = "the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB) shares out the same: gradients, too"
+_ZERO_3 = "Megatron's own FSDP (optim_grads_params)"
 _FSDP = "the document's fairscale FSDP; its successor in torch, fully_shard"
 _FOUR_BY_FOUR = (
     "the document names this row 4 x 4 on 4 GPUs, which takes 16; its peak is that of 4 x 1. Here 16 devices"
@@ -119,8 +120,8 @@ SUITES = {
         ),
         Suite(
             "sharding",
-            "pre-training of a GPT, model states shared out over data-parallel ranks",
-            "huggingface:gpt_pretraining",
+            "pre-training of Megatron's GPT, model states shared out over data-parallel ranks",
+            "megatron:gpt_pretraining",
             GPT,
             ("scheme",),
             1,
@@ -130,7 +131,7 @@ SUITES = {
                 Scheme(("mixed",), Printed(9.57, 25061), mixed=True),
                 Scheme(("mixed + zero-1",), Printed(12.88, 15709), True, "zero-1", note=_ZERO_1),
                 Scheme(("mixed + zero-2",), Printed(10.27, 15693), True, "zero-2", note=_ZERO_2),
-                Scheme(("mixed + zero-3",), Printed(word="NA"), True, "zero-3"),
+                Scheme(("mixed + zero-3",), Printed(word="NA"), True, "zero-3", note=_ZERO_3),
                 Scheme(("mixed + fsdp",), Printed(word="NA"), True, "fsdp", note=_FSDP),
                 Scheme(("mixed + offload",), Printed(), True, offload=True, note="not in the document"),
             ),

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT and GPT-2 under the switches of ``megatron-npu train``, on made-up tokens."""
+"""Hugging Face's BERT under the switches of ``megatron-npu train``, on made-up tokens."""
 
 from __future__ import annotations
 
@@ -52,29 +52,6 @@ def bert_finetuning(job: Job, meter: Meter) -> int:
         return BertForSequenceClassification(_bert(job, BertConfig, num_labels=CLASSES))
 
     return _train(job, meter, model, batch)
-
-
-def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train next tokens; return the parameters."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    size = job.size
-    config = GPT2Config(
-        vocab_size=size.vocabulary,
-        n_positions=size.seq_length,
-        n_embd=size.hidden,
-        n_layer=size.layers,
-        n_head=size.heads,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-
-    def batch() -> Batch:
-        tokens = _tokens(job)
-        return {"input_ids": tokens, "labels": tokens}
-
-    return _train(job, meter, lambda: GPT2LMHeadModel(config), batch)
 
 
 def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callable[[], Batch]) -> int:

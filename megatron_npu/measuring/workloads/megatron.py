@@ -1,4 +1,4 @@
-"""Megatron's GPT by the embedded driver: tensor, pipeline and data parallel, on made-up tokens."""
+"""Megatron's GPT by the embedded driver: tensor, pipeline and data parallel, sharded, on made-up tokens."""
 
 from __future__ import annotations
 
@@ -47,4 +47,13 @@ def flags(job: Job) -> list[str]:
         "seed": job.seed,
     }
     argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*argv, "--mock-data", "--no-plot", *([f"--{job.mixed_precision}"] if scheme.mixed else [])]
+    return [*argv, "--mock-data", "--no-plot", *_words(job)]
+
+
+def _words(job: Job) -> list[str]:
+    """Return the switches of the row, which are words of the document."""
+    scheme = job.scheme
+    words = [f"--{job.mixed_precision}"] if scheme.mixed else []
+    if scheme.sharding != "none":
+        words.append(f"--{scheme.sharding}-memory-optimization")
+    return [*words, "--cpu-offload"] if scheme.offload else words
