@@ -110,7 +110,9 @@ ROOMS = (
         "base process patching safe_files checkpoint_files devices ops upstream standins adaptors",
     ),
     Room(
-        "data/", "text to token ids to `.bin/.idx`: `megatron-npu preprocess`, the tokenizers", "base process"
+        "data/",
+        "text to token ids to `.bin/.idx`: `megatron-npu preprocess`, the tokenizers",
+        "base process safe_files",
     ),
     Room(
         "data/sequence_parts.py",

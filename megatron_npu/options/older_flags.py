@@ -70,8 +70,8 @@ OLDER = (
         "--data-impl",
         "does nothing now: every dataset is read through a memory map",
         {"metavar": "IMPL"},
-        only=("mmap", "infer"),
-        remedy="Make the dataset again with `megatron-npu preprocess`: lazy and cached are other formats.",
+        only=("mmap", "lazy", "cached", "infer"),
+        remedy="Leave it out: a dataset tells its format by itself.",
     ),
     OlderFlag(
         "--mmap-warmup",

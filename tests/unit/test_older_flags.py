@@ -77,8 +77,7 @@ def test_a_renamed_flag_sets_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--data-impl lazy", "megatron-npu preprocess"),
-        ("--data-impl cached", "megatron-npu preprocess"),
+        ("--data-impl raw", "Leave it out"),
         ("--DDP-impl torch", "Leave it out"),
         ("--distributed-backend mpi", "the device decides"),
         ("--batch-size 8", "--micro-batch-size"),

@@ -5,10 +5,13 @@ Datasets are their user's and his group's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.start import compile_no_helpers
 from megatron_npu.patching.registry import Recorder
-from megatron_npu.safe_files import safe_numpy, safe_pickle
+from megatron_npu.safe_files import lazy_index, safe_numpy, safe_pickle
 
 WHY_EMBEDDINGS = (
     "upstream unpickles the embeddings of REALM's blocks, which runs whatever code the file holds"
@@ -44,6 +47,25 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
         why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "
         "process if that fails; megatron.data.helpers is compiled already or a stand-in",
     )(compile_no_helpers)
-    private_files.keep_datasets(
-        recorder, "megatron.data.indexed_dataset", "IndexedDatasetBuilder", "MMapIndexedDatasetBuilder"
-    )
+    module = "megatron.data.indexed_dataset"
+    private_files.keep_datasets(recorder, module, "IndexedDatasetBuilder", "MMapIndexedDatasetBuilder")
+    recorder.around(f"{module}:make_dataset", why=_WHY_LAZY)(through_a_map)
+    recorder.around(f"{module}:MMapIndexedDataset.Index.__init__", why=_WHY_LAZY)(read_either)
+
+
+_WHY_LAZY = (
+    "upstream writes and opens datasets of --data-impl lazy and cached, and trains on none: its samplers "
+    "ask for sizes of 32 bits and for parts of a sequence, which its readers of these have not"
+)
+
+
+def through_a_map(original: Callable[..., Any], path: str, impl: str, *args: Any, **kwargs: Any) -> Any:
+    """Open a dataset of ``lazy`` or ``cached`` as one of ``mmap``."""
+    lazy = impl in ("lazy", "cached", "infer") and lazy_index.is_lazy(f"{path}.idx")
+    return original(path, "mmap" if lazy else impl, *args, **kwargs)
+
+
+def read_either(original: Callable[..., None], self: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    """Read an index of ``lazy`` or ``cached`` as the one of ``mmap`` that says the same."""
+    with lazy_index.mapped(path) as mapped:
+        original(self, mapped, *args, **kwargs)

@@ -84,7 +84,12 @@ def _add_shape(add: flags.Add) -> None:
         metavar="PREFIX",
         help="writes PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences",
     )
-    add("--dataset-impl", choices=["mmap"], default="mmap", help="Megatron's format; there is no other today")
+    add(
+        "--dataset-impl",
+        choices=["mmap", "lazy", "cached"],
+        default="mmap",
+        help="format of the index: Megatron's of today, or that of 2019 to 2023, one under two names",
+    )
     add("--split-sentences", action="store_true", help="each sentence is a sequence: for BERT and T5")
     add("--keep-newlines", action="store_true", help="with the blanks and line ends behind each sentence")
     add("--lang", default="english", metavar="LANGUAGE", help="of the sentences")
@@ -165,7 +170,10 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
     dtype = np.dtype(recipe.dtype)
     with ExitStack() as stack:
         prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in recipe.keys]
-        writers = [stack.enter_context(indexed_dataset.Writer(prefix, dtype)) for prefix in prefixes]
+        lazy = arguments.dataset_impl != "mmap"
+        writers = [
+            stack.enter_context(indexed_dataset.Writer(prefix, dtype, lazy=lazy)) for prefix in prefixes
+        ]
         unknown = [0] * len(writers)
         skipped = bad_rows.Skipped(arguments.output_prefix, arguments.skip_bad_rows)
         results = encode_all(documents.batches(), recipe, arguments.workers)
@@ -200,6 +208,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
     if isinstance(tokenizer, tokenizer_files.GPT2Files):
         print(gigatoken_bpe.said(), file=sys.stderr)
     dtype = indexed_dataset.token_type(tokenizer.build().vocab_size)
+    if arguments.dataset_impl != "mmap":
+        dtype = np.dtype(np.int32)  # whatever the vocabulary, as Megatron's tool
     sentences = Sentences(arguments.lang, arguments.keep_newlines) if arguments.split_sentences else None
     if sentences is not None:
         sentences.splitter()

@@ -15,6 +15,7 @@ from megatron_npu.base.arg_parser import Parser, positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import dataset_sums, indexed_dataset, tokenizer_files
 from megatron_npu.data.tokenization import flags
+from megatron_npu.safe_files import lazy_index
 
 _PREFIX = "a dataset's path without .bin and .idx"
 _SHOWN = 20  # tokens of a document that decode shows without a tokenizer
@@ -88,13 +89,9 @@ def opened(prefix: str) -> Opened:
     """
     prefix = _bare(prefix)
     summary = indexed_dataset.validate(prefix)
-    lengths, sequences = indexed_dataset.sequence_lengths(prefix), summary.sequences
-    documents = np.memmap(
-        f"{prefix}.idx",
-        dtype="<i8",
-        mode="r",
-        offset=indexed_dataset.HEADER.size + 12 * sequences,
-        shape=(summary.documents + 1,),
+    lengths, documents = (
+        indexed_dataset.sequence_lengths(prefix),
+        indexed_dataset.document_boundaries(prefix),
     )
     tokens = np.memmap(f"{prefix}.bin", dtype=summary.dtype, mode="r")
     return Opened(prefix, summary, tokens, lengths, documents)
@@ -110,6 +107,7 @@ def facts(data: Opened) -> dict[str, Any]:
     per_document = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[data.documents])
     return {
         "dataset": data.prefix,
+        "format": "lazy or cached" if lazy_index.is_lazy(f"{data.prefix}.idx") else "mmap",
         "type": summary.dtype.name,
         "documents": summary.documents,
         "sequences": summary.sequences,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,11 +32,10 @@ import numpy as np
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import dataset_sums
+from megatron_npu.safe_files import lazy_index
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+MAGIC, HEADER, VERSION = lazy_index.MAPPED_MAGIC, lazy_index.MAPPED_HEADER, lazy_index.VERSION
+CODES = lazy_index.CODES
 
 _CHUNK = 1 << 20  # elements that are handled at a time
 _SAMPLE_BYTES = 256 << 20  # up to here every token is read, beyond it this many bytes
@@ -63,10 +61,11 @@ class Writer:
     Args:
         prefix: path without ``.bin`` and ``.idx``.
         dtype: the tokens' type.
+        lazy: with the index of Megatron's ``lazy`` and ``cached``, see ``safe_files.lazy_index``.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self.prefix, self.dtype = prefix, dtype
+    def __init__(self, prefix: str, dtype: np.dtype, *, lazy: bool = False) -> None:
+        self.prefix, self.dtype, self._lazy = prefix, dtype, lazy
         self.tokens = 0
         names = {end: Path(f"{prefix}.{end}") for end in ("bin", "idx")}
         for name in names.values():
@@ -120,6 +119,9 @@ class Writer:
         lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
         counts = np.frombuffer(self._sequences_of_documents, dtype=np.int64)
         code = next(code for code, name in CODES.items() if name == self.dtype.name)
+        if self._lazy:
+            yield from lazy_index.pieces(lengths, counts, code, self.dtype.itemsize)
+            return
         yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1)
         yield lengths.astype("<i4").tobytes()
         for pointers in _sequence_pointers(lengths, self.dtype.itemsize):
@@ -211,8 +213,9 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
                 "a dataset's .bin and .idx beside each other",
                 "Give the path without its ending, or make the dataset with `megatron-npu preprocess`.",
             )
-    dtype, sequences, boundaries = _read_header(index)
-    tokens = _check_index(index, dtype, sequences, boundaries)
+    with lazy_index.mapped(index) as path:
+        dtype, sequences, boundaries = _read_header(Path(path))
+        tokens = _check_index(Path(path), dtype, sequences, boundaries)
     _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
     if not tokens:
         raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
@@ -223,9 +226,17 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
 
 def sequence_lengths(prefix: str | Path) -> np.ndarray:
     """Return the tokens of each sequence of a sound dataset, [S] int32, mapped from its index."""
-    index = Path(f"{prefix}.idx")
-    _, sequences, _ = _read_header(index)
-    return np.memmap(index, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+    with lazy_index.mapped(f"{prefix}.idx") as path:
+        _, sequences, _ = _read_header(Path(path))
+        return np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+
+
+def document_boundaries(prefix: str | Path) -> np.ndarray:
+    """Return the first sequence of each document of a sound dataset, and S: [D] int64, mapped."""
+    with lazy_index.mapped(f"{prefix}.idx") as path:
+        _, sequences, boundaries = _read_header(Path(path))
+        at = HEADER.size + 12 * sequences
+        return np.memmap(path, dtype="<i8", mode="r", offset=at, shape=(boundaries,))
 
 
 def _require(path: Path, found: int, expected: int, what: str) -> None:

@@ -53,7 +53,7 @@ def build_train_valid_test_datasets_for_huggingface(
 
     Args:
         data_prefix: a prefix, several, or weights and prefixes in turns.
-        data_impl: ``mmap`` or ``infer``.
+        data_impl: ``mmap``, ``lazy``, ``cached`` or ``infer``: a dataset tells its format by itself.
         splits_string: shares of the documents, such as ``980,20``.
         train_valid_test_num_samples: how many samples of each part are needed; 0: None is returned for it.
         max_seq_length: tokens of a sample, [s], special and padding ones included.
@@ -264,8 +264,10 @@ def _common(seed: int, length: int, found: Found, weights: list[float] | None, s
 
 def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, Found]:
     """Return weights, or None, and the prefixes, whose files are sound and of this vocabulary."""
-    if data_impl not in ("mmap", "infer"):
-        raise UsageError(f"--data-impl {data_impl}", "mmap or infer", "Make the data with preprocess.")
+    if data_impl not in ("mmap", "lazy", "cached", "infer"):
+        raise UsageError(
+            f"--data-impl {data_impl}", "mmap, lazy, cached or infer", "Make the data with preprocess."
+        )
     if not given:
         raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Give one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))

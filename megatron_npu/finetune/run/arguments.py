@@ -249,7 +249,12 @@ def _data(add: Add) -> None:
     )
     add("--vocab-size", type=positive, help="of the NullTokenizer, without its end of document")
     add_shared(add, "--data-cache-path")
-    add("--data-impl", choices=["mmap", "infer"], default="mmap", help="format of .bin and .idx")
+    add(
+        "--data-impl",
+        choices=["mmap", "lazy", "cached", "infer"],
+        default="mmap",
+        help="format of .bin and .idx, which the files tell by themselves",
+    )
     add("--mmap-warmup", action="store_true", help="accepted: the operating system reads ahead by itself")
     add(
         "--split",

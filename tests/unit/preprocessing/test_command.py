@@ -227,15 +227,6 @@ def test_command_lines_of_megatron_s_users(
     assert contents(tmp_path / "meg-gpt2_text_document") == contents(expected)
 
 
-@pytest.mark.parametrize("kind", ["lazy", "cached"])
-def test_other_implementations_of_a_dataset_are_refused(
-    capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    line = ["--input", "a.jsonl", "--output-prefix", "x", "--dataset-impl", kind]
-    assert cli.main(["preprocess", *line]) == 2
-    assert f"--dataset-impl '{kind}'; expected mmap" in capsys.readouterr().err
-
-
 def test_no_directory_for_the_output(corpus_file: Write, preprocess: Run) -> None:
     with pytest.raises(UsageError, match=r"--output-prefix .*no directory"):
         preprocess(corpus_file([{"text": "a"}]), prefix="absent/out")

@@ -1,0 +1,135 @@
+"""The index of ``--dataset-impl lazy`` and ``cached``, Megatron-LM's of 2019 to 2023, read as today's.
+
+Both have one format, and differ in how upstream reads them. The ``.bin`` is that of ``mmap``: the tokens of
+all sequences. The ``.idx``, little-endian (``megatron/data/indexed_dataset.py`` of 285068c8):
+
+====================  =====================================================================
+8 bytes               ``TNTIDX`` and two zeros
+uint64                version, 1
+uint64, uint64        code of the token type; its bytes
+uint64, uint64        S, the number of sequences; the number of sizes, S too
+uint64                D, the number of document boundaries: documents + 1
+int64 [S + 1]         number of the first size of each sequence, and S: 0, 1, ... S
+int64 [S + 1]         where each sequence begins in the ``.bin``, in tokens, and where the last one ends
+int64 [S]             tokens of each sequence
+int64 [D]             first sequence of each document, and S
+====================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_npu.base.errors import UsageError
+
+MAGIC = b"TNTIDX\x00\x00"
+HEADER = struct.Struct("<8sQQQQQQ")
+MAPPED_MAGIC = b"MMIDIDX\x00\x00"  # of today's, ``mmap``
+MAPPED_HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # of token types
+_REMEDY = "Make the dataset again with `megatron-npu preprocess`."
+_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can tell
+
+
+def is_lazy(index: str | Path) -> bool:
+    """Return whether a file is such an index."""
+    try:
+        with open(index, "rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:  # its reader says what is wrong; an address is no file
+        return False
+
+
+def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int) -> Iterator[bytes]:
+    """Yield the bytes of such an index.
+
+    Args:
+        lengths: [S] tokens of each sequence.
+        sequences: [documents] sequences of each document.
+        code, itemsize: of the token type.
+    """
+    count = len(lengths)
+    yield HEADER.pack(MAGIC, VERSION, code, itemsize, count, count, len(sequences) + 1)
+    yield np.arange(count + 1, dtype="<i8").tobytes()
+    yield bytes(8)
+    yield np.cumsum(lengths, dtype="<i8").tobytes()
+    yield lengths.astype("<i8").tobytes()
+    yield bytes(8)
+    yield np.cumsum(sequences, dtype="<i8").tobytes()
+
+
+@contextlib.contextmanager
+def mapped(index: str | Path) -> Iterator[str | Path]:
+    """Give the path of an index of today's format: the file itself, or one that says the same for a while.
+
+    What has been mapped of it stays when it is gone.
+
+    Raises:
+        UsageError: an index of ``lazy`` or ``cached`` that is damaged, or tells what today's cannot.
+    """
+    if not is_lazy(index):
+        yield index
+        return
+    content = _as_mapped(Path(index))
+    with tempfile.NamedTemporaryFile(prefix="megatron-npu-", suffix=".idx") as stream:
+        stream.write(content)
+        stream.flush()
+        yield stream.name
+
+
+def _as_mapped(path: Path) -> bytes:
+    """Return the bytes of the index of today's format that says the same."""
+    raw = path.read_bytes()
+    if len(raw) < HEADER.size:
+        raise UsageError(f"{path}: truncated? {len(raw)} bytes", f"{HEADER.size} bytes of header", _REMEDY)
+    _, version, code, itemsize, sequences, sizes, boundaries = HEADER.unpack_from(raw)
+    if code not in CODES:
+        raise UsageError(f"{path}: token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY)
+    if version != VERSION or sizes != sequences:
+        raise UsageError(
+            f"{path}: version {version}, {sizes} sizes of {sequences} sequences",
+            f"version {VERSION}, and a size for each sequence",
+            _REMEDY,
+        )
+    expected = HEADER.size + 8 * (3 * sequences + 2 + boundaries)
+    if len(raw) != expected:
+        state = "truncated? " if len(raw) < expected else ""
+        raise UsageError(
+            f"{path}: {state}{len(raw)} bytes", f"{expected} bytes for its {sequences} sequences", _REMEDY
+        )
+    numbers = np.frombuffer(raw, "<i8", offset=HEADER.size)
+    first, begins, lengths, documents = np.split(
+        numbers, [sequences + 1, 2 * sequences + 2, 3 * sequences + 2]
+    )
+    _check(path, first, begins, lengths, documents)
+    return b"".join(
+        (
+            MAPPED_HEADER.pack(MAPPED_MAGIC, VERSION, code, sequences, boundaries),
+            lengths.astype("<i4").tobytes(),
+            (begins[:-1] * itemsize).astype("<i8").tobytes(),
+            documents.astype("<i8").tobytes(),
+        )
+    )
+
+
+def _check(
+    path: Path, first: np.ndarray, begins: np.ndarray, lengths: np.ndarray, documents: np.ndarray
+) -> None:
+    """Compare the parts of an index with each other."""
+    sequences = len(lengths)
+    if not np.array_equal(first, np.arange(sequences + 1)):
+        raise UsageError(f"{path}: sequences that are tables", "sequences of tokens", _REMEDY)
+    if sequences and not 0 <= lengths.min() <= lengths.max() <= _LONGEST:
+        raise UsageError(f"{path}: the lengths of sequences", f"0 to {_LONGEST} tokens", _REMEDY)
+    if begins[0] != 0 or not np.array_equal(np.diff(begins), lengths):
+        raise UsageError(f"{path}: the beginnings of sequences", "the sums of their lengths", _REMEDY)
+    ends = len(documents) and documents[0] == 0 and documents[-1] == sequences
+    if not ends or np.any(np.diff(documents) < 0):
+        raise UsageError(f"{path}: the boundaries of documents", f"0 ascending to {sequences}", _REMEDY)
