@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_npu.base.arg_parser import Unfit
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import bad_rows
 from megatron_npu.finetune import tasks
 from megatron_npu.finetune.tasks.declaration import Flag
 
@@ -34,6 +35,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         metavar="ROLE=NAME",
         help=f"columns that have other names than usual; the roles are {_roles()}",
     )
+    bad_rows.add_flag(add)
     for flag in _flags():
         add(flag.name, **flag.options)
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data import dataset_folders
 from megatron_npu.data.preprocessing.hf_rows import CSV
-from megatron_npu.finetune.data import text_files
+from megatron_npu.finetune.data import skipped_rows, text_files
 from megatron_npu.finetune.data.parts import Parts
 
 if TYPE_CHECKING:
@@ -38,22 +39,29 @@ _PARTS = {
 _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
-def load(args: argparse.Namespace) -> Parts:
+def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
     """Return the parts ``train``, ``validation`` and, where it is there, ``test``.
 
     Args:
         args: ``data_path`` is a file, a folder with a file for each part, a folder of ``save_to_disk``, or a
             name of the hub, of the configuration ``data_name``; ``validation_fraction`` and ``seed``: what is
             taken from ``train`` where nothing is there to validate on.
+        skipped: takes the bad rows of files; None: the first one is an error.
 
     Raises:
         UsageError: there is no such data set, a file cannot be read, a part is missing or empty.
     """
     name, config = named(args)
     files = _files_named(Path(name), config)
-    found = _read(name, config, files)
+    rows: Mapping[str, Sequence[int]] = {}
+    if skipped is not None and files:
+        found, rows = _sound(name, config, files, skipped)
+    else:
+        found = _read(name, config, files)
     owns = _own_names(found)
     parts = Parts({part: found[owns[part]] for part in _PARTS if part in owns}, files)
+    for part in parts.keys() & rows.keys():
+        parts.tell_rows(part, rows[part])
     if "train" not in parts:
         raise UsageError(
             f"--data-path {name} has the parts {', '.join(map(repr, found))}",
@@ -65,6 +73,15 @@ def load(args: argparse.Namespace) -> Parts:
         parts.split("train", _split(name, len(parts["train"]), args.validation_fraction, args.seed))
         parts |= {} if test is None else {"test": test}
     return parts
+
+
+def _sound(
+    name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
+) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
+    """Return the rows of files without the bad ones, and their numbers; nothing of it is kept in a cache."""
+    with tempfile.TemporaryDirectory(prefix="megatron-npu-") as folder:
+        copies, rows = skipped_rows.copies(files, Path(folder), skipped)
+        return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
 
 
 def named(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -111,7 +128,10 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
     return {}
 
 
-def _read(name: str, config: str | None, files: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
+def _read(
+    name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
+) -> Mapping[str, Dataset]:
+    """Return the rows of each part; ``kept``: where what is read of files is kept, for ``load_dataset``."""
     library = _library()
     path = Path(name)
     saved = _saved(path)
@@ -125,7 +145,7 @@ def _read(name: str, config: str | None, files: Mapping[str, list[Path]]) -> Map
     try:
         with _without_remarks(library):
             if files:
-                return _files(library, files)
+                return _files(library, files, kept or {})
             if saved:
                 dataset_folders.require_own_files(path, f"--data-path {name}")
                 found = library.load_from_disk(str(path))
@@ -223,7 +243,7 @@ def _is_of(path: Path, part: str) -> bool:
     return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
 
-def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Dataset]:
+def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any]) -> Mapping[str, Dataset]:
     every = [path for paths in parts.values() for path in paths]
     suffixes = sorted({path.suffix for path in every})
     if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
@@ -236,7 +256,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]]) -> Mapping[str, Datase
     for path in every:
         _require_readable(path, builder, options)
     names = {part: [str(path) for path in paths] for part, paths in parts.items()}
-    return library.load_dataset(builder, data_files=names, **options)
+    return library.load_dataset(builder, data_files=names, **options, **kept)
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:

@@ -35,9 +35,25 @@ class Parts(dict[str, Any]):
             rows: the numbers that each of them gets.
         """
         whole = self.pop(part)
+        source, before = self._taken.pop(part, (part, None))
         for name, numbers in rows.items():
             self[name] = whole.select(numbers)
-            self._taken[name] = part, numbers
+            self._taken[name] = source, _of(before, numbers)
+
+    def keep(self, part: str, numbers: Sequence[int]) -> None:
+        """Leave rows of a part out; ``numbers`` are those that stay."""
+        self.split(part, {part: numbers})
+
+    def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
+        """Be told which rows of its files a part has, where some were left out before."""
+        self._taken[part] = part, numbers
+
+    def numbered(self, part: str, row: int) -> tuple[str, int]:
+        """Return the file of a row, or the part where that is not known, and its number there, from 1 on."""
+        source, numbers = self._taken.get(part, (part, None))
+        files = self._files.get(source, ())
+        place = str(files[0]) if len(files) == 1 else f"part {source!r}"
+        return place, (row if numbers is None else int(numbers[row])) + 1
 
     def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
         """Return the parts with something done to their columns; rows stay where they are."""
@@ -60,3 +76,8 @@ class Parts(dict[str, Any]):
             return f"row {number} {head} {files[0]} (part {part!r})"
         taken = f", taken for {part!r}" if source != part else ""
         return f"row {number} of the part {source!r}{taken}"
+
+
+def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
+    """Return what numbers of rows are in the whole of which those were taken before."""
+    return numbers if before is None else [int(before[number]) for number in numbers]

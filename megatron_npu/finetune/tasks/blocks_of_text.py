@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,10 @@ class BlocksOfText(Task):
     def require_columns(self) -> None:
         """Check that the column holds texts; a row without one adds nothing."""
         texts.require(self.parts, self.columns, every=False)
+
+    def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return none: a row without a text adds nothing."""
+        return []
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the blocks of a part.

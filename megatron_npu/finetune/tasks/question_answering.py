@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_npu.base.arg_parser import positive
 from megatron_npu.base.errors import UsageError
-from megatron_npu.finetune.data import texts
+from megatron_npu.finetune.data import columns, texts
 from megatron_npu.finetune.run import metrics
 from megatron_npu.finetune.tasks.declaration import Flag
 from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, Task
@@ -60,6 +60,11 @@ class QuestionAnswering(Task):
     def require_columns(self) -> None:
         """Check that every row has a question and a context."""
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
+
+    def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return those of question and context; a question may have no answer."""
+        found = columns.find(there, self.roles, self.args.columns)
+        return [found["question"], found["context"]]
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the windows of each row, and where in them the answer is."""

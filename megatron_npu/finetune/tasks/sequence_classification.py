@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -76,6 +76,13 @@ class SequenceClassification(Task):
     def require_columns(self) -> None:
         """Check that the column of texts, or both, have one in every row."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
+
+    def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return those of the label, the text and its pair."""
+        said = [pair for pair in self.args.columns if pair[0] == "label"]
+        label = columns.find({"train": there["train"]}, {"label": self.roles["label"]}, said)["label"]
+        both = columns_of_texts(there, label, self.args.columns)
+        return [label, *(column for column in both if column is not None)]
 
     def encoded(self, rows: Any, part: str) -> Any:
         """Return the tokens of each text, or pair, and its label."""

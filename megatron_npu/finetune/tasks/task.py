@@ -20,7 +20,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.devices.rows import Rows
 from megatron_npu.finetune import tasks
-from megatron_npu.finetune.data import columns, texts, turns
+from megatron_npu.finetune.data import columns, skipped_rows, texts, turns
 from megatron_npu.finetune.data.datasets import load
 from megatron_npu.finetune.data.labels import IGNORED
 from megatron_npu.finetune.data.parts import Parts
@@ -44,7 +44,7 @@ class Task(Declaration):
     """
 
     head: ClassVar[str]
-    reads: ClassVar[tuple[str, ...]] = ("data_name", "columns")
+    reads: ClassVar[tuple[str, ...]] = ("data_name", "columns", "skip_bad_rows")
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             "--validation-fraction",
@@ -96,8 +96,19 @@ class Task(Declaration):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each part."""
-        return load(self.args)
+        """The rows of each part; with --skip-bad-rows those without what the task needs are left out."""
+        if not self.args.skip_bad_rows:
+            return load(self.args)
+        skipped = skipped_rows.Skipped(self.args)
+        found = load(self.args, skipped)
+        names = {part: rows.column_names for part, rows in found.items()}
+        skipped_rows.without_value(found, self.needed_columns(names), skipped)
+        skipped.publish()
+        return found
+
+    def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the columns in which each row has to have something, of those that each part has."""
+        return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
     def column_names(self) -> dict[str, list[str]]:

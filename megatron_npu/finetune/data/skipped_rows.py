@@ -1,0 +1,189 @@
+"""``--skip-bad-rows N`` of ``train``: rows that cannot be read are left out, counted, and named in a file.
+
+Of json lines those that are no object, of tables those with more or fewer cells than the head, of all three
+those that are not UTF-8; and rows without a value that the task needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing.bad_rows import FLAG
+from megatron_npu.data.preprocessing.jsonl import BadRow
+from megatron_npu.finetune.data.parts import Parts
+
+FILE = "skipped_rows.jsonl"  # in --save
+_BEGINS = 80  # characters of a bad row that are shown
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong with it, or nothing
+
+
+class Skipped:
+    """The rows that were left out so far.
+
+    Args:
+        args: ``skip_bad_rows``, ``save``, ``rank``.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._most = args, args.skip_bad_rows
+        self._rows: list[BadRow] = []
+
+    def add(self, row: BadRow) -> None:
+        """Leave out one more.
+
+        Raises:
+            UsageError: it is one too many.
+        """
+        self._rows.append(row)
+        if len(self._rows) > self._most:
+            raise UsageError(
+                f"{row.file}:{row.line}: {row.why}; it is bad row {len(self._rows)}",
+                f"at most {self._most} of them ({FLAG})",
+                "Correct the files, or give a larger number.",
+            )
+
+    def publish(self) -> None:
+        """Say on rank 0 how many there are, and which: in ``--save``, or without one on the error stream."""
+        if self._args.rank or not self._rows:
+            return
+        text = "".join(json.dumps(asdict(row)) + "\n" for row in self._rows)
+        where = "these"
+        if self._args.save:
+            where = str(Path(self._args.save) / FILE)
+            files.write(Path(where), text)
+        print(f"megatron-npu train: {len(self._rows)} rows left out: {where}", file=sys.stderr, flush=True)
+        if not self._args.save:
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def copies(
+    parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
+) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
+    """Write copies of files without their bad rows.
+
+    Args:
+        parts: the files of each part.
+        folder: for the copies.
+        skipped: takes what is left out.
+
+    Returns:
+        The copies of each part; which of its rows they are, counted from 0 through its files.
+    """
+    found: dict[str, list[Path]] = {}
+    numbers: dict[str, list[int]] = {}
+    for part, paths in parts.items():
+        begin, kept = 0, numbers.setdefault(part, [])
+        for number, path in enumerate(paths):
+            reader = _reader(path)
+            if reader is None:
+                found.setdefault(part, []).append(path)
+                continue
+            copy = folder / f"{part}-{number}{path.suffix}"
+            head, rows = reader(path)
+            with copy.open("w", encoding="utf-8", newline="") as stream:
+                stream.write(head)
+                for line, text, why in rows:
+                    if why:
+                        skipped.add(BadRow(str(path), line, why, text[:_BEGINS].rstrip("\n")))
+                    else:
+                        stream.write(text)
+                        kept.append(begin)
+                    begin += 1
+            found.setdefault(part, []).append(copy)
+    return found, {part: rows for part, rows in numbers.items() if rows}
+
+
+def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
+    """Leave out the rows that have nothing in one of these columns; of a test part labels may be hidden."""
+    for part in [part for part in parts if part != "test" and columns]:
+        values = parts[part].select_columns(list(columns))[:]
+        kept = []
+        for row in range(len(parts[part])):
+            missing = next((column for column in columns if values[column][row] is None), None)
+            if missing is None:
+                kept.append(row)
+            else:
+                place, number = parts.numbered(part, row)
+                skipped.add(BadRow(place, number, f"nothing in the column {missing!r}", ""))
+        if len(kept) < len(parts[part]):
+            parts.keep(part, kept)
+
+
+def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
+    """Return what reads the rows of a file; None for files that have no bad rows but are read or not."""
+    if path.suffix in _SEPARATORS:
+        return _of_a_table
+    if path.suffix == ".txt":
+        return lambda path: ("", _lines(path))
+    if path.suffix == ".jsonl" or (path.suffix == ".json" and not _is_a_list(path)):
+        return lambda path: ("", _of_json_lines(path))
+    return None
+
+
+def _is_a_list(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(1024).lstrip().startswith(b"[")
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield number, line.decode("utf-8"), ""
+            except UnicodeDecodeError as error:
+                yield number, line.decode("utf-8", "backslashreplace"), f"byte {error.start} is not UTF-8"
+
+
+def _of_json_lines(path: Path) -> Iterator[Row]:
+    for number, text, why in _lines(path):
+        if text.strip():
+            yield number, text, why or _no_object(text)
+
+
+def _no_object(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"broken JSON ({error})"
+    return "" if isinstance(value, dict) else f"JSON of type {type(value).__name__}"
+
+
+def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
+    """Return the head of a table and its rows, which may go on over several lines."""
+    separator = _SEPARATORS[path.suffix]
+    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    head = next(rows, [])
+    return _as_text(head, separator), _rows_of_a_table(rows, len(head), separator)
+
+
+def _rows_of_a_table(rows: Any, width: int, separator: str) -> Iterator[Row]:
+    for cells in rows:
+        if not cells:
+            continue
+        text, why = _as_text(cells, separator), ""
+        if len(cells) != width:
+            why = f"{len(cells)} cells, where the head has {width}"
+        elif any("\udc80" <= letter <= "\udcff" for letter in text):
+            why = "a byte that is not UTF-8"
+        if why:
+            text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        yield rows.line_num, text, why
+
+
+def _as_text(cells: Sequence[str], separator: str) -> str:
+    stream = io.StringIO(newline="")
+    csv.writer(stream, delimiter=separator, lineterminator="\n").writerow(cells)
+    return stream.getvalue()
