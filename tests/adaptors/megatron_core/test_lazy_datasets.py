@@ -30,6 +30,7 @@ def test_it_is_read_as_one_of_today(tmp_path):
     assert ours.get(2, offset=2, length=3).tolist() == [6, 7, 8]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # upstream's __del__
 def test_one_that_is_damaged_is_said(tmp_path):
     prefix = written(tmp_path / "lazy", lazy=True)
     with open(f"{prefix}.idx", "r+b") as stream:

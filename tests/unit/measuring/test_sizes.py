@@ -11,6 +11,7 @@ from megatron_npu.measuring import estimate
 from megatron_npu.measuring.job import Job
 from megatron_npu.measuring.schemes import SUITES
 from megatron_npu.measuring.sizes import BERT, GPT, parameters
+from megatron_npu.measuring.workloads import megatron
 
 BILLION = 10**9
 
@@ -62,6 +63,16 @@ def test_states_of_the_documents_rows():
     assert estimate.states(offloaded, GPT, host_is_device=True) == 18 * count
     in_fp16 = replace(job("sharding", 1, "gpt-1.3b"), mixed_precision="fp16")
     assert estimate.states(in_fp16, GPT, host_is_device=False) == 16 * count
+
+
+def test_the_rows_of_sharding_are_words_of_the_driver():
+    """Megatron's GPT, as the document's table; plain data parallelism where the row has no word."""
+    rows = [megatron.flags(job("sharding", row, "gpt-1.3b")) for row in range(7)]
+    words = [{word for word in row if "memory-optimization" in word or "offload" in word} for row in rows]
+    shared = [{f"--{name}-memory-optimization"} for name in ("zero-1", "zero-2", "zero-3", "fsdp")]
+    assert words == [set(), set(), *shared, {"--cpu-offload"}]
+    assert ["--bf16" in row for row in rows] == [False, *[True] * 6]
+    assert rows[0][rows[0].index("--hidden-size") + 1] == "2048"
 
 
 def test_tensor_parallel_ranks_share_all_and_stages_their_layers():
