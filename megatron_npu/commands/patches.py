@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -315,22 +315,25 @@ def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
     groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
     lines = [f"{found.name} {found.version} in {found.root}", _pins_in_words(found)]
     for group in groups:
-        worst = group[0]
-        mark = "FAILS" if worst.fails else "warns" if worst.drifted else "ok"
-        elsewhere = "" if worst.drifted or worst.pin in ("", found.version) else f" (as in {worst.pin})"
-        ours = ", ".join(_ours(group))
-        lines.append(f"{mark:<5}  {worst.target}" + (f"  {ours}{elsewhere}" if mark == "ok" else ""))
-        if mark != "ok":
-            lines += _indented(f"patched in {ours}")
-        if worst.status != "same":
-            against = f" against {worst.pin}" if worst.pin else ""
-            lines += [
-                f"{'':7}{worst.place}",
-                *_indented(f"{_kinds(group)}, {worst.status}{against}: {worst.detail}"),
-            ]
+        lines += _lines_of(group, found.version)
     told = ", ".join(f"{count} {status}" for status, count in _counts(groups).items())
     lines.append(f"{len(groups)} targets: {told}; {sum(worst.fails for worst, *_ in groups)} fail")
     return "\n".join(lines)
+
+
+def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
+    """Yield a target's line, and where it is not as it was, those that say what is changed."""
+    worst, ours = group[0], ", ".join(_ours(group))
+    if worst.fails or worst.drifted:
+        yield f"{'FAILS' if worst.fails else 'warns':<5}  {worst.target}"
+        yield from _indented(f"patched in {ours}")
+    else:
+        elsewhere = "" if worst.pin in ("", version) else f" (as in {worst.pin})"
+        yield f"{'ok':<5}  {worst.target}  {ours}{elsewhere}"
+    if worst.status != "same":
+        against = f" against {worst.pin}" if worst.pin else ""
+        yield f"{'':7}{worst.place}"
+        yield from _indented(f"{_kinds(group)}, {worst.status}{against}: {worst.detail}")
 
 
 def _pins_in_words(found: Upstream) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,20 @@ class Verification:
     turned: float = 0.0
 
 
+class Sides(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        megatron: what ``--save`` would be.
+        hf: with ``config.json`` and weights.
+        family: of the model.
+    """
+
+    megatron: Path
+    hf: Path
+    family: Family
+
+
 def has_reference() -> bool:
     """Return whether transformers, which runs the other model, is installed."""
     return is_installed("transformers")
@@ -64,9 +78,7 @@ def silence(transformers: ModuleType) -> None:
 
 @torch.no_grad()
 def verify(
-    megatron: Path,
-    hf: Path,
-    family: Family,
+    sides: Sides,
     args: Namespace,
     dtype: torch.dtype,
     *,
@@ -77,9 +89,7 @@ def verify(
     """Compare a checkpoint of the driver with a folder of Hugging Face, one model in memory at a time.
 
     Args:
-        megatron: what ``--save`` would be.
-        hf: with ``config.json`` and weights.
-        family: of the model.
+        sides: both, and what the model is of.
         args: the driver's arguments of the model.
         dtype: type of the converted weights; those of the other side are rounded to it.
         logits: run both models, too.
@@ -88,6 +98,7 @@ def verify(
     Raises:
         UsageError: they differ.
     """
+    megatron, hf, family = sides
     tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
     theirs, turned = _hf_results(hf, family, args, tokens, dtype) if logits else (None, None)
     gc.collect()
@@ -139,9 +150,7 @@ def told(
     """
     logits = has_reference() if given.proof is None else given.proof == "logits"
     result = verify(
-        megatron,
-        hf,
-        family,
+        Sides(megatron, hf, family),
         args,
         weights.DTYPES[dtype],
         logits=logits,

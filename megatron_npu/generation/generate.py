@@ -176,9 +176,10 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
         [prompt for prompt in ids for _ in range(each)], options, batch=given.micro_batch_size
     )
     if dist.get_rank() == 0:
-        records = [sample_files.record(model, sample) for sample in samples]
-        for number, values in enumerate(records):
-            records[number] = {"prompt": prompts[number // each], **values}
+        records = [
+            {"prompt": prompts[number // each], **sample_files.record(model, sample)}
+            for number, sample in enumerate(samples)
+        ]
         sample_files.write(output, records)
         print(f"{len(samples)} sample{'s' if len(samples) > 1 else ''} in {output}")
 

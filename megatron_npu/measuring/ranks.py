@@ -147,18 +147,21 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
         return Outcome(OOM, guard)
     results = [_result(folder, number) for number in range(job.ranks)]
     measured = [result for result in results if result and "ended" not in result]
-    if len(measured) == job.ranks:
-        laps = zip(*(result["seconds"] for result in measured), strict=True)
-        samples = job.global_batch_size * job.steps
-        return Outcome(
-            MEASURED,
-            throughputs=[samples / max(seconds) for seconds in laps],
-            peaks=[result["peak"] for result in measured],
-            parameters=measured[0]["parameters"],
-            device=measured[0]["device"],
-            processor=[sum(used) / samples for used in zip(*(r["processor"] for r in measured), strict=True)],
-        )
-    return _failure(folder, results, codes)
+    return _measured(job, measured) if len(measured) == job.ranks else _failure(folder, results, codes)
+
+
+def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
+    """Return the numbers of a row from those of its ranks; the slowest one tells a lap's time."""
+    laps = zip(*(result["seconds"] for result in results), strict=True)
+    samples = job.global_batch_size * job.steps
+    return Outcome(
+        MEASURED,
+        throughputs=[samples / max(seconds) for seconds in laps],
+        peaks=[result["peak"] for result in results],
+        parameters=results[0]["parameters"],
+        device=results[0]["device"],
+        processor=[sum(used) / samples for used in zip(*(r["processor"] for r in results), strict=True)],
+    )
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
@@ -171,10 +174,8 @@ def _short_of_memory(code: int | None, log: str) -> str:
 def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int | None]) -> Outcome:
     """Return why the row has no numbers: what explains the most comes first."""
     ended = [result for result in results if result and "ended" in result]
-    for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
-        reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
-        if reason is not None:
-            return Outcome(told, reason)
+    if (said := _said(ended)) is not None:
+        return said
     logs = [_tail(folder / f"rank{number}.log") for number in range(len(results))]
     for result, code, log in zip(results, codes, logs, strict=True):
         if result is None and (short := _short_of_memory(code, log)):
@@ -182,6 +183,15 @@ def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int
     log = next((log for log, code in zip(logs, codes, strict=True) if code), logs[0])
     reason = ended[0]["reason"] if ended else f"a rank ended with exit code {next(filter(None, codes), None)}"
     return Outcome(FAILED, reason, log=log)
+
+
+def _said(ended: list[dict[str, Any]]) -> Outcome | None:
+    """Return what ranks say themselves of why they ended: of memory, or of a job that cannot be."""
+    for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
+        reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
+        if reason is not None:
+            return Outcome(told, reason)
+    return None
 
 
 def _result(folder: Path, number: int) -> dict[str, Any] | None:

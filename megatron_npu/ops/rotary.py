@@ -148,17 +148,23 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
-    if not sequence_first:
-        if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
-            return f"npu_rotary_mul takes tables [s, 1, 1, d], or [b, s, 1, d], not {list(cosine.shape)}"
-        if interleaved and cosine.size(0) > 1:
-            return "npu_rotary_mul turns interleaved pairs of all sequences by the same tables alone"
+    if not sequence_first and (beyond := _beyond_tables_of_batches(input, cosine, interleaved)) is not None:
+        return beyond
     if (size := cosine.size(-1)) >= 896:
         return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
     batch, heads = input.size(1 if sequence_first else 0), input.size(2)
     if max(batch, heads, batch * heads if interleaved else 0) >= 1000:
         return f"npu_rotary_mul takes less than 1000 sequences and heads, not {batch} and {heads}"
     return _beyond_dtype_and_place(input)
+
+
+def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
+    """Return why tables ``[b or 1, s, 1, d]`` of batch-first input are not taken, or None."""
+    if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
+        return f"npu_rotary_mul takes tables [s, 1, 1, d], or [b, s, 1, d], not {list(cosine.shape)}"
+    if interleaved and cosine.size(0) > 1:
+        return "npu_rotary_mul turns interleaved pairs of all sequences by the same tables alone"
+    return None
 
 
 def _beyond_dtype_and_place(input: Tensor) -> str | None:

@@ -69,12 +69,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
     flag = "--use-precision-aware-optimizer"
     if args.reuse_fp32_param:
         flag = "--reuse-fp32-param"
-        if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
-            raise UsageError(
-                f"{flag} without bf16 parameters that have fp32 main weights",
-                "--bf16, and no --main-params-dtype but fp32",
-                "Change them: the main weight is the parameter and the 16 bits that it lacks.",
-            )
+        _require_remainders(args)
         args.use_precision_aware_optimizer = True
     if not args.use_precision_aware_optimizer:
         _refuse_types_alone(args)
@@ -88,6 +83,16 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
             f"{flag} with --ckpt-format torch",
             "--ckpt-format torch_dist",
             "Change it: of Megatron's own format the main weights are read into the rounded ones.",
+        )
+
+
+def _require_remainders(args: argparse.Namespace) -> None:
+    """Refuse --reuse-fp32-param of weights that are no fp32 weight without its last 16 bits."""
+    if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
+        raise UsageError(
+            "--reuse-fp32-param without bf16 parameters that have fp32 main weights",
+            "--bf16, and no --main-params-dtype but fp32",
+            "Change them: the main weight is the parameter and the 16 bits that it lacks.",
         )
 
 

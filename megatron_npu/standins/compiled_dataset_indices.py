@@ -185,12 +185,8 @@ def rows_of_sentences(
     if loaded is None or length < 2 or least < 1 or most < 0 or len(docs) < 2:
         return None
     wide = len(sizes) > np.iinfo(np.uint32).max
-    docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
-    _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in their order", docs[:4])
-    _require(docs[-1] <= len(sizes), "sentences", len(sizes))
-    if titles is not None:
-        titles = _contiguous(titles, np.int32)
-        _require(len(titles) >= len(docs) - 1, "titles, one for each document", len(titles))
+    docs, sizes = _documents_of_sentences(docs, sizes)
+    titles = None if titles is None else _titles_of(docs, titles)
     where = None if titles is None else titles.ctypes.data
     given = _Sentences(
         *(docs.ctypes.data, len(docs) - 1, sizes.ctypes.data, where, epochs, most),
@@ -204,6 +200,20 @@ def rows_of_sentences(
     result = np.empty((size.value // columns, columns), np.uint64 if wide else np.uint32)
     loaded.take_rows(made, wide, result.ctypes.data)
     return result
+
+
+def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return both as C++ takes them; it would read beyond sentences that are not there."""
+    docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
+    _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in their order", docs[:4])
+    _require(docs[-1] <= len(sizes), "sentences", len(sizes))
+    return docs, sizes
+
+
+def _titles_of(docs: NDArray[Any], titles: NDArray[Any]) -> NDArray[Any]:
+    titles = _contiguous(titles, np.int32)
+    _require(len(titles) >= len(docs) - 1, "titles, one for each document", len(titles))
+    return titles
 
 
 def _contiguous(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:

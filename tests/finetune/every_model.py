@@ -113,8 +113,8 @@ def difference(kind: str, folder: Path, flags: list[str]) -> float:
     _, outcome = tasks_data.train([*argv, *model, *flags])
 
     def batches(samples: list[Any], collate: Any) -> Iterator[Any]:
-        alone = {"size": 4, "place": ranks.Ranks(), "device": torch.device("cpu"), "shuffle": True}
-        return iter(loading.Loader(samples, collate, **alone, whole=1, seed=1234))  # type: ignore[arg-type]
+        alone = loading.Sampling(4, ranks.Ranks(), shuffle=True, whole=1, seed=1234)
+        return iter(loading.Loader(samples, collate, sampling=alone, device=torch.device("cpu")))
 
     lines = (folder / task / "train.jsonl").read_text(encoding="utf-8").splitlines()
     plain = plain_tasks.losses(

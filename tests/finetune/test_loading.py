@@ -13,7 +13,7 @@ import transformers
 from torch.utils.data import default_collate
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.finetune.data.loading import Loader
+from megatron_npu.finetune.data.loading import Loader, Sampling
 from megatron_npu.finetune.rapidformer import gathering, providers, state, templates
 from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
 from megatron_npu.finetune.rapidformer.timers import Timers
@@ -29,8 +29,9 @@ def noisy(samples: list[int]) -> torch.Tensor:
 
 
 def loader(ranks: int = 1, rank: int = 0, samples: int = 23, **options: Any) -> Loader:
-    options = {"size": 2, "seed": 5, "device": CPU} | options
-    return Loader(list(range(samples)), noisy, place=Ranks(rank, rank, ranks), **options)
+    workers = options.pop("workers", 0)
+    sampling = Sampling(**{"size": 2, "seed": 5, "place": Ranks(rank, rank, ranks)} | options)
+    return Loader(list(range(samples)), noisy, sampling=sampling, device=CPU, workers=workers)
 
 
 def steps(ranks: int, accumulated: int, epoch: int = 0) -> list[list[tuple[float, ...]]]:
@@ -77,7 +78,7 @@ def test_an_evaluation_has_each_sample_once_and_draws_the_same_again() -> None:
 
 def test_data_that_stream_are_refused() -> None:
     with pytest.raises(UsageError, match="the data set: a generator; expected a data set with a length"):
-        Loader((number for number in range(3)), size=1, place=Ranks(), device=CPU)
+        Loader((number for number in range(3)), sampling=Sampling(1, Ranks()), device=CPU)
 
 
 def test_what_ranks_have_is_filled_up_to_the_longest() -> None:

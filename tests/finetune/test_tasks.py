@@ -57,10 +57,8 @@ def trained(folder: Path) -> Callable[[str], tuple[Any, Any, list[str]]]:
 
 def batches(samples: list[Any], collate: Any) -> Iterator[Any]:
     """Give the global batches of a run's first epoch, in its order; the run has them in two micro-batches."""
-    loader = loading.Loader(
-        samples, collate, size=4, place=ONE_RANK, device=torch.device("cpu"), shuffle=True, whole=1, seed=1234
-    )
-    return iter(loader)
+    sampling = loading.Sampling(4, ONE_RANK, shuffle=True, whole=1, seed=1234)
+    return iter(loading.Loader(samples, collate, sampling=sampling, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("task", tasks_data.TASKS)
@@ -99,9 +97,8 @@ def evaluate(
     template: Any, model: Callable[..., Any], part: str = "validation", size: int = 2
 ) -> dict[str, float]:
     """Return a task's metrics of what ``model`` says, in batches of a size."""
-    loader = loading.Loader(
-        template.examples[part], template.collate, size=size, place=ONE_RANK, device=torch.device("cpu")
-    )
+    sampling, device = loading.Sampling(size, ONE_RANK), torch.device("cpu")
+    loader = loading.Loader(template.examples[part], template.collate, sampling=sampling, device=device)
     return template.run_compute_metrics([model], loader)
 
 
@@ -149,10 +146,8 @@ def test_an_evaluation_masks_an_example_in_the_same_places(trained: Any) -> None
 
 def test_a_run_that_goes_on_masks_what_it_would_have_masked(trained: Any) -> None:
     template, _, _ = trained("masked_lm")
-    size, place, device = 2, ONE_RANK, torch.device("cpu")
-    loader = loading.Loader(
-        template.examples["train"], template.collate, size=size, place=place, device=device, shuffle=True
-    )
+    sampling, device = loading.Sampling(2, ONE_RANK, shuffle=True), torch.device("cpu")
+    loader = loading.Loader(template.examples["train"], template.collate, sampling=sampling, device=device)
     whole, later, anew = (list(loader.batches(*key)) for key in ((0,), (0, 2), (1,)))
     for one, other in zip(whole[2:], later, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])

@@ -284,7 +284,7 @@ def test_an_evaluation_has_each_sample_once_on_any_number_of_ranks(samples: int)
         seen = []
         for rank in range(world_size):
             place = ranks.Ranks(rank=rank, world_size=world_size)
-            loader = loading.Loader(list(range(samples)), size=2, place=place, device=CPU)
+            loader = loading.Loader(list(range(samples)), sampling=loading.Sampling(2, place), device=CPU)
             every = list(loader.held(0, once=True))
             assert len(every) == len(loader)
             seen += [number for held in every if held.counts for number in held.batch.tolist()]
@@ -294,7 +294,7 @@ def test_an_evaluation_has_each_sample_once_on_any_number_of_ranks(samples: int)
 def test_the_mean_of_an_evaluation_is_over_labels() -> None:
     engine = SimpleNamespace(device=CPU, args=SimpleNamespace(world_size=1), pairs=None, shifts_labels=False)
     template, model = Fine(engine), Words()  # type: ignore[arg-type]
-    loader = loading.Loader(ROWS, size=1, place=ranks.Ranks(), device=CPU)
+    loader = loading.Loader(ROWS, sampling=loading.Sampling(1, ranks.Ranks()), device=CPU)
     found = loop.mean_loss(
         template, lambda batches: template.run_forward_step(next(batches), model), loader.held(0), 4
     )

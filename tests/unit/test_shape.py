@@ -15,8 +15,8 @@ import shape
 
 # A ceiling falls with what it counts. It rises for a function that would read worse in parts: a reviewer sees
 # it here.
-COMPLEX = 47
-OWN_OF_MANY = 15
+COMPLEX = 29
+OWN_OF_MANY = 7
 LONGEST = 95  # lines, with the docstring
 GLOBAL = 3
 

@@ -133,30 +133,40 @@ def _read(
 ) -> Mapping[str, Dataset]:
     """Return the rows of each part; ``kept``: where what is read of files is kept, for ``load_dataset``."""
     library = _library()
-    path = Path(name)
-    saved = _saved(path)
-    if config is not None and (path.is_file() or saved):
-        kind = "a folder of save_to_disk" if saved else "a file"
-        raise UsageError(
-            f"--data-name {config} with --data-path {name}, {kind}",
-            "a data set that has configurations",
-            "Leave --data-name out.",
-        )
+    if config is not None:
+        _require_configurations(name, config)
     try:
         with _without_remarks(library):
-            if files:
-                return _files(library, files, kept or {})
-            if saved:
-                dataset_folders.require_own_files(path, f"--data-path {name}")
-                found = library.load_from_disk(str(path))
-                return found if "dataset_dict.json" in saved else {"train": found}
-            if path.suffix in _FORMATS and not path.exists():
-                raise FileNotFoundError("no such file")
-            return _of_the_hub(library, name, config)
+            return _files(library, files, kept or {}) if files else _opened(library, name, config)
     except UsageError:
         raise
     except Exception as error:  # builders raise what their parsers do
         raise _refused(name, config, files, error) from error
+
+
+def _require_configurations(name: str, config: str) -> None:
+    """Refuse a configuration of what can have none: a file, or a folder of save_to_disk."""
+    saved = _saved(Path(name))
+    if saved or Path(name).is_file():
+        raise UsageError(
+            f"--data-name {config} with --data-path {name}, "
+            f"{'a folder of save_to_disk' if saved else 'a file'}",
+            "a data set that has configurations",
+            "Leave --data-name out.",
+        )
+
+
+def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
+    """Return what a folder of save_to_disk holds, or the hub's data set of that name."""
+    path = Path(name)
+    saved = _saved(path)
+    if saved:
+        dataset_folders.require_own_files(path, f"--data-path {name}")
+        found = library.load_from_disk(str(path))
+        return found if "dataset_dict.json" in saved else {"train": found}
+    if path.suffix in _FORMATS and not path.exists():
+        raise FileNotFoundError("no such file")
+    return _of_the_hub(library, name, config)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import random
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,38 @@ _OF_SAMPLES = 1  # in a key: behind it come places of samples, not numbers of mi
 _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are collated", default=None)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Which samples of a data set are in which batch of a rank.
+
+    Attributes:
+        size: samples of a rank's batch.
+        place: of the rank among those that share the data.
+        shuffle: draw an order for each epoch; else the data set's own.
+        whole: ranks x batches of one step that must be full: what does not fill a step of so many batches is
+            left out. 0: everything is there once; on the last step ranks may have smaller batches, and
+            where samples cannot be dealt out evenly the last one is repeated (``Loader.remainder`` tells).
+        seed: of order and of what ``collate_fn`` draws.
+        repeats: each time through it is the first time again: what an evaluation draws is always the same.
+    """
+
+    size: int
+    place: Ranks
+    shuffle: bool = False
+    whole: int = 0
+    seed: int = 0
+    repeats: bool = False
+
+
 class Loader:
     """A rank's batches of a data set; iterating goes through it once, each time an epoch further.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``; not streamed.
         collate_fn: makes a batch of a list of samples.
-        size: samples of a rank's batch.
-        place: of the rank among those that share the data.
+        sampling: which samples are in which batch.
         device: where batches are moved to.
-        shuffle: draw an order for each epoch; else the data set's own.
-        whole: ranks x batches of one step that must be full: what does not fill a step of so many batches is
-            left out. 0: everything is there once; on the last step ranks may have smaller batches, and
-            where samples cannot be dealt out evenly the last one is repeated (``remainder`` tells).
-        seed: of order and of what ``collate_fn`` draws.
         workers: processes that prepare batches.
-        repeats: each time through it is the first time again: what an evaluation draws is always the same.
-        what: the data set, as an error names it.
         look: is shown each batch before it is moved, and raises an error if it cannot be.
 
     Raises:
@@ -59,35 +75,29 @@ class Loader:
         dataset: Any,
         collate_fn: Collate | None = None,
         *,
-        size: int,
-        place: Ranks,
+        sampling: Sampling,
         device: torch.device,
-        shuffle: bool = False,
-        whole: int = 0,
-        seed: int = 0,
         workers: int = 0,
-        repeats: bool = False,
-        what: str = "the data set",
         look: Callable[[Any], None] | None = None,
     ) -> None:
-        require_length(dataset, what)
+        require_length(dataset, "the data set")
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
-        self.size, self.place, self.device = size, place, device
-        self.shuffle, self.whole, self.seed, self.workers = shuffle, whole, seed, workers
+        self.sampling, self.device, self.workers = sampling, device, workers
         self.remainder = 0
         """Samples of all ranks in the last step, while it is being used and is not full; else 0."""
-        self._epoch, self._repeats, self._look = 0, repeats, look
+        self._epoch, self._look = 0, look
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
-        samples, together = len(self.dataset), self.size * self.place.world_size
-        if self.whole:
-            return samples // (self.size * self.whole) * (self.whole // self.place.world_size)
+        asked, ranks = self.sampling, self.sampling.place.world_size
+        samples, together = len(self.dataset), asked.size * ranks
+        if asked.whole:
+            return samples // (asked.size * asked.whole) * (asked.whole // ranks)
         return -(-samples // together)
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.batches(self._epoch)
-        self._epoch += not self._repeats
+        self._epoch += not self.sampling.repeats
         return batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
@@ -112,11 +122,11 @@ class Loader:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout draws from
         )
-        full = self.size * self.place.world_size
+        full = self.sampling.size * self.sampling.place.world_size
         left = len(self.dataset) - (len(self) - 1) * full
         try:
             for number, batch in enumerate(loader, start):
-                if not self.whole and number == len(self) - 1 and left < full:
+                if not self.sampling.whole and number == len(self) - 1 and left < full:
                     self.remainder = left
                 if self._look is not None:
                     self._look(batch)
@@ -138,9 +148,9 @@ class Loader:
 
     def _order(self, epoch: int) -> Sequence[int]:
         samples = len(self.dataset)
-        if not self.shuffle:
+        if not self.sampling.shuffle:
             return range(samples)
-        generator = torch.Generator().manual_seed(_seed(self.seed, epoch))
+        generator = torch.Generator().manual_seed(_seed(self.sampling.seed, epoch))
         return torch.randperm(samples, generator=generator).tolist()
 
 
@@ -149,8 +159,8 @@ class _Batches(Dataset):
 
     def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
-        self._size, self._place, self._once = loader.size, loader.place, once
-        self._key = (loader.seed, epoch)
+        self._size, self._place, self._once = loader.sampling.size, loader.sampling.place, once
+        self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
         """Return the place in the order of the first sample of a batch; it may be behind the last one."""

@@ -224,10 +224,14 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
     except pickle.UnpicklingError as error:
         raise _refused(name, safe_load.refused_name(error)) from error
     except Exception as error:  # a stranger's folder may hold anything, and stumble anywhere
-        reason = "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
-        if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
-            reason = "no such folder, nor is it in the hub's cache, and the hub is out of reach"
-        raise _refused(name, reason) from error
+        raise _refused(name, _reason_of(name, error)) from error
+
+
+def _reason_of(name: str, error: Exception) -> str:
+    """Return why a model could not be loaded, in a line."""
+    if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
+        return "no such folder, nor is it in the hub's cache, and the hub is out of reach"
+    return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
 def _was_not_asked(error: BaseException) -> bool:

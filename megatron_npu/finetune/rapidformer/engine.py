@@ -17,7 +17,7 @@ from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo, loader_workers
 from megatron_npu.finetune.data import plain_padding, vocabulary
-from megatron_npu.finetune.data.loading import Collate, Loader, require_length
+from megatron_npu.finetune.data.loading import Collate, Loader, Sampling, require_length
 from megatron_npu.finetune.data.padding import LONGEST, bucketed, buckets
 from megatron_npu.finetune.model import pair_losses
 from megatron_npu.finetune.model.prepare import AdamOptions, Prepared, prepare
@@ -197,10 +197,10 @@ class RapidformerEngine:
         self._loaders.append(loader)
         return loader
 
-    def loader(self, dataset: Any, collate_fn: Collate | None, **options: Any) -> Loader:
+    def loader(self, dataset: Any, collate_fn: Collate | None, **sampling: Any) -> Loader:
         """Return a ``Loader`` for this rank, under ``--dynamic-shape`` of batches of few lengths.
 
-        The options are described there.
+        ``sampling`` is described there, at ``Sampling``.
         """
         args = self.args
         if args.dynamic_shape:
@@ -208,13 +208,10 @@ class RapidformerEngine:
         return Loader(
             dataset,
             collate_fn,
-            size=args.micro_batch_size,
-            place=self.place,
+            sampling=Sampling(args.micro_batch_size, self.place, seed=args.seed, **sampling),
             device=self.device,
-            seed=args.seed,
             workers=args.num_workers,
             look=lambda batch: vocabulary.require_known(batch, self.vocabulary),
-            **options,
         )
 
     def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:

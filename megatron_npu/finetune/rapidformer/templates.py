@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data import labels, vocabulary
-from megatron_npu.finetune.data.loading import Collate, Loader
+from megatron_npu.finetune.data.loading import Collate, Loader, require_length
 from megatron_npu.finetune.model import pair_losses
 from megatron_npu.finetune.rapidformer import megatron_models, providers
 from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
@@ -95,9 +95,8 @@ class Template:
     def _training_loader(self, data: providers.Datasets, shuffle: bool) -> Loader:
         args = self.engine.args
         steps = args.global_batch_size // args.micro_batch_size
-        loader = self.engine.loader(
-            data.train, data.collate_fn, shuffle=shuffle, whole=steps, what="the training data"
-        )
+        require_length(data.train, "the training data")
+        loader = self.engine.loader(data.train, data.collate_fn, shuffle=shuffle, whole=steps)
         if not len(loader):
             raise UsageError(
                 f"{len(data.train)} training samples with --global-batch-size {args.global_batch_size}",
@@ -168,9 +167,8 @@ class Finetuner(Template):
             return evaluate
 
         test = None if labels.not_given_away(data.test) else data.test
-        return loop.Loop(
-            self, prepared, plan, batches, forward, evaluation_on(data.valid), evaluation_on(test)
-        ).run()
+        evaluations = loop.Evaluations(evaluation_on(data.valid), evaluation_on(test))
+        return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def finetune(self) -> Outcome:
         """Do what ``train`` does, under the name that the document's text has."""
@@ -221,9 +219,8 @@ class PreTrainer(Template):
             held = functools.partial(loader.held_forever, once=True)
             return lambda: Evaluation(loop.mean_loss(self, forward, held(), micro_batches), {})
 
-        return loop.Loop(
-            self, prepared, plan, batches, forward, evaluation_on(data.valid), evaluation_on(data.test)
-        ).run()
+        evaluations = loop.Evaluations(evaluation_on(data.valid), evaluation_on(data.test))
+        return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def pretrain(self) -> Outcome:
         """Do what ``train`` does, under the name that the document's text has."""

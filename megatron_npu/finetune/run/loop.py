@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,18 @@ Forward = Callable[[Iterator[Any]], Any]
 Evaluate = Callable[[], Evaluation]
 
 
+class Evaluations(NamedTuple):
+    """What a training measures besides its own losses.
+
+    Attributes:
+        valid: on the validation data; None: there are none.
+        test: the same on the test data, once, at the end.
+    """
+
+    valid: Evaluate | None
+    test: Evaluate | None = None
+
+
 class Loop:
     """Trains what was prepared.
 
@@ -46,8 +58,7 @@ class Loop:
         plan: how long the training is.
         batches: of training.
         forward: takes the next micro-batch and returns its loss, or losses.
-        evaluate: on the validation data; None: there are none.
-        test: the same on the test data, once, at the end.
+        evaluations: on validation and test data.
     """
 
     def __init__(
@@ -57,13 +68,12 @@ class Loop:
         plan: RunPlan,
         batches: Loader,
         forward: Forward,
-        evaluate: Evaluate | None,
-        test: Evaluate | None = None,
+        evaluations: Evaluations,
     ) -> None:
         self.template, self.engine = template, template.engine
         self.plan, self.args = plan, plan.settled(self.engine.args)
         self.prepared, self.batches, self.forward = prepared, batches, forward
-        self.evaluate, self.test = evaluate, test
+        self.evaluations = evaluations
         self.outcome = Outcome()
         self.iteration = 0
         self.clock = Clock()
@@ -227,16 +237,16 @@ class Loop:
         return values / self.args.world_size
 
     def _evaluate(self) -> None:
-        if self.evaluate is None:
+        if self.evaluations.valid is None:
             return
-        found = self._found_by(self.evaluate)
+        found = self._found_by(self.evaluations.valid)
         self.outcome.evaluations[self.iteration] = found
         self.report.evaluation(self.iteration, found.loss, found.metrics)
 
     def _test(self) -> None:
-        if self.test is None:
+        if self.evaluations.test is None:
             return
-        self.outcome.test = found = self._found_by(self.test)
+        self.outcome.test = found = self._found_by(self.evaluations.test)
         self.report.test(self.iteration, found.loss, found.metrics)
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:

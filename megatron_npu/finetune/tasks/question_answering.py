@@ -205,14 +205,19 @@ def _encode(
     ]
     nowhere = _nowhere_in(tokens["input_ids"], tokenizer)
     places = [_place(offsets[window], answers[row], nowhere[window]) for window, row in enumerate(of_rows)]
+    first, last = _columns(places)
     return {
         **tokens,
-        "start_positions": [first for first, _ in places],
-        "end_positions": [last for _, last in places],
+        "start_positions": first,
+        "end_positions": last,
         "row": [indices[row] for row in of_rows],
         "unanswered": [not answers[row][0] for row in of_rows],
         "offsets": [[list(place) for place in own] for own in offsets],
     }
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -114,11 +114,15 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
         return None
     for down in linears:
         first, second = (name for name in linears if name != down)
-        shapes = [linears[name].weight.shape for name in (first, second, down)]
-        is_square = shapes[0] == shapes[2]
-        if shapes[0] == shapes[1] == shapes[2][::-1] and not (is_square and down != list(linears)[-1]):
+        if _leads_back(linears, first, second, down):
             return first, second, down, curve_of(functions[0])
     return None
+
+
+def _leads_back(linears: dict[str, Any], first: str, second: str, down: str) -> bool:
+    """Return whether ``down`` leads back from what the two others yield; of squares it is the last one."""
+    shape, beside, back = (linears[name].weight.shape for name in (first, second, down))
+    return shape == beside == back[::-1] and (shape != back or down == list(linears)[-1])
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:

@@ -86,11 +86,11 @@ def make_mask(
     masks = importlib.import_module("transformers.masking_utils")
     triangle = mask_function is masks.causal_mask_function
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
-    limited = others.get("local_size") is not None or others.get("use_vmap", False)
+    plain = whole and mask_function in (masks.causal_mask_function, masks.bidirectional_mask_function)
     if (
-        (triangle or mask_function is masks.bidirectional_mask_function)
-        and (whole and not limited and not torch.compiler.is_compiling())
-        and (attention_mask is not None and attention_mask.shape == (batch_size, kv_length))
+        (plain and not _is_limited(others) and not torch.compiler.is_compiling())
+        and attention_mask is not None
+        and attention_mask.shape == (batch_size, kv_length)
     ):
         seen = attention_mask.to(torch.bool)[:, None, None, :]
         seen.__dict__["_triangle"] = triangle
@@ -105,6 +105,11 @@ def make_mask(
         attention_mask=attention_mask,
         **others,
     )
+
+
+def _is_limited(further: dict[str, Any]) -> bool:
+    """Return whether a mask is asked for that hides more than padding and what comes later."""
+    return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
 def attend(

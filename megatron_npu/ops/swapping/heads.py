@@ -232,13 +232,25 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     given: tuple[Tensor, ...] = (input, weight) if bias is None else (input, weight, bias)
-    learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
-    if not learns or bound_elsewhere(input) or torch.jit.is_tracing():
-        return plain(module, input)
-    if module._forward_pre_hooks or module._forward_hooks:  # DeepSpeed's ZeRO-3 puts the weight away in one
-        calls_left.setdefault(module, "it has hooks, which want its output, or its weight after it")
+    if not _is_for_a_loss(module, given):
         return plain(module, input)
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         given = tuple(each.to(dtype) for each in given)
     return Unmade(module, *given) if len({each.dtype for each in given}) == 1 else plain(module, input)
+
+
+def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
+    """Return whether gradients of the logits are wanted and nobody is known to read them whole.
+
+    Args:
+        module: the output layer.
+        given: its input, its weight and its bias.
+    """
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+    if not learns or bound_elsewhere(given[0]) or torch.jit.is_tracing():
+        return False
+    if module._forward_pre_hooks or module._forward_hooks:  # DeepSpeed's ZeRO-3 puts the weight away in one
+        calls_left.setdefault(module, "it has hooks, which want its output, or its weight after it")
+        return False
+    return True

@@ -64,20 +64,26 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
 
 def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
     weight, bias = module.weight, module.bias
-    in_graph = torch.compiler.is_compiling()
-    if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
-        return own_forward(module, input)
     autocast = torch.is_autocast_enabled(input.device.type)
     dtype = torch.get_autocast_dtype(input.device.type) if autocast else input.dtype
-    wide = not in_graph and looks_for_dead_rows(weight.size(1 if transposed else 0))
-    if not faster_than_torch(dtype) and (in_graph or autocast) and not wide:
-        return own_forward(module, input)  # autocast keeps its copy of the weight
+    if _is_torchs(input, dtype, autocast, rows=weight.size(1 if transposed else 0)):
+        return own_forward(module, input)
     if autocast:
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if weight.dtype is not input.dtype:
         return own_forward(module, input)  # the error is torch's to raise
-    return (in_a_graph if in_graph else linear)(input, weight, bias, transposed)
+    return (in_a_graph if torch.compiler.is_compiling() else linear)(input, weight, bias, transposed)
+
+
+def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
+    """Return whether a call is left to torch: it is for another device, or torch is not slower."""
+    in_graph = torch.compiler.is_compiling()
+    if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
+        return True
+    if faster_than_torch(dtype) or (not in_graph and looks_for_dead_rows(rows)):
+        return False
+    return in_graph or autocast  # autocast keeps its copy of the weight
 
 
 def _dropout(module: Any, input: Tensor) -> Tensor:

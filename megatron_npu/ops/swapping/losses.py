@@ -123,8 +123,7 @@ def _torch_loss(
 ) -> Tensor:
     """``F.cross_entropy``, which is ``theirs``, by the operation; in the dtype of torch's own result."""
     plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
-    tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-    if not plain or not tokens or input.size(1) < _SMALLEST or input.device.type != devices.current().name:
+    if not plain or not _is_of_tokens(input, target):
         return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     losses = input.losses(target, ignore_index) if isinstance(input, heads.Unmade) else None
     if losses is None:
@@ -132,6 +131,12 @@ def _torch_loss(
     if reduction == "mean":
         losses = losses.sum() / (target != ignore_index).sum()
     return (losses.sum() if reduction == "sum" else losses).to(_dtype_of_torchs_loss(input))
+
+
+def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
+    """Return whether it is a loss of tokens, on our device, of a vocabulary that is worth a kernel."""
+    tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 
 
 def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:

@@ -29,44 +29,48 @@ class Vocabulary(NamedTuple):
     ignored: int | None = None
 
 
+class _Sums(NamedTuple):
+    """What the forward kernel writes for each row, fp32; where it writes none, one of the others stands.
+
+    Attributes:
+        normalizers: the logarithm of the sum of exponentials.
+        predicted: the target's logit.
+        totals: the sum of logits, for smoothing.
+        losses: of a vocabulary that is whole.
+    """
+
+    normalizers: Tensor
+    predicted: Tensor
+    totals: Tensor
+    losses: Tensor
+
+
 def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, Tensor]:
     """Return losses and normalizers ``[rows]``, fp32, of ``[rows, v]`` that are the whole vocabulary."""
     losses, normalizers = _of_rows(logits), _of_rows(logits)
-    _forward(logits, targets, words, normalizers, normalizers, normalizers, losses, True)
+    _forward(logits, targets, words, _Sums(normalizers, normalizers, normalizers, losses), is_whole=True)
     return losses, normalizers
 
 
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
     """Return normalizers, the targets' logits, and with smoothing the sums of logits, of a rank's part."""
     normalizers, predicted = _of_rows(logits), _of_rows(logits)
-    if not words.share:
-        _forward(logits, targets, words, normalizers, predicted, predicted, predicted, False)
-        return normalizers, predicted
-    totals = _of_rows(logits)
-    _forward(logits, targets, words, normalizers, predicted, totals, predicted, False)
-    return normalizers, predicted, totals
+    totals = _of_rows(logits) if words.share else predicted
+    _forward(logits, targets, words, _Sums(normalizers, predicted, totals, predicted), is_whole=False)
+    return (normalizers, predicted, totals) if words.share else (normalizers, predicted)
 
 
 def _of_rows(logits: Tensor) -> Tensor:
     return torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
 
 
-def _forward(
-    logits: Tensor,
-    targets: Tensor,
-    words: Vocabulary,
-    normalizers: Tensor,
-    predicted: Tensor,
-    totals: Tensor,
-    losses: Tensor,
-    is_whole: bool,
-) -> None:
+def _forward(logits: Tensor, targets: Tensor, words: Vocabulary, sums: _Sums, *, is_whole: bool) -> None:
     from megatron_npu.ops.triton.kernels import cross_entropy as kernels
 
     rows, width = logits.shape
     launch(
-        *(kernels.forward, (rows,), normalizers),
-        *(logits, targets, normalizers, predicted, totals, losses, logits.stride(0), width),
+        *(kernels.forward, (rows,), sums.normalizers),
+        *(logits, targets, *sums, logits.stride(0), width),
         *(words.start, _ignored(words), words.share, float(words.size)),
         *(is_whole, words.share != 0.0, words.ignored is not None, min(_BLOCK, max(16, power_of_two(width)))),
         num_warps=8,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,46 @@ _PER_PROCESSOR = 4  # programs, each with its partial sums
 
 Keep = Callable[[Tensor, Tensor], bool]
 Gradients = tuple[Tensor | None, ...]
+
+
+class Scale(NamedTuple):
+    """What a norm does to a row whose deviation is 1: ``weight`` times it, plus ``bias``.
+
+    Attributes:
+        weight: ``[h]``.
+        bias: likewise; None: it is an RMS norm.
+        eps: added to the variance.
+        centered: the factor is ``1 + weight``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centered: bool
+
+
+class Residual(NamedTuple):
+    """What a norm's input is added to before: the norm is of ``residual + dropout(x + shift)``.
+
+    Attributes:
+        residual: like the input.
+        shift: ``[h]``, or None.
+        dropped: what is drawn; None: nothing is dropped.
+        total: where the sum is written to.
+    """
+
+    residual: Tensor
+    shift: Tensor | None
+    dropped: Dropped | None
+    total: Tensor
+
+
+class Kept(NamedTuple):
+    """What backward needs of a norm: what it was of, means (of layer norm), and 1 / deviations."""
+
+    x: Tensor
+    means: Tensor
+    rstds: Tensor
 
 
 @functools.lru_cache(maxsize=64)
@@ -47,8 +87,9 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
     ) -> Tensor:
-        output, saved = normalised(input, weight, bias, eps, centered)
-        ctx.save_for_backward(*saved, weight)
+        x = input.contiguous()
+        output = torch.empty_like(x)
+        ctx.save_for_backward(*forward(x, Scale(weight, bias, eps, centered), output), weight)
         ctx.layer, ctx.centered = bias is not None, centered
         ctx.bias_dtype = None if bias is None else bias.dtype
         return output
@@ -56,8 +97,8 @@ class Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, means, rstds, weight = ctx.saved_tensors
-        d_x, _, partial = backward(ctx, grad, None, x, means, rstds, weight)
+        *kept, weight = ctx.saved_tensors
+        d_x, _, partial = backward(ctx, grad, None, Kept(*kept), weight)
         if not ctx.layer:
             return d_x, sum_of_partial(partial, weight.dtype), None, None, None
         if ctx.bias_dtype is weight.dtype:
@@ -68,30 +109,12 @@ class Norm(torch.autograd.Function):
         return d_x, d_weight.to(weight.dtype), d_bias.to(ctx.bias_dtype), None, None
 
 
-def normalised(
-    input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return the norm, and what backward needs: the input, means (of layer norm) and 1 / deviations."""
-    x = input.contiguous()
-    output = torch.empty_like(x)
-    return output, forward(x, None, None, None, None, weight, bias, output, eps, centered)
-
-
-def forward(
-    x: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    total: Tensor | None,
-    dropped: Dropped | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    eps: float,
-    centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the norm of ``x``, or of ``total``, its sum with a residual, and return what backward needs."""
+def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = None) -> Kept:
+    """Write the norm of ``x``, or of its sum with a residual, to ``output``; return what backward needs."""
     from megatron_npu.ops.triton.kernels import norm as kernels
 
+    weight, bias, eps, centered = scale
+    residual, shift, dropped, total = added or (None,) * 4
     width, rows = x.size(-1), _rows(x)
     tall, columns, _, warps = _cut(rows, width, x.device)
     rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -105,7 +128,7 @@ def forward(
         *(tall, columns),
         num_warps=warps,
     )
-    return _or(total, x), means, rstds
+    return Kept(_or(total, x), means, rstds)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -117,9 +140,7 @@ def backward(
     ctx: Any,
     grad: Tensor,
     of_total: Tensor | None,
-    x: Tensor,
-    means: Tensor,
-    rstds: Tensor,
+    kept: Kept,
     weight: Tensor,
     dropped: Dropped | None = None,
     shifted: bool = False,
@@ -127,6 +148,7 @@ def backward(
     """Return the gradients of the norm's input and of what was dropped in part, and the partial sums."""
     from megatron_npu.ops.triton.kernels import norm as kernels
 
+    x, means, rstds = kept
     width, rows, grad = x.size(-1), _rows(x), grad.contiguous()
     of_total = None if of_total is None else of_total.contiguous()
     tall, columns, per, warps = _cut(rows, width, x.device)

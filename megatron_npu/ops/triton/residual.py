@@ -85,7 +85,8 @@ class AddNorm(torch.autograd.Function):
         dropped = drawn(p, x.device)
         x, residual = x.contiguous(), residual.contiguous()
         output, total = torch.empty_like(x), torch.empty_like(x)
-        kept = norm.forward(x, shift, residual, total, dropped, weight, bias, output, eps, centered)
+        added = norm.Residual(residual, shift, dropped, total)
+        kept = norm.forward(x, norm.Scale(weight, bias, eps, centered), output, added)
         ctx.save_for_backward(*kept, weight, None if dropped is None else dropped.seed)
         ctx.dropped = None if dropped is None else dropped[1:]
         ctx.layer, ctx.centered, ctx.keep = bias is not None, centered, keep
@@ -97,14 +98,14 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, of_total: Tensor | None) -> Gradients:
-        x, means, rstds, weight, seed = ctx.saved_tensors
+        *kept, weight, seed = ctx.saved_tensors
         if grad is None:
             if of_total is None:
                 return (None,) * 9
-            grad = torch.zeros_like(x)
+            grad = torch.zeros_like(kept[0])
         dropped = None if seed is None else Dropped(seed, *ctx.dropped)
         d_total, d_x, partial = norm.backward(
-            ctx, grad, of_total, x, means, rstds, weight, dropped, ctx.shifted
+            ctx, grad, of_total, norm.Kept(*kept), weight, dropped, ctx.shifted
         )
         found = iter(_of_parameters(ctx, partial))
         d_weight, d_bias = next(found), next(found) if ctx.layer else None

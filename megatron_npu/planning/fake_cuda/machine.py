@@ -64,9 +64,6 @@ class Tensors(FakeTensorMode):
         return result
 
 
-_SAME_VALUE = {
-    getattr(torch.ops.aten, name) for name in "select unbind view detach alias _to_copy clone to".split()
-} | {torch.ops.prims.device_put}
 _ARITHMETIC = {
     torch.ops.aten.gt: operator.gt,
     torch.ops.aten.mul: operator.mul,
@@ -80,34 +77,82 @@ def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]
     a list of values if the caller has said which.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
-    if packet is torch.ops.aten.full:
-        result.value = args[1]
-    elif packet is torch.ops.aten.all:
-        result.value = True
-    elif packet is torch.ops.c10d.broadcast_:
-        for tensor in args[0]:
-            tensor.value = received.get(tensor.numel(), 0) if tensor.dtype is torch.int64 else 0
-    elif packet is torch.ops.c10d.allreduce_:  # ranks that count themselves
-        size = dist.ProcessGroup.unbox(args[1]).size()
-        for tensor in args[0]:
-            if hasattr(tensor, "value"):
-                tensor.value *= size
-    elif packet in _ARITHMETIC:  # 285068c8 compares and multiplies the sizes that it receives
-        numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
-        if not any(number is None or isinstance(number, list) for number in numbers):
-            result.value = _ARITHMETIC[packet](*numbers)
-    elif packet is torch.ops.aten.select and isinstance(_known(args[0]), list):
-        result.value = _known(args[0])[args[2]]
-    elif packet is torch.ops.aten.unbind and isinstance(_known(args[0]), list):
-        for tensor, value in zip(result, _known(args[0]), strict=True):
-            tensor.value = value
-    elif packet in _SAME_VALUE and _known(args[0]) is not None:
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            tensor.value = _known(args[0])
+    if packet is torch.ops.c10d.broadcast_:
+        _note_received(args[0], received)
+    elif packet in _VALUES:
+        _VALUES[packet](args, result)
+    elif packet in _ARITHMETIC:
+        _compute(_ARITHMETIC[packet], args, result)
     elif packet is not func and func._schema.is_mutable:
         for tensor in args:
             if hasattr(tensor, "value"):
                 del tensor.value
+
+
+def _note_received(tensors: list[Any], received: dict[int, list[int]]) -> None:
+    for tensor in tensors:
+        tensor.value = received.get(tensor.numel(), 0) if tensor.dtype is torch.int64 else 0
+
+
+def _compute(operation: Callable[[Any, Any], Any], args: Any, result: Any) -> None:
+    """Note what comes of two numbers: 285068c8 compares and multiplies the sizes that it receives."""
+    numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
+    if not any(number is None or isinstance(number, list) for number in numbers):
+        result.value = operation(*numbers)
+
+
+def _fill(args: Any, result: Any) -> None:
+    result.value = args[1]
+
+
+def _affirm(args: Any, result: Any) -> None:
+    result.value = True
+
+
+def _add_over_ranks(args: Any, result: Any) -> None:
+    """Multiply by the number of ranks: they count themselves."""
+    size = dist.ProcessGroup.unbox(args[1]).size()
+    for tensor in args[0]:
+        if hasattr(tensor, "value"):
+            tensor.value *= size
+
+
+def _hand_on(args: Any, result: Any) -> None:
+    value = _known(args[0])
+    if value is not None:
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            tensor.value = value
+
+
+def _select(args: Any, result: Any) -> None:
+    values = _known(args[0])
+    if isinstance(values, list):
+        result.value = values[args[2]]
+    else:
+        _hand_on(args, result)
+
+
+def _unbind(args: Any, result: Any) -> None:
+    values = _known(args[0])
+    if not isinstance(values, list):
+        return _hand_on(args, result)
+    for tensor, value in zip(result, values, strict=True):
+        tensor.value = value
+
+
+# What notes the values of an operation's result, by the operation.
+_VALUES: dict[Any, Callable[[Any, Any], None]] = {
+    torch.ops.aten.full: _fill,
+    torch.ops.aten.all: _affirm,
+    torch.ops.c10d.allreduce_: _add_over_ranks,
+    torch.ops.aten.select: _select,
+    torch.ops.aten.unbind: _unbind,
+    torch.ops.prims.device_put: _hand_on,
+    **{
+        getattr(torch.ops.aten, name): _hand_on
+        for name in ("view", "detach", "alias", "_to_copy", "clone", "to")
+    },
+}
 
 
 def _known(tensor: Tensor) -> Any:

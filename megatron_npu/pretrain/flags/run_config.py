@@ -12,7 +12,7 @@ import argparse
 import difflib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,36 +149,51 @@ def _preset(name: str) -> str:
 
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag of a file with its values; a switch that is false is left out."""
+    flags = {flag: action for action in parser._actions for flag in action.option_strings}
+    seen: set[str] = set()
+    for where, line in _lines(path):
+        given, value = _flag_and_value(line, where)
+        name = _known_flag(given, flags, where)
+        if name in seen:
+            raise UsageError(f"{where}: {name} a second time", "each flag once", "Remove one of the lines.")
+        seen.add(name)
+        values = _values(value, where)
+        if flags[name].nargs != 0:
+            yield name, values
+        elif values not in (["true"], ["false"]):
+            raise UsageError(f"{where}: {name} {value}", "true or false", "It is a switch.")
+        elif values == ["true"]:
+            yield name, []
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield where a line that says something is, and the line without its comment."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: {error}", "a readable file of flags", "Check the path.") from None
-    flags = {flag: action for action in parser._actions for flag in action.option_strings}
-    seen: set[str] = set()
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
         text = _without_comment(line)
-        if not text or text == "---":
-            continue
-        match = None if line[0].isspace() else _LINE.match(text)
-        if match is None or not match["value"]:
-            raise UsageError(f"{where}: {text}", "flag: value", "Write one flag a line, lists as [a, b].")
-        # Megatron's names have both: --override-opt_param-scheduler
-        name = next((f"--{each}" for each in _spelt(match["name"]) if f"--{each}" in flags), "")
-        if not name or name in ("--help", "--config"):
-            near = difflib.get_close_matches(f"--{match['name']}", flags, n=3)
-            expected = " or ".join(near) if near else "a flag of `megatron-npu pretrain --help`"
-            raise UsageError(f"{where}: no flag {match['name']}", expected, "Correct the name.")
-        if name in seen:
-            raise UsageError(f"{where}: {name} a second time", "each flag once", "Remove one of the lines.")
-        seen.add(name)
-        values = _values(match["value"], where)
-        if flags[name].nargs != 0:
-            yield name, values
-        elif values not in (["true"], ["false"]):
-            raise UsageError(f"{where}: {name} {match['value']}", "true or false", "It is a switch.")
-        elif values == ["true"]:
-            yield name, []
+        if text.strip() not in ("", "---"):
+            yield f"{path}, line {number}", text
+
+
+def _flag_and_value(line: str, where: str) -> tuple[str, str]:
+    """Return what stands before the colon and behind it; a line that is moved in says neither."""
+    match = None if line[0].isspace() else _LINE.match(line)
+    if match is None or not match["value"]:
+        raise UsageError(f"{where}: {line.strip()}", "flag: value", "Write one flag a line, lists as [a, b].")
+    return match["name"], match["value"]
+
+
+def _known_flag(given: str, flags: Collection[str], where: str) -> str:
+    """Return the flag that a line names; Megatron's names have both: --override-opt_param-scheduler."""
+    name = next((f"--{each}" for each in _spelt(given) if f"--{each}" in flags), "")
+    if name and name not in ("--help", "--config"):
+        return name
+    near = difflib.get_close_matches(f"--{given}", flags, n=3)
+    expected = " or ".join(near) if near else "a flag of `megatron-npu pretrain --help`"
+    raise UsageError(f"{where}: no flag {given}", expected, "Correct the name.")
 
 
 def _spelt(name: str) -> tuple[str, str]:
@@ -186,7 +201,7 @@ def _spelt(name: str) -> tuple[str, str]:
 
 
 def _without_comment(line: str) -> str:
-    return re.sub(r"""(^|\s)#(?=(?:[^"']|"[^"]*"|'[^']*')*$).*""", "", line).strip()
+    return re.sub(r"""(^|\s)#(?=(?:[^"']|"[^"]*"|'[^']*')*$).*""", "", line).rstrip()
 
 
 def _values(text: str, where: str) -> list[str]:

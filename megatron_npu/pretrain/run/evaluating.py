@@ -13,13 +13,14 @@ from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.rows import Rows
 from megatron_npu.pretrain.checkpoint import checkpoints
-from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.checkpoint.checkpoints import Position
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.data import validation
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.drawn_texts import Samples
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run import loss
+from megatron_npu.pretrain.run.outcome import Prepared
 
 
 class _TimeIsUpError(Exception):
@@ -31,8 +32,7 @@ class Evaluation:
 
     Args:
         args: what ``validation.check`` returned.
-        state: with the model.
-        datasets: of training, validation and test.
+        prepared: the model, and the data of training, validation and test.
         log: the run's log.
         batches: returns micro batches of a dataset, behind so many samples of it.
         forward: runs one global batch of them; returns this process's sum of losses and tokens, [2].
@@ -47,18 +47,17 @@ class Evaluation:
     def __init__(
         self,
         args: Namespace,
-        state: State,
-        datasets: data.Datasets,
+        prepared: Prepared,
         log: Log,
         batches: Callable[[Dataset | None, int], data.Batches],
         forward: Callable[[data.Batches], torch.Tensor],
         time_is_up: Callable[[], bool],
     ) -> None:
-        self.args, self.datasets, self.log = args, datasets, log
-        self._model, self._batches, self._forward = state.model, batches, forward
+        self.args, self.datasets, self.log = args, prepared.datasets, log
+        self._model, self._batches, self._forward = prepared.state.model, batches, forward
         self._time_is_up = time_is_up
-        self._sets = validation.sets(args, datasets)
-        self._samples = Samples(args, state.model) if args.sample_prompt else None
+        self._sets = validation.sets(args, self.datasets)
+        self._samples = Samples(args, self._model) if args.sample_prompt else None
         self.loss: float | None = None
         self.losses: dict[str, float] = {}
         self.test_loss: float | None = None

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
-from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
@@ -27,15 +26,12 @@ from megatron_npu.pretrain.run.clock import Clock
 from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.pretrain.run.evaluating import Evaluation
 from megatron_npu.pretrain.run.expert_losses import ExpertLosses
-from megatron_npu.pretrain.run.outcome import Outcome
+from megatron_npu.pretrain.run.outcome import Outcome, Prepared
 from megatron_npu.pretrain.run.pace import Pace
 from megatron_npu.pretrain.run.prediction_losses import PredictionLosses
 from megatron_npu.pretrain.run.saving import Saving
 from megatron_npu.pretrain.run.step_graph import StepGraph
 from megatron_npu.pretrain.run.termination import Deadline, Termination
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 OnGradients = Callable[[int, list[torch.nn.Module]], None]
 
@@ -45,10 +41,7 @@ class Trainer:
 
     Args:
         args: what ``validation.check`` returned.
-        config: the model's, connected to its optimizer.
-        state: model, optimizer and schedule.
-        datasets: of training and validation samples.
-        position: where the run begins.
+        prepared: model and data.
         log: the run's log.
         on_gradients: called in each iteration with its number and the chunks of the model, when every
             ``main_grad`` is complete and before the optimizer's step.
@@ -60,35 +53,29 @@ class Trainer:
     def __init__(
         self,
         args: Flags,
-        config: TransformerConfig,
-        state: State,
-        datasets: data.Datasets,
-        position: Position,
+        prepared: Prepared,
         log: Log,
         on_gradients: OnGradients | None = None,
         began: float | None = None,
     ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.args, self.config, self.state = args, config, state
+        self.args, self.log, self.on_gradients = args, log, on_gradients
+        self.state, self.datasets, self.position = prepared
         self.plan = RunPlan.of(args)
         self.of_experts = ExpertLosses.of(args)
         self.of_predictions = PredictionLosses(args.mtp_num_layers or 0)
-        self.datasets, self.log, self.on_gradients = datasets, log, on_gradients
-        self.begin = position.iteration
-        self.position = position
-        self.outcome = Outcome(position)
+        self.begin = self.position.iteration
+        self.outcome = Outcome(self.position)
         self.clock = Clock()
         self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
         self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
-        self.guard = Guard(args, state, self.spikes, log.say)
+        self.guard = Guard(args, self.state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         forward = functools.partial(self._forward, forward_only=True)
         self.deadline = Deadline(args.exit_duration_in_mins, time.monotonic() if began is None else began)
-        self.evaluation = Evaluation(
-            args, state, datasets, log, self.batches, forward, self.deadline.has_passed
-        )
-        self.saving = Saving(args, state, self.clock, log)
+        self.evaluation = Evaluation(args, prepared, log, self.batches, forward, self.deadline.has_passed)
+        self.saving = Saving(args, self.state, self.clock, log)
         compute = get_forward_backward_func()
         self.forward_backward: Callable[..., list[torch.Tensor]] = compute
         if args.cuda_graph_impl != "none":

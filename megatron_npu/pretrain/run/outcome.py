@@ -1,11 +1,27 @@
-"""How a run of the driver ended."""
+"""What a training of the driver begins with, and how it ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_npu.pretrain.checkpoint.checkpoints import Position
+from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.data.datasets import Datasets
+
+
+class Prepared(NamedTuple):
+    """A model that can be trained, and the data.
+
+    Attributes:
+        state: model, optimizer and schedule.
+        datasets: of training, validation and test samples.
+        position: where the run begins.
+    """
+
+    state: State
+    datasets: Datasets
+    position: Position
 
 
 @dataclass

@@ -27,7 +27,7 @@ from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import flops, history, log, sinks
 from megatron_npu.pretrain.report.dashboard.process import shown
 from megatron_npu.pretrain.run import initialize, last_words, loop, resume_changes
-from megatron_npu.pretrain.run.outcome import Outcome
+from megatron_npu.pretrain.run.outcome import Outcome, Prepared
 from megatron_npu.process import collector, extension_locks
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def train_chunks(
     journal = journal_of(args, position.iteration)
     try:
         _log_start(args, size, journal, position)
-        outcome = trainer(args, config, state, datasets, position, journal).run()
+        outcome = trainer(args, Prepared(state, datasets, position), journal).run()
         summary = _report(args, size, outcome, journal)
         journal.end(outcome.ended_by)
         return outcome, summary

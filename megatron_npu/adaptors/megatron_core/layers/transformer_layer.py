@@ -64,15 +64,20 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
         config: of all of them.
     """
     layers = list(layers)
-    for layer in layers:
-        if devices.current().name == "npu":  # elsewhere the kernel that reads a product adds its bias
+    if devices.current().name == "npu":  # elsewhere the kernel that reads a product adds its bias
+        for layer in layers:
             biased_product.let_layers_add(layer)
             _let_products_add_biases(layer)
-    modules = config.recompute_modules
-    if not residual_norms.without_recomputation(None, modules) or _moves_inputs_of_norms(config):
-        return
+    again = not residual_norms.without_recomputation(None, config.recompute_modules)
+    if not again and not _moves_inputs_of_norms(config):
+        _tell_norms(layers, final, config)
+
+
+def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
+    """Tell each part of the layers which norm reads the sum that it makes, where it may add for that norm."""
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
-    parts = [part for layer in layers for part in _parts(layer, "mlp" in (modules or ()))]
+    mlp_again = "mlp" in (config.recompute_modules or ())
+    parts = [part for layer in layers for part in _parts(layer, mlp_again)]
     for part, behind in pairwise([*parts, _Part(None, "", final, True)]):
         if part.own and (part.layer is behind.layer or not apart):
             _tell(part.layer, part.adds, behind.norm, here=part.layer is behind.layer)

@@ -73,12 +73,7 @@ def ranks(path: Path) -> RankFiles:
     """
     if alone := _file_in(path):
         return RankFiles(1, 1, {(0, 0): alone})
-    paths = {}
-    for folder in sorted(path.glob("mp_rank_*")):
-        named = _FOLDER.fullmatch(folder.name)
-        file = _file_in(folder)
-        if named and file:  # folders with optim.pt alone are the distributed optimizer's
-            paths[int(named[1]), int(named[2] or 0)] = file
+    paths = _by_rank(path)
     if not paths:
         raise _incomplete(path, f"no mp_rank_*/{NAMES[0]}")
     tensor, pipeline = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
@@ -86,6 +81,17 @@ def ranks(path: Path) -> RankFiles:
     if missing := sorted(wanted - paths.keys()):
         raise _incomplete(path, f"no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
     return RankFiles(tensor, pipeline, paths)
+
+
+def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
+    """Return the files that are there, by tensor and pipeline rank."""
+    paths = {}
+    for folder in sorted(path.glob("mp_rank_*")):
+        named = _FOLDER.fullmatch(folder.name)
+        file = _file_in(folder)
+        if named and file:  # folders with optim.pt alone are the distributed optimizer's
+            paths[int(named[1]), int(named[2] or 0)] = file
+    return paths
 
 
 def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> None:
