@@ -22,6 +22,7 @@ from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.replaced import Replaced
+from megatron_npu.checkpoint_files import stranger_weights
 from megatron_npu.patching.registry import Recorder
 from megatron_npu.process import deepspeed_device, extension_locks
 from megatron_npu.safe_files.checkpoint_values import data_only
@@ -95,15 +96,18 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         from megatron import get_args
 
         given = get_args()
-        load_arg = inspect.signature(original).bind(*args, **kwargs).arguments.get("load_arg", "load")
-        root = getattr(given, load_arg)
+        called = inspect.signature(original).bind(*args, **kwargs).arguments
+        root = getattr(given, called.get("load_arg", "load"))
         kinds = [kind for module in enumerations() for kind in vars(module).values()]
         named = [kind for kind in kinds if isinstance(kind, enum.EnumMeta)]
         place = _newest(given, root)
         of_scripts.require_same(root, place)
         compared = place if getattr(given, "verify_checkpoint", True) else None
         with of_scripts.verifying(compared, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
-            return original(*args, **kwargs)
+            iteration = original(*args, **kwargs)
+        if place is not None:
+            stranger_weights.tell_of_loaded(place, called["model"])
+        return iteration
 
     recorder.around(
         "megatron.checkpointing:save_checkpoint",

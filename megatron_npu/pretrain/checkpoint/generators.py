@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_npu import devices
 
@@ -50,12 +51,24 @@ def sharded_state() -> Any:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Put the generators into the states that ``state`` returned."""
+    """Put the generators into the states that ``state`` returned.
+
+    The device's, and Megatron's tracker of them, only if they are of such a device: a CPU's generator
+    (mt19937) has 5,056 bytes of state, an NPU's or a GPU's (Philox) 16. If not, rank 0 says so.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     device = devices.current()
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     device.set_host_rng_state(state["torch_rng_state"])
-    device.set_rng_state(state["cuda_rng_state"])
-    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    saved, own = state["cuda_rng_state"].numel(), device.rng_state().numel()
+    if saved == own:
+        device.set_rng_state(state["cuda_rng_state"])
+        get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    elif dist.get_rank() == 0:
+        print(
+            " the device's random generators begin with --seed, the host's go on: the checkpoint is of "
+            f"another kind of device ({saved} bytes of a generator's state, here {own})",
+            flush=True,
+        )

@@ -1,0 +1,49 @@
+"""What upstream makes on the host on every device: positions, routers, plain linear layers.
+
+Connects ``models.common.embeddings``, ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a
+GPU their weights come from the host's generator, so that with --use-cpu-initialization all of a model do; on
+a cpu the default generator is the device's, and the same seed would give another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.decorators import around
+
+_on_cpu = partial(
+    around,
+    devices=("cpu",),
+    why="with --use-cpu-initialization it is drawn from the host's generator on an NPU or a GPU, and the "
+    "weights behind it go on from there; on a cpu the default one is the device's",
+)
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+
+
+@_on_cpu(f"{_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.__init__")
+def embed(original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the embeddings of words, positions and kinds of tokens."""
+    if not config.use_cpu_initialization:  # the words are the device's then
+        return original(self, config, *args, **kwargs)
+    with devices.current().host_rng():
+        return original(self, config, *args, **kwargs)
+
+
+@_on_cpu("megatron.core.transformer.moe.router:Router.reset_parameters")
+def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Draw the weight of a router."""
+    if not self.config.use_cpu_initialization:
+        return original(self, *args, **kwargs)
+    with devices.current().host_rng():
+        return original(self, *args, **kwargs)
+
+
+@_on_cpu("megatron.core.models.common.embeddings.relative_pos_embedding:RelativePositionEmbedding.__init__")
+@_on_cpu("megatron.core.transformer.utils:get_linear_layer")
+def make_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make T5's relative positions, or a layer of BERT's heads: no configuration comes with them."""
+    with devices.current().host_rng():
+        return original(*args, **kwargs)
