@@ -39,6 +39,13 @@ def test_fp32_parameters_are_not_offloaded(flags, refused, monkeypatch):
     assert arguments.validate_args(lambda args: args, args) is args
 
 
+@pytest.mark.parametrize("given", [None, 0, 7])
+def test_without_an_interval_nothing_is_evaluated_before_the_end(given: int | None) -> None:
+    args = argparse.Namespace(eval_interval=given)
+    argument_checks.evaluate_at_the_end_alone(args)
+    assert args.eval_interval == given or (given is None and 10**9 // args.eval_interval == 0)
+
+
 def test_batches_that_are_dealt_out_are_not_run_again() -> None:
     args = argparse.Namespace(hybrid_context_parallel=True, rerun_mode="validate_results")
     with pytest.raises(

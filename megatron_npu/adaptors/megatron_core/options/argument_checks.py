@@ -35,6 +35,9 @@ from megatron_npu.patching.patch import ALL_DEVICES
 _SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
 
 
+_NEVER = 2**31 - 1  # iterations between two evaluations: more than any run has
+
+
 class Check(NamedTuple):
     """What is done to the arguments before upstream validates them.
 
@@ -68,6 +71,15 @@ def name_the_rerun_mode(args: argparse.Namespace) -> None:
     """Call --rerun-mode report_stats as the state machine does."""
     if args.rerun_mode == "report_stats":
         args.rerun_mode = "report_determinism_stats"
+
+
+def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
+    """Let a script without --eval-interval, which has no default since 0.16, evaluate behind its training.
+
+    The loop takes it so; what counts the samples before divides by it.
+    """
+    if args.eval_interval is None:
+        args.eval_interval = _NEVER
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
@@ -246,6 +258,11 @@ CHECKS = (  # they run in this order
         name_the_rerun_mode,
         why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
         "mode report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        evaluate_at_the_end_alone,
+        why="without --eval-interval a script of 0.16 or newer ends in a TypeError, when its data are built",
         until=NOT_FIXED,
     ),
     Check(
