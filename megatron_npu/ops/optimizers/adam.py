@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,36 @@ from megatron_npu.ops.optimizers.adam_update import AdamStep, update_adam
 from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.optimizers.multi_tensor import local_parts
 from megatron_npu.ops.optimizers.narrow_states import Row
+
+
+class _Known(NamedTuple):
+    """What the kernel takes of a parameter in each step, and what it depends on.
+
+    Attributes:
+        state: the optimizer's of the parameter.
+        copy: what the step rounds it to; None: nothing.
+        tensors: all of it, with the weight in place of a gradient, which may come and go.
+    """
+
+    state: dict[str, Any]
+    copy: Tensor | None
+    tensors: adam_update.Tensors
+
+    def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
+        """Return whether these are the same tensors where they were."""
+        weight, _, first, second, rounded = self.tensors
+        return (
+            state is self.state
+            and copy is self.copy
+            and (state["exp_avg"] is first and state["exp_avg_sq"] is second)
+            and state.get("master_param", weight) is weight
+            and first.device == second.device == weight.device
+            and (rounded is None or rounded.device == weight.device)
+        )
+
+
+def _is_plain(grad: Tensor | None) -> bool:
+    return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 class FusedAdam(FusedOptimizer):
@@ -76,6 +106,11 @@ class FusedAdam(FusedOptimizer):
         "_scales",
     )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copy's, a pickle's or a loaded state; what was known of other tensors is not."""
+        super().__setstate__(state)
+        self._known = {}
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -109,6 +144,7 @@ class FusedAdam(FusedOptimizer):
             if dtype not in _DTYPES[name]:
                 raise ValueError(f"FusedAdam keeps {name} in {_DTYPES[name]}, not in {dtype}")
         self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
+        self._known: dict[Tensor, _Known] = {}
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
@@ -152,13 +188,10 @@ class FusedAdam(FusedOptimizer):
             decoupled=bool(self.adam_w_mode),
         )
         self._initialize_shards(group["params"])
-        rows = [self._row(parameter) for parameter in parameters]
-        pairs = [
-            (parameter, row)
-            for parameter, row in zip(parameters, rows, strict=True)
-            if row.weight.numel()  # a rank may hold no row of a small weight
-        ]
-        rows = self._without_kernel(pairs, step)
+        rows = [self._row(parameter) for parameter in self._without_kernel(parameters, step)]
+        self._update([row for row in rows if row.weight.numel()], step)  # a rank may hold none of a weight
+
+    def _update(self, rows: list[Row], step: AdamStep) -> None:
         if self._factor != 1.0 and rows:
             torch._foreach_mul_([row.grad for row in rows], self._factor)
         update = functools.partial(update_adam, step=step)
@@ -169,23 +202,44 @@ class FusedAdam(FusedOptimizer):
             if row.main is not row.weight:
                 row.weight.copy_(row.main)
 
-    def _without_kernel(self, pairs: list[tuple[Tensor, Row]], step: AdamStep) -> list[Row]:
-        """Update what the kernel for GPUs takes; return the other rows."""
-        if not pairs or not adam_update.has_kernel(pairs[0][1].weight):
-            return [row for _, row in pairs]
-        taken, left, written = [], [], set()
-        for parameter, row in pairs:
-            copy = self.copies.get(parameter) if row.main is row.weight else row.weight
-            tensors = adam_update.Tensors(row.main, row.grad, row.first, row.second, copy)
-            if row.scales or not adam_update.takes(tensors):
-                left.append(row)
+    def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
+        """Update what the kernel for GPUs takes; return the other parameters."""
+        weights = (self._row(parameter).weight for parameter in parameters)
+        first = next((weight for weight in weights if weight.numel()), None)
+        if first is None or not adam_update.has_kernel(first):
+            return parameters
+        taken, left, written = [], [], []
+        for parameter in parameters:
+            tensors = self._for_kernel(parameter)
+            if tensors is None:
+                left.append(parameter)
                 continue
             taken.append(tensors)
-            if copy is not None:
-                written.add(parameter)
+            if tensors.copy is not None:
+                written.append(parameter)
         adam_update.update_by_kernel(taken, step, self._factor)
-        self.written |= written
+        self.written |= frozenset(written)
         return left
+
+    def _for_kernel(self, parameter: Tensor) -> adam_update.Tensors | None:
+        """Return what the kernel takes of a parameter; None if it does not.
+
+        That of the step before stands, with the gradient of this one, while the same tensors are on the same
+        devices: to look at each again took longer than the launch.
+        """
+        known, copy, grad = self._known.get(parameter), self.copies.get(parameter), parameter.grad
+        if known is not None and known.stands(self.state.get(parameter), copy) and _is_plain(grad):
+            return known.tensors._replace(grad=grad)
+        row = self._row(parameter)
+        beside = row.main is not row.weight  # a main weight
+        tensors = adam_update.Tensors(
+            row.main, row.grad, row.first, row.second, row.weight if beside else copy
+        )
+        if row.scales or not row.weight.numel() or not adam_update.takes(tensors):
+            return None
+        if grad is row.grad:  # what is shared out has other parts in each step
+            self._known[parameter] = _Known(self.state[parameter], copy, tensors._replace(grad=row.main))
+        return tensors
 
     @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:

@@ -74,11 +74,11 @@ def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
     """Take a step with parameters that the kernel takes, all on one device."""
     from megatron_npu.ops.triton.kernels import adam as kernels
 
-    for dtype, narrow in _NARROW.items():
-        chosen = [row for row in rows if (None if row.copy is None else row.copy.dtype) is dtype]
-        if not chosen:
-            continue
-        device = chosen[0].weight.device
+    by_copy: dict[torch.dtype | None, list[Tensors]] = {}
+    for row in rows:
+        by_copy.setdefault(None if row.copy is None else row.copy.dtype, []).append(row)
+    for dtype, chosen in by_copy.items():
+        narrow, device = _NARROW[dtype], chosen[0].weight.device
         addresses = tuple(0 if t is None else t.data_ptr() for row in chosen for t in row)
         table = _table(addresses, tuple(row.weight.numel() for row in chosen), device)
         launch(

@@ -94,3 +94,46 @@ def test_parameters_of_somebody_else_are_clipped_by_upstream(optimizer):
 def test_without_the_kernel_all_is_upstreams(optimizer, monkeypatch):
     monkeypatch.setattr(adam_update, "has_kernel", lambda _: False)
     assert take_step(optimizer) == ["copy"]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Return the tensors that were looked at, whether the kernel takes them."""
+    found = []
+    monkeypatch.setattr(adam_update, "takes", lambda tensors: found.append(tensors) or True)
+    return found
+
+
+def test_a_step_looks_again_at_nothing_that_stands(optimizer, looks):
+    take_step(optimizer)
+    copies = fused_step._copies(
+        optimizer.optimizer, optimizer.float16_groups, optimizer.fp32_from_float16_groups
+    )
+    assert len(looks) == 2
+    for main in mains_of(optimizer):
+        main.grad = torch.randn_like(main)  # another tensor in each step
+    before = [main.detach() - main.grad for main in mains_of(optimizer)]
+    take_step(optimizer)
+    assert len(looks) == 2
+    assert all(map(torch.equal, mains_of(optimizer), before))
+    groups = (optimizer.float16_groups, optimizer.fp32_from_float16_groups)
+    assert fused_step._copies(optimizer.optimizer, *groups) is copies
+
+
+@pytest.mark.parametrize("change", ["loaded", "moment", "gradient", "weight"])
+def test_what_has_changed_is_looked_at_again(change, optimizer, looks):
+    take_step(optimizer)
+    adam, (main, _) = optimizer.optimizer, mains_of(optimizer)
+    if change == "loaded":
+        adam.load_state_dict(adam.state_dict())
+    elif change == "moment":
+        adam.state[main]["exp_avg"] = adam.state[main]["exp_avg"].clone()
+    elif change == "gradient":
+        main.grad = main.grad.t().contiguous().t()
+    else:
+        optimizer.float16_groups[0] = [torch.nn.Parameter(torch.zeros(4, 3).bfloat16())]
+    looks.clear()
+    assert take_step(optimizer) == []
+    assert len(looks) == (2 if change == "loaded" else 1)
+    model = optimizer.float16_groups[0][0]
+    assert torch.equal(model, main.bfloat16())

@@ -6,11 +6,13 @@ Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Each of both is a
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from megatron_npu.ops.optimizers.adam import FusedAdam
 
 _OPTIMIZER = "megatron.core.optimizer"
 _IS_OF = "megatron_npu_is_of"  # a parameter: the FusedAdam that steps it
+_COPIES = "megatron_npu_copies"  # of a FusedAdam: its ``_Copies``
 
 
 def _not_needed() -> str | None:
@@ -78,19 +81,37 @@ def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
     adam = self.optimizer
     if type(adam) is not FusedAdam or not adam_update.has_kernel(_first_of(adam)):
         return original(self)
-    reference = weakref.ref(adam)
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            setattr(parameter, _IS_OF, reference)
-    adam.copies = {
-        main: model.detach()
-        for models, mains in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
-        for model, main in zip(models, mains, strict=True)
-    }
+    adam.copies = _copies(adam, self.float16_groups, self.fp32_from_float16_groups)
     try:
         return original(self)
     finally:
         adam.copies, adam.written = MappingProxyType({}), frozenset()
+
+
+class _Copies(NamedTuple):
+    """Weights by their main weights, and all tensors of which that was made."""
+
+    of: Mapping[Tensor, Tensor]
+    made_of: list[Tensor]
+
+
+def _copies(adam: Any, models: list[list[Tensor]], mains: list[list[Tensor]]) -> Mapping[Tensor, Tensor]:
+    """Return the weights by their main weights, made anew only if the optimizer has other tensors now.
+
+    The parameters of the optimizer learn whose they are at the same time.
+    """
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    now = [*parameters, *chain.from_iterable(models), *chain.from_iterable(mains)]
+    known: _Copies | None = getattr(adam, _COPIES, None)
+    if known is not None and len(known.made_of) == len(now) and all(map(operator.is_, known.made_of, now)):
+        return known.of
+    reference = weakref.ref(adam)
+    for parameter in parameters:
+        setattr(parameter, _IS_OF, reference)
+    pairs = zip(chain.from_iterable(mains), chain.from_iterable(models), strict=True)
+    known = _Copies(dict(pairs), now)
+    setattr(adam, _COPIES, known)
+    return known.of
 
 
 def _first_of(adam: FusedAdam) -> Tensor:
