@@ -7,15 +7,19 @@ without this command; 0.4.13 does not read them.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 
 from megatron_npu import plugin
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.evaluation import lm_eval_files
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
 TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
+_CLOCKS = 60  # seconds that the clock of a shared disk may differ
 _USAGE = """%(prog)s ARGUMENTS...
        torchrun --nproc-per-node N -m megatron_npu evaluate ARGUMENTS..."""
 _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') with the models megatron_npu and, its own,
@@ -38,6 +42,11 @@ def main(argv: list[str]) -> int:
         parser().parse_args(argv[:1])
     if not is_installed("lm_eval"):
         raise UsageError("lm-eval is not installed", "lm-eval 0.4.13 or later", "pip install lm-eval")
+    asked = lm_eval_files.given(argv)
+    is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
+    if is_first:
+        lm_eval_files.require(asked)
+    since = time.time() - _CLOCKS
     plugin.install()  # for --model megatron_lm, which imports Megatron itself
     import lm_eval.models  # noqa: F401  # fills the registry
     from lm_eval.__main__ import cli_evaluate
@@ -46,4 +55,10 @@ def main(argv: list[str]) -> int:
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=TARGET)
     sys.argv = ["lm_eval", *argv]
-    return cli_evaluate() or 0
+    code = cli_evaluate() or 0
+    if code or not is_first or asked.output_path is None:
+        return code
+    lost = lm_eval_files.why_lost(asked.output_path, since)
+    if lost:
+        print(f"megatron-npu evaluate: error: {lost}", file=sys.stderr)
+    return 1 if lost else 0

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class _Known(NamedTuple):
         )
 
 
-def _is_plain(grad: Tensor | None) -> bool:
+def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
@@ -94,6 +94,7 @@ class FusedAdam(FusedOptimizer):
     copies: Mapping[Tensor, Tensor] = MappingProxyType({})
     written: frozenset[Tensor] = frozenset()
     _factor = 1.0
+    _known: dict[Tensor, _Known]  # what the kernel took in the step before
 
     _options = (
         "set_grad_none",
@@ -144,7 +145,7 @@ class FusedAdam(FusedOptimizer):
             if dtype not in _DTYPES[name]:
                 raise ValueError(f"FusedAdam keeps {name} in {_DTYPES[name]}, not in {dtype}")
         self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
-        self._known: dict[Tensor, _Known] = {}
+        self._known = {}
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad

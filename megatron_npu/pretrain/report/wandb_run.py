@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import plain_arguments
+
+_PATIENCE = 600.0  # seconds that the end of a run waits for a server that is out of reach
 
 
 class WandbRun:
@@ -26,7 +28,11 @@ class WandbRun:
 
         place = Path(args.wandb_save_dir or Path(args.save) / "wandb")
         place.mkdir(parents=True, exist_ok=True)
-        further = {"entity": args.wandb_entity} if args.wandb_entity else {}
+        further: dict[str, Any] = {"entity": args.wandb_entity} if args.wandb_entity else {}
+        settings = getattr(wandb, "Settings", None)
+        if "finish_timeout" in getattr(settings, "model_fields", {}):  # older ones wait for ever
+            further["settings"] = wandb.Settings(finish_timeout=_PATIENCE)
+        self._failed = False
         try:
             self._run: Any = wandb.init(
                 project=args.wandb_project,
@@ -50,8 +56,18 @@ class WandbRun:
     def log(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Give it the numbers of an iteration."""
         if numbers:
-            self._run.log(dict(numbers), step=iteration)
+            self._tried(self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Let it send what is left, and say whether the run has failed."""
-        self._run.finish(exit_code=0 if went_well else 1)
+        """Let it send what is left, for ten minutes at most, and say whether the run has failed."""
+        self._tried(self._run.finish, exit_code=0 if went_well else 1)
+
+    def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call the package; a training outlives what shows it: the first error is said, the run goes on."""
+        try:
+            call(*args, **kwargs)
+        except Exception as error:  # of its own kinds: its service has ended, its disk is full
+            if not self._failed:
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                print(f" Weights & Biases takes no more of this run, which goes on: {said}", flush=True)
+            self._failed = True

@@ -158,3 +158,14 @@ def test_the_real_package_keeps_a_run(flags, tmp_path):
     content = kept.read_bytes()
     for word in (b"lm loss", b"learning-rate", b"hidden_size", b"numbers"):
         assert word in content
+
+
+def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "its service\nhas ended")
+
+    monkeypatch.setattr(wandb, "log", fail)
+    monkeypatch.setattr(wandb, "finish", fail)
+    assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
+    told = capsys.readouterr().out
+    assert told.count("Weights & Biases takes no more of this run, which goes on: BrokenPipeError") == 1

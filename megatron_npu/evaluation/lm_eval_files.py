@@ -1,0 +1,100 @@
+"""The files of a run of lm-eval: results that can be written, and caches that nobody else has filled.
+
+lm-eval warns, and ends with exit code 0, where its results cannot be written; its caches are pickles, which
+run whatever code they hold when they are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+_CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
+_ROOT = 0
+
+
+def given(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what lm-eval's command line says of files."""
+    parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--output_path", "-o", type=Path)
+    parser.add_argument("--use_cache", "-c")
+    try:
+        return parser.parse_known_args(argv)[0]
+    except argparse.ArgumentError:  # lm-eval says what is wrong with it
+        return argparse.Namespace(output_path=None, use_cache=None)
+
+
+def require(asked: argparse.Namespace) -> None:
+    """Check the places of a run before hours of it.
+
+    Raises:
+        UsageError: results cannot be written there; or somebody else can write to a cache, or has.
+    """
+    for path in _caches(asked.use_cache):
+        _require_own(path)
+    if asked.output_path is None:
+        return
+    place = _folder(asked.output_path).absolute()
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    reason = files.refusal(there) if there.is_dir() else "it is no folder"
+    if reason:
+        raise UsageError(
+            f"--output_path {asked.output_path}: {there} cannot be written ({reason})",
+            "a folder of yours, or a .json in one",
+            "Give another path: lm-eval would evaluate, and lose the results.",
+        )
+
+
+def why_lost(output_path: Path, since: float) -> str:
+    """Return why there are no results of a run that has ended well; empty: there are.
+
+    Args:
+        output_path: as it was given.
+        since: when the run began, in seconds of the clock of files.
+    """
+    pattern = f"{output_path.stem}_*.json" if output_path.suffix == ".json" else "*/results_*.json"
+    written = [path for path in _folder(output_path).glob(pattern) if path.stat().st_mtime >= since]
+    if not written:
+        return f"no results were written to {output_path}; what lm-eval logged above says why"
+    newest = max(written, key=lambda path: path.stat().st_mtime)
+    try:
+        json.loads(newest.read_bytes())
+    except ValueError:
+        return f"{newest} is incomplete: is the disk full?"
+    return ""
+
+
+def _folder(output_path: Path) -> Path:
+    return output_path.parent if output_path.suffix == ".json" else output_path
+
+
+def _caches(prefix: str | None) -> Iterator[Path]:
+    """Yield the caches that a run would read: a database of each process, and the requests of tasks."""
+    if prefix is not None:
+        path = Path(prefix)
+        yield from path.parent.glob(f"{path.name}_rank*.db")
+    if place := os.environ.get(_CACHE_VARIABLE):
+        yield Path(place)
+        yield from Path(place).glob("*.pickle")
+
+
+def _require_own(path: Path) -> None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return
+    foreign = status.st_uid not in (os.geteuid(), _ROOT)
+    if foreign or status.st_mode & stat.S_IWOTH:
+        wrong = f"belongs to user {status.st_uid}" if foreign else "can be written by anyone"
+        raise UsageError(
+            f"the cache {path} {wrong}",
+            "what this user alone has written: lm-eval runs the code that a cache holds",
+            f"Remove it, or give another --use_cache or {_CACHE_VARIABLE}.",
+        )
