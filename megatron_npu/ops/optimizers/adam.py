@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,36 +17,6 @@ from megatron_npu.ops.optimizers.adam_update import AdamStep, update_adam
 from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
 from megatron_npu.ops.optimizers.multi_tensor import local_parts
 from megatron_npu.ops.optimizers.narrow_states import Row
-
-
-class _Known(NamedTuple):
-    """What the kernel takes of a parameter in each step, and what it depends on.
-
-    Attributes:
-        state: the optimizer's of the parameter.
-        copy: what the step rounds it to; None: nothing.
-        tensors: all of it, with the weight in place of a gradient, which may come and go.
-    """
-
-    state: dict[str, Any]
-    copy: Tensor | None
-    tensors: adam_update.Tensors
-
-    def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return whether these are the same tensors where they were."""
-        weight, _, first, second, rounded = self.tensors
-        return (
-            state is self.state
-            and copy is self.copy
-            and (state["exp_avg"] is first and state["exp_avg_sq"] is second)
-            and state.get("master_param", weight) is weight
-            and first.device == second.device == weight.device
-            and (rounded is None or rounded.device == weight.device)
-        )
-
-
-def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 class FusedAdam(FusedOptimizer):
@@ -94,7 +64,7 @@ class FusedAdam(FusedOptimizer):
     copies: Mapping[Tensor, Tensor] = MappingProxyType({})
     written: frozenset[Tensor] = frozenset()
     _factor = 1.0
-    _known: dict[Tensor, _Known]  # what the kernel took in the step before
+    _known: dict[Tensor, adam_update.Known]  # what the kernel took in the step before
 
     _options = (
         "set_grad_none",
@@ -229,7 +199,7 @@ class FusedAdam(FusedOptimizer):
         devices: to look at each again took longer than the launch.
         """
         known, copy, grad = self._known.get(parameter), self.copies.get(parameter), parameter.grad
-        if known is not None and known.stands(self.state.get(parameter), copy) and _is_plain(grad):
+        if known is not None and known.stands(self.state.get(parameter), copy) and adam_update.is_plain(grad):
             return known.tensors._replace(grad=grad)
         row = self._row(parameter)
         beside = row.main is not row.weight  # a main weight
@@ -239,7 +209,9 @@ class FusedAdam(FusedOptimizer):
         if row.scales or not row.weight.numel() or not adam_update.takes(tensors):
             return None
         if grad is row.grad:  # what is shared out has other parts in each step
-            self._known[parameter] = _Known(self.state[parameter], copy, tensors._replace(grad=row.main))
+            self._known[parameter] = adam_update.Known(
+                self.state[parameter], copy, tensors._replace(grad=row.main)
+            )
         return tensors
 
     @torch.no_grad()

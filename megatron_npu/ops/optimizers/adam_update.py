@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,7 +13,16 @@ from megatron_npu.ops import verify
 from megatron_npu.ops.dispatch import Operation, takes_kernel
 from megatron_npu.ops.triton.adam import Numbers, Tensors, takes, update
 
-__all__ = ["AdamStep", "Tensors", "has_kernel", "takes", "update_adam", "update_by_kernel"]
+__all__ = [
+    "AdamStep",
+    "Known",
+    "Tensors",
+    "has_kernel",
+    "is_plain",
+    "takes",
+    "update_adam",
+    "update_by_kernel",
+]
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,37 @@ def _adam_cuda(
         update_by_kernel(rows, step, 1.0)
     else:
         _adam_torch(targets, grads, first, second, step)
+
+
+class Known(NamedTuple):
+    """What the kernel takes of a parameter in each step, and what it depends on.
+
+    Attributes:
+        state: the optimizer's of the parameter.
+        copy: what the step rounds it to; None: nothing.
+        tensors: all of it, with the weight in place of a gradient, which may come and go.
+    """
+
+    state: dict[str, Any]
+    copy: Tensor | None
+    tensors: Tensors
+
+    def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
+        """Return whether these are the same tensors where they were."""
+        weight, _, first, second, rounded = self.tensors
+        return (
+            state is self.state
+            and copy is self.copy
+            and (state["exp_avg"] is first and state["exp_avg_sq"] is second)
+            and state.get("master_param", weight) is weight
+            and first.device == second.device == weight.device
+            and (rounded is None or rounded.device == weight.device)
+        )
+
+
+def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether the kernel takes a gradient, of whose shape the parameter is."""
+    return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
