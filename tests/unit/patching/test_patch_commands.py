@@ -214,7 +214,9 @@ def test_static_ledger_shows_every_record_as_pending(
 
 
 @pytest.mark.parametrize(
-    ("action", "older"), [("list", "ledger"), ("check", "check"), ("pin", "pin")], ids=["list", "check", "pin"]
+    ("action", "older"),
+    [("list", "ledger"), ("check", "check"), ("pin", "pin")],
+    ids=["list", "check", "pin"],
 )
 def test_actions_of_patches_are_the_older_commands(
     action: str, older: str, found: megatrons.Upstream, tmp_path: Path, capsys: pytest.CaptureFixture
