@@ -1,4 +1,4 @@
-"""The wiring: from the first import under ``megatron`` to a patched upstream, once per process."""
+"""Activate the package: from the first import of ``megatron`` to a patched upstream, once per process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def redirect(scripts: str) -> None:
-    """Let ``torch.cuda`` mean this machine's device at once, without waiting for Megatron; in children, too.
+    """Let ``torch.cuda`` mean this machine's device at once, without waiting for Megatron; in children too.
 
     Args:
         scripts: the folder of the program that is to run; its modules are told that tensors on the device
@@ -151,7 +151,7 @@ def _redirect_torch() -> Device:
     _undoing.callback(redirection.device.release)
     redirection.device.prepare()
     _undoing.callback(loader_workers.end)
-    loader_workers.begin()  # on cuda, too: what loads data are processes of the host, wherever the model is
+    loader_workers.begin()  # on cuda too: what loads data are processes of the host, wherever the model is
     return redirection.device
 
 
@@ -177,7 +177,7 @@ def _guard_files(name: str) -> None:
 
     if settings.TRUST_FILES.enabled():
         variable = settings.TRUST_FILES.name
-        _logger.warning("%s=1: checkpoints may run the code that they hold", variable)
+        _logger.warning("%s=1: checkpoints may execute the code that they contain", variable)
     elif name == "megatron_core":  # the other has no checkpoints of this kind
         _undoing.callback(torch_readers.release)
         torch_readers.guard()

@@ -121,7 +121,7 @@ def blend(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of a training step of the embedded driver."""
+    """Yield the goals of a training step of the built-in trainer."""
     bf16, ratios = data["dtype"] == "bf16", data["project_over"]
     run = f"{data['model']['name']} {data['dtype']}, {data['model']['seq']} tokens, {data['date'][:10]}"
     goals = {"huggingface": 1.3, "redirection": 2.0, "floor": 0.6 if bf16 else 0.85}
@@ -446,7 +446,7 @@ def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
 
 # beginning of a file's name -> heading, and what makes its lines
 PARTS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], Iterator[Goal | str]]], ...] = (
-    ("train-", "Training step of the embedded driver", train),
+    ("train-", "Training step of the built-in trainer", train),
     ("profile-", "Where the time of a training step goes", step_profile),
     ("hf-train-", "Training step of a Transformers model", train_hf),
     ("hf-losses-", "Losses of `train` beside Transformers' Trainer", hf_losses),

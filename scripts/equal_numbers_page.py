@@ -23,9 +23,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "equal" / "numbers.json"
 PAGE = ROOT / "docs" / "explanation" / "equal-numbers.md"
 VERSIONS = {
     "285068c8": "Megatron-LM 285068c8, its pretrain_gpt.py",
-    "0.12.1": "megatron-core 0.12.1, the embedded driver",
-    "0.16.1": "megatron-core 0.16.1, the embedded driver",
-    "0.19.2": "megatron-core 0.19.2, the embedded driver",
+    "0.12.1": "megatron-core 0.12.1, the built-in trainer",
+    "0.16.1": "megatron-core 0.16.1, the built-in trainer",
+    "0.19.2": "megatron-core 0.19.2, the built-in trainer",
 }
 COLUMNS = [(device, dtype) for device in ("cpu", "npu") for dtype in ("fp32", "bf16")]
 

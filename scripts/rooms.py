@@ -127,7 +127,7 @@ ROOMS = (
     ),
     Room(
         "pretrain/",
-        "`megatron-npu pretrain`: the embedded driver, on megatron-core alone",
+        "`megatron-npu pretrain`: the built-in trainer, on megatron-core alone",
         "base process safe_files checkpoint_files web watchdog devices options ops upstream plugin data "
         "data.sequence_parts generation.sampling",
         ("torch", "megatron"),

@@ -79,7 +79,7 @@ require_checkout() {
     [ -n "$checkout" ] || fail "no Megatron-LM checkout; set MEGATRON_LM_PATH to one"
 }
 
-# written_by_driver FOLDER: whether its checkpoints are those of the embedded driver on megatron-core.
+# written_by_driver FOLDER: whether its checkpoints are those of the built-in trainer on megatron-core.
 written_by_driver() {
     compgen -G "$1/iter_*/arguments.json" >/dev/null
 }

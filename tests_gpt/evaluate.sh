@@ -3,7 +3,7 @@
 # The LAMBADA evaluation of the test_* scripts; they source it after common.sh and call evaluate.
 
 # evaluate PRECISION FLAG...: print the accuracy of the stock tasks/main.py --task LAMBADA; of a checkpoint that the
-# embedded driver has written, the accuracy of megatron-npu lambada, which asks the same.
+# built-in trainer has written, the accuracy of megatron-npu lambada, which asks the same.
 evaluate() {
     local precision=$1 task missing="correct CHECKPOINT_PATH"
     shift

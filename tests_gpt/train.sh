@@ -2,7 +2,7 @@
 # shellcheck disable=SC2154  # set by common.sh
 # The training of the pretrain_* scripts; they source it after common.sh and call train_gpt or train_t5.
 
-# train_gpt PRECISION SEQ_LENGTH FLAG...: pre-train a GPT on the checkout, else with the embedded driver on
+# train_gpt PRECISION SEQ_LENGTH FLAG...: pre-train a GPT on the checkout, else with the built-in trainer on
 # megatron-core.
 train_gpt() {
     local precision=$1 length=$2
@@ -23,7 +23,7 @@ train_gpt() {
     if [ -n "$checkout" ]; then
         launch run "$checkout/pretrain_gpt.py" "${run[@]}" --data-impl mmap
     else
-        echo "No Megatron-LM checkout: running the embedded driver on megatron-core"
+        echo "No Megatron-LM checkout: running the built-in trainer on megatron-core"
         launch pretrain "${run[@]}"
     fi
 }

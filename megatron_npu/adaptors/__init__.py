@@ -1,4 +1,4 @@
-"""What connects a Megatron's symbols to operations: a folder for each upstream, and what they share."""
+"""Adaptors connect a Megatron's symbols to operations: one folder per upstream, and shared parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bugs of upstream that this project cures: one list, made of the adaptors' own records.
+"""List the upstream bugs that this project fixes, from the adaptors' own records.
 
 The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` tell them; the
 ledger tells their patches.
@@ -17,17 +17,17 @@ from megatron_npu.patching.versions import admits
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of upstream, cured at one or several places.
+    """A bug of upstream, fixed at one or several places.
 
     Attributes:
         effect: what goes wrong.
         until: which version has the fix.
-        targets: ``module:Qual.name`` of the functions that are mended.
+        targets: ``module:Qual.name`` of the functions that are fixed.
         versions: PEP 440 specifiers of the versions that have the bug; an empty one stands for all.
         devices: where it shows.
-        wrong_numbers: the cure changes losses, gradients or what is logged of them, and is applied with
-            ``MEGATRON_NPU_BACKPORT=1`` only; others are cured always.
-        cured_in_own_programs: the trainings of this project have the cure without that.
+        wrong_numbers: the fix changes losses, gradients or what is logged of them, and is applied with
+            ``MEGATRON_NPU_BACKPORT=1`` only; others are fixed always.
+        cured_in_own_programs: the trainings of this project have the fix without that.
     """
 
     effect: str

@@ -1,4 +1,4 @@
-"""By which names patches are asked for: those of upstream's symbols, of our files, and of a guide.
+"""Look up patches by upstream symbol, by file of this project, or by the name in a guide.
 
 Appendix A of the guide to Megatron-LM 285068c8 lists functions, each with the file of the adaptor that
 changes it. A file of ours holds another selection, so the guide's names are kept here.
@@ -90,7 +90,7 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
 
 
 def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches that some name stands for, in their order; all of them for no name.
+    """Return the patches that match a name, in their order; all of them without a name.
 
     A name is a file of the guide, with ``.py`` or without; or a part of a target, with dots or the colon, and
     the guide's ``_init_`` for ``__init__``; or a part of our file's path.

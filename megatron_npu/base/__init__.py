@@ -1,1 +1,1 @@
-"""What everything else may use: errors, settings, files, the parser of flags."""
+"""Basic modules that all others may import: errors, settings, files, the flag parser."""

@@ -1,4 +1,4 @@
-"""The parser of every command: one line for what is wrong, and a ``--help`` that says each default."""
+"""The argument parser of every command: one-line errors, and a ``--help`` with all defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 
 class Unfit(argparse.ArgumentTypeError):
-    """A value that a flag does not take, with what it would take, in words."""
+    """A value that a flag does not accept, with a description of the accepted ones."""
 
     def __init__(self, given: str, expected: str) -> None:
         self.given, self.expected = given, expected
@@ -28,7 +28,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class Number:
-    """A ``type`` for ``add_argument`` that says in words what it takes.
+    """A ``type`` for ``add_argument`` with a description of the accepted values.
 
     Attributes:
         expected: what is taken, as a message names it.
@@ -59,7 +59,7 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return whether a number is one of those that are taken; a whole one has 64 bits at most."""
+        """Return whether a number is accepted; an integer must fit into 64 bits."""
         finite = -_INT64 <= value < _INT64 if isinstance(value, int) else math.isfinite(value)
         return finite and self.least <= value <= self.most
 
@@ -80,7 +80,7 @@ def byte_size_or_0(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-    """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument``, too.
+    """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument`` too.
 
     Raises:
         Unfit: the text names no positive number of bytes.
@@ -108,12 +108,12 @@ class _Help(argparse.HelpFormatter):
 
 
 def metavar_of(action: argparse.Action) -> str:
-    """Return what stands for a flag's value in ``--help``, where the flag itself does not say."""
+    """Return the placeholder of a flag's value in ``--help`` if the flag defines none."""
     return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return a flag's default as it would be typed; nothing for a switch and for what has none."""
+    """Return a flag's default as typed on a command line, or nothing for switches and flags without one."""
     default = action.default
     if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
         return ""
@@ -256,7 +256,9 @@ class Parser(argparse.ArgumentParser):
             )
         other = error.message.partition("not allowed with argument ")[2]
         if other:
-            return UsageError(f"{other} and {error.argument_name}", "one of them", "Leave the other one out.")
+            return UsageError(
+                f"{other} and {error.argument_name}", "only one of them", "Leave the other one out."
+            )
         # from Python 3.13 on a missing flag comes here too, and belongs to no argument
         about = f"{error.argument_name}: " if error.argument_name else ""
         return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())

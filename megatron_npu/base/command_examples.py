@@ -1,4 +1,4 @@
-"""Examples at the end of each command's ``--help``, by command; the suite parses each of them."""
+"""Examples at the end of each command's ``--help``; the test suite parses each of them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def end_of_help(prog: str, epilog: str | None) -> str:
-    """Return what ends a command's ``--help``: examples, and exit codes if ``epilog`` has none."""
+    """Return the end of a command's ``--help``: examples, and exit codes if ``epilog`` has none."""
     examples = EXAMPLES.get(prog, ())
     parts = []
     if examples:

@@ -1,4 +1,4 @@
-"""The one error that a user can cause: what was given, what was expected, what to do. And those of disks."""
+"""``UsageError``, an error that a user can fix (given, expected, remedy), and errors of the file system."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def is_of_processes(error: BaseException) -> bool:
 def no_processes() -> UsageError:
     """Return the error for that."""
     return UsageError(
-        "the system starts no more processes or threads",
-        "some hundreds for each rank (groups of ranks, kernels and readers of data have their own)",
-        "Raise their number: ulimit -u, limits.conf, docker run --pids-limit. Or lower --num-workers.",
+        "the system cannot start more processes or threads",
+        "several hundred for each rank (process groups, kernels and data loaders start their own)",
+        "Raise the limit: ulimit -u, limits.conf, docker run --pids-limit. Or lower --num-workers.",
     )
 
 
 def is_of_files(error: OSError) -> bool:
-    """Return whether a file system has refused something: a full disk, a folder of somebody else."""
+    """Return whether an error is the file system's: a full disk, a folder without permission."""
     return error.errno in _OF_FILES
 
 

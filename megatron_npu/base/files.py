@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all, and are private. Imports the standard library only.
+"""Create files and folders atomically and privately. Imports only the standard library.
 
 What is being written has a temporary name beside its final one, so that renaming it is one step for the file
 system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that another one replaces is
-``.NAME.replaced`` until that one is in its place. Modes follow the user's umask.
+``.NAME.replaced`` until that one is instead. Modes follow the user's umask.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def name(error: BaseException | None, path: str | Path) -> None:
-    """Let an error of the system say which file it is about: one of a write knows no name."""
+    """Add the file's name to errors of the system in the block that lack it."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """Give a binary stream whose content becomes ``path`` if the block ends well, and else is removed."""
+    """Yield a binary stream; its content becomes ``path`` if the block succeeds, else it is removed."""
     path = Path(path)
     partial = partial_file(path)
     remove_abandoned(path)
@@ -133,7 +133,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
-    """Give an empty folder that becomes ``path`` if the block ends well, and else is removed.
+    """Yield an empty folder that becomes ``path`` if the block succeeds, else it is removed.
 
     What an attempt that was killed has left is removed first. Only one process may do this at a time.
 
@@ -166,7 +166,7 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
 
 
 def replace_folder(path: Path, new: Path) -> None:
-    """Put a folder in the place of another, or where none is.
+    """Move a folder to a path, replacing an existing one.
 
     Args:
         path: the place. Killed between two steps, it is there again after ``restore_replaced``.
@@ -186,7 +186,7 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 def restore_replaced(parent: Path, names: str = "*") -> None:
-    """Give folders that were to be replaced their names back; remove those whose names are taken.
+    """Restore the names of folders that were to be replaced; remove those whose names are taken.
 
     Args:
         parent: where they are.

@@ -1,4 +1,4 @@
-"""Whether a package is installed, and where: nothing of it is imported."""
+"""Find out whether and where a package is installed, without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes of torch and Python that stand for something else for a while."""
+"""Replace attributes of torch and Python temporarily."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Replaced:
         return bool(self._originals)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Let an attribute of a module or class have another value."""
+        """Set another value for an attribute of a module or class."""
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 

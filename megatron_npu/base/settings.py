@@ -1,4 +1,4 @@
-"""Every environment variable of the plug-in, once, with its help text.
+"""All environment variables of this package, with their help texts.
 
 Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name; ``check`` refuses a name that
 is not here, which would otherwise do nothing, silently. (Torch's entry point, outside the package, looks at
@@ -78,7 +78,7 @@ class Variable:
             ) from None
 
     def read(self, text: str) -> object:
-        """Return what ``type`` makes of ``text``; a ``type`` of the flag that sets the variable, too.
+        """Return what ``type`` makes of ``text``; a ``type`` of the flag that sets the variable too.
 
         Raises:
             Unfit: neither ``choices`` nor ``type`` admits it.
@@ -303,9 +303,9 @@ def _torchs_safety_is_on() -> None:
     given = os.environ.get(_UNSAFE_TORCH, "")
     if given.lower() in ("1", "y", "yes", "true") and not TRUST_FILES.enabled():  # as torch reads it
         raise UsageError(
-            f"{_UNSAFE_TORCH}={given}, with which every file that torch loads may run code",
-            f"the variable unset, or {TRUST_FILES.name}=1 beside it",
-            f"Unset {_UNSAFE_TORCH}: Megatron's checkpoints are read without it.",
+            f"{_UNSAFE_TORCH}={given}, which lets any file that torch loads execute code",
+            f"the variable unset, or {TRUST_FILES.name}=1 in addition",
+            f"Unset {_UNSAFE_TORCH}: Megatron's checkpoints load without it.",
         )
 
 

@@ -1,1 +1,1 @@
-"""What is beside the tensors of a checkpoint: checksums, the lock of its folder, equal replicas."""
+"""Files beside a checkpoint's tensors: checksums, the folder's lock, comparison of replicas."""

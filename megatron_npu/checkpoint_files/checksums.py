@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: written with it, compared while it is loaded.
+"""Checksums of a checkpoint's files: written on save, verified on load.
 
 They find damage (a disk, a copy that was cut off), not malice: who can change a file can change its checksum.
 XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the disk is what takes time.
@@ -26,7 +26,7 @@ NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
 _BLOCK = 1 << 20  # bytes read at a time
 _AT_ONCE = 4  # files: one is hashed while the disk brings others
-_BESIDE = 1  # files beside a load: it reads one after the other, too, and more of them slow it down
+_BESIDE = 1  # files beside a load: it reads one after the other too, and more of them slow it down
 _SMALL = 1 << 22  # bytes of a file that is compared before anything is loaded
 
 Entries = dict[str, list[int | str]]  # of each file its bytes and digest
@@ -79,7 +79,7 @@ def _gathered(own: Any, ranks: int) -> list[Any]:
 
 
 def renew(path: Path) -> None:
-    """Write the checksum of one file anew, which was changed on purpose. One process alone may do this."""
+    """Write the checksum of one file again, which was changed on purpose. One process alone may do this."""
     recorded = path.parent / NAME
     if recorded.is_file():
         content = json.loads(recorded.read_text(encoding="utf-8"))
@@ -137,8 +137,8 @@ def _is_being_written(folder: Path) -> bool:
 @functools.cache
 def _tell_of_none(folder: Path) -> None:
     print(
-        f"megatron_npu: {folder} has no {NAME}, so that damage to its files may not be seen; "
-        "`megatron-npu checkpoint sum` writes it for one that you trust",
+        f"megatron_npu: {folder} has no {NAME}, so damage to its files may not be detected; `megatron-npu "
+        "checkpoint sum` writes it for a checkpoint that you trust",
         file=sys.stderr,
         flush=True,
     )
@@ -223,7 +223,7 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and say what is passed over. Collective.
+    """Return the iteration that ``--load-last-good`` loads, and say what is skipped. Collective.
 
     Returns:
         None: there are no checkpoints.
@@ -236,14 +236,14 @@ def newest_whole(root: str | Path) -> int | None:
     iteration, passed = _gathered(own, ranks)[0]
     if iteration is None and passed:
         raise UsageError(
-            f"--load {root} --load-last-good: none of {len(passed)} checkpoints is whole, or has checksums",
+            f"--load {root} --load-last-good: none of {len(passed)} checkpoints is valid and has checksums",
             f"at least one with a {NAME} that its files match",
-            "`megatron-npu checkpoint verify` says what is wrong with each; `megatron-npu checkpoint sum` "
-            "writes the checksums of one that you trust.",
+            "Run `megatron-npu checkpoint verify` to see the problem of each; `megatron-npu checkpoint "
+            "sum` writes checksums for a checkpoint that you trust.",
         )
     if passed and rank == 0:
         names = ", ".join(map(str, sorted(passed)))
-        print(f" {root}: damaged, and passed over: iterations {names}; loading {iteration}", flush=True)
+        print(f" {root}: damaged and skipped: iterations {names}; loading {iteration}", flush=True)
     return iteration
 
 
@@ -270,7 +270,7 @@ def _number(path: Path) -> int | None:
 def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
     """Return the rank that compares each file: the one that has written it, if as many ranks have.
 
-    It loads that file, too, so that it comes to its machine once. Otherwise ranks take turns.
+    It loads that file too, so that it comes to its machine once. Otherwise ranks take turns.
     """
     found = {name: Path(name) for name in sorted(names)}
     if {_number(path) for path in found.values()} - {None} == {*range(ranks)}:

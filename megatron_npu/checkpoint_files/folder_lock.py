@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock of the kernel's, which ends with the process, however that ends.
+"""Lock a folder for one run at a time with a kernel lock, which is released when the process ends.
 
 A ``filelock`` would be shared with forked children (readers of data, writers of checkpoints), and stay as
 long as one of them outlives the run.
@@ -37,8 +37,8 @@ def hold(folder: Path) -> int | None:
         os.close(descriptor)
         raise UsageError(
             f"--save {folder}: another run is writing there (it holds {folder / NAME})",
-            "a folder of its own for each run",
-            "Wait for that run or end it, or name another folder.",
+            "a separate folder for each run",
+            "Wait for that run or stop it, or use another folder.",
         ) from None
     except OSError:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint in torch's format: which shards it names. Read as bytes, nothing is loaded."""
+"""The index of a checkpoint in torch's format: read which shards it names, without unpickling it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removing a checkpoint so that, whenever its process is killed, none is left that looks complete."""
+"""Remove a checkpoint such that an interrupted removal leaves none that looks complete."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def remove(path: Path) -> None:
     except OSError as error:
         raise UsageError(
             f"{error.filename or path} cannot be removed ({error.strerror})",
-            "a folder that you may write to",
-            "Change its mode, or remove it by hand.",
+            "a folder with write permission",
+            "Change its permissions, or remove it manually.",
         ) from error

@@ -1,4 +1,4 @@
-"""Whether replicas hold the same: weights and gradients that data-parallel ranks must have bit for bit.
+"""Check that weights and gradients of data-parallel replicas are bitwise identical.
 
 A bit that flips in one rank's memory, a core that multiplies wrongly, a program that changes weights on one
 rank alone: nothing raises, and the replicas go apart from there on. Each rank sends a digest of 16 bytes;

@@ -1,4 +1,4 @@
-"""A folder that all ranks of a run must share: whether they see one and the same, told in one line if not.
+"""Check that all ranks of a run see the same shared folder, and report it in one line if not.
 
 Machines that have a disk each under one name write half a checkpoint each, and nobody notices before it is to
 be loaded. A rank that sees nothing looks again for a while where the folder is on a network: such file

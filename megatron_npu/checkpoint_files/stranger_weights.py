@@ -1,4 +1,4 @@
-"""Weights of a stranger's model: whether they are what was downloaded, and can be a trained model's at all.
+"""Check downloaded weights: compare them with the published hash, and look for implausible values.
 
 A ``model.safetensors`` has no checksum in it. The hub has one of each large file (SHA-256): its cache names
 files by it, and ``hf download --local-dir`` leaves it beside them.
@@ -21,7 +21,7 @@ from megatron_npu.checkpoint_files import checksums
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 1 << 20
-MOST = 1e5  # the weights of trained models stay far below; a flipped bit of an exponent leaps over it
+MOST = 1e5  # the weights of trained models stay far below; a flipped bit of an exponent spikes over it
 _PATTERNS = ("*.safetensors", "*.bin")
 
 
@@ -67,7 +67,7 @@ def _sha256(file: Path) -> str:
 
 
 def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Say which weights hold a number that none of a trained model is; return their names.
+    """Log weights with values that no trained model has; return their names.
 
     Args:
         where: they come from.
@@ -78,8 +78,8 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
         name, largest = next(iter(found.items()))
         more = f", and so {len(found) - 1} more" if len(found) > 1 else ""
         print(
-            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; weights of trained "
-            f"models stay below {MOST:g}. Is the file damaged?",
+            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; weights of "
+            f"trained models stay below {MOST:g}. The file may be damaged.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""A tracker that names an older checkpoint than there is: a damaged one, or one that a user has set back."""
+"""Detect a tracker that names an older checkpoint than the newest one in its folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def tell_of_newer(place: Path) -> None:
     newer = sorted(number for number in map(_iteration, others) if number is not None and number > own)
     if newer:
         print(
-            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, and there are "
-            f"newer checkpoints: {', '.join(map(str, newer))}. If nobody has set it back, write {newer[-1]} "
-            "there.",
+            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but there are "
+            f"newer checkpoints: {', '.join(map(str, newer))}. If it was not set back on purpose, write "
+            f"{newer[-1]} there.",
             file=sys.stderr,
             flush=True,
         )

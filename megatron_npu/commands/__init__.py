@@ -1,1 +1,1 @@
-"""``megatron-npu COMMAND``: the table of commands, and those that have no room of their own."""
+"""``megatron-npu COMMAND``: the table of commands, and commands without a package of their own."""

@@ -1,4 +1,4 @@
-"""The ``megatron-npu`` command: finds the sub-command and turns bad input into one line, exit code 2."""
+"""The ``megatron-npu`` command: run the sub-command, and turn bad input into one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -160,7 +160,10 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
     script = argv[1] if argv[0] == "run" and argv[1:] else ""
     if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
         return argv
-    print(f"megatron-npu run: no {script} here; `megatron-npu generate` takes its flags", file=sys.stderr)
+    print(
+        f"megatron-npu run: no {script} here; running `megatron-npu generate`, which takes its flags",
+        file=sys.stderr,
+    )
     return ["generate", *argv[2:]]
 
 

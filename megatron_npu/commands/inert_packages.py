@@ -1,4 +1,4 @@
-"""Inert modules in the place of packages that a command names but does not use.
+"""Inert stub modules for packages that a command imports but does not use.
 
 Help texts and static commands import modules that say ``import torch`` at their top: for annotations, base
 classes, decorators and tables, not to compute. With inert modules in torch's place they work where torch is
@@ -29,7 +29,7 @@ _PROJECT = __name__.partition(".")[0]
 
 @contextlib.contextmanager
 def for_help() -> Iterator[None]:
-    """Let modules be imported for their help texts alone; afterwards they are as if never imported."""
+    """Set modules to imported for their help texts alone; afterwards they are as if never imported."""
     names = [*_not_imported(SLOW), *_absent(DECLARED)]
     before = set(sys.modules)
     finder = _Finder(names)
@@ -44,7 +44,7 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Let adaptors be imported for what they record: what is not installed is inert from now on."""
+    """Set adaptors to imported for what they record: what is not installed is inert from now on."""
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))

@@ -77,7 +77,7 @@ def check(argv: list[str], prog: str = "megatron-npu check") -> int:
 
 
 def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
-    """Return how each patch stands to a Megatron, importing nothing of it.
+    """Return the state of each patch for a Megatron, without importing it.
 
     Args:
         names: those of the patches that are meant (see ``patch_names``); none: all.
@@ -103,7 +103,9 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
     """
     parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the pin file (default: in this package)"
+    )
     options = parser.parse_args(argv)
     found = _find(options)
     directory = options.output or plugin.pins_directory()
@@ -119,7 +121,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
     print(f"{path}: {len(pinned.targets)} targets pinned")
     for target in missing:
-        print(f"{target}: not there, not pinned", file=sys.stderr)
+        print(f"{target}: not found, not pinned", file=sys.stderr)
     return int(bool(missing))
 
 
@@ -136,9 +138,17 @@ def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--static", action="store_true", help="import nothing of Megatron; show the records")
-    parser.add_argument("--import", dest="modules", nargs="+", metavar="MODULE", help="import these instead")
+    form.add_argument("--markdown", action="store_true", help="print the patches as a Markdown table")
+    parser.add_argument(
+        "--static", action="store_true", help="list the patch records without importing Megatron"
+    )
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        nargs="+",
+        metavar="MODULE",
+        help="import these modules instead of the default ones",
+    )
     options = parser.parse_args(argv)
     found = _find(options)
     if options.megatron:  # the user has said which one is meant, should there be another on the path
@@ -168,7 +178,7 @@ def _parser(prog: str, function: object, codes: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--upstream",
         metavar="NAME",
-        help=f"{', '.join(megatrons.NAMES)} (default: told by its files)",
+        help=f"{', '.join(megatrons.NAMES)} (default: detected from its files)",
     )
     return parser
 

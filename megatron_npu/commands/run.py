@@ -1,4 +1,4 @@
-"""``megatron-npu run SCRIPT ARGS…``: run an unmodified script on this machine's device, Megatron patched."""
+"""``megatron-npu run SCRIPT ARGS…``: run an unmodified script on this machine's device, with patches."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--redirect",
         action="store_true",
-        help="for a program without Megatron: torch.cuda, cuda and nccl mean this machine's device from the "
-        "beginning, in processes that it spawns too",
+        help="run a program that does not use Megatron: map torch.cuda, cuda and nccl to this machine's "
+        "device from the start, also in spawned processes",
     )
     help_text = f"= {settings.CPU_DEVICES.name}=N, for this program: as how many devices a CPU counts"
     result.add_argument("--cpu-devices", type=positive, help=help_text)
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     if options.cpu_devices:
         os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
     visible_devices.name_for_ascend()
-    extension_locks.remove_stale("megatron-npu run")  # stock scripts would wait for ever for them
-    plugin.install()  # for spawned children, too; other processes follow MEGATRON_NPU_AUTOLOAD
+    extension_locks.remove_stale("megatron-npu run")  # stock scripts would wait forever for them
+    plugin.install()  # for spawned children too; other processes follow MEGATRON_NPU_AUTOLOAD
     if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
     python_child.search_first(str(script.parent))
@@ -76,11 +76,10 @@ def _require_own_tree(script: Path, tree: Path) -> None:
     imported = megatrons.find() if own else None
     if own and imported and imported.root != own.root:
         raise UsageError(
-            f"{script.name} lies in {own.name} {own.version} ({tree}), but `import megatron` gives "
-            f"{imported.name} {imported.version} ({imported.root}), which hides it",
+            f"{script.name} belongs to {own.name} {own.version} ({tree}), but `import megatron` finds "
+            f"{imported.name} {imported.version} ({imported.root}) first",
             "the script's own Megatron",
-            f"Take {imported.root} off PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the one that is "
-            "meant.",
+            f"Take {imported.root} off PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the one you want.",
         )
 
 

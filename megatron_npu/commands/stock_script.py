@@ -1,4 +1,4 @@
-"""The guide's ``pretrain_gpt.py`` and ``main.py``: they run the stock script that they stand for.
+"""The guide's ``pretrain_gpt.py`` and ``main.py``: run the stock script of the same name.
 
 The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script,
 ``pretrain_gpt.py`` onto its own, which then comes out of git.
@@ -67,9 +67,9 @@ def _committed(root: Path, name: str) -> bytes:
         content, reason = b"", str(error)
     if not content or b"stock_script.main" in content:
         raise UsageError(
-            f"{root / name} was replaced by the file of the same name in tests_gpt, and git does not have "
-            f"the stock one ({reason or 'what was committed is ours, too'})",
+            f"{root / name} was overwritten by the file of the same name in tests_gpt, and git has no "
+            f"stock version of it ({reason or 'the committed file is ours too'})",
             "a git checkout of Megatron-LM",
-            f"Put the stock {name} back, or set {settings.MEGATRON_PATH.name} to another checkout.",
+            f"Restore the stock {name}, or set {settings.MEGATRON_PATH.name} to another checkout.",
         )
     return content

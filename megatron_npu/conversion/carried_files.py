@@ -1,4 +1,4 @@
-"""The files that come along with the weights as they are: the tokenizer and the settings of generation."""
+"""Copy files unchanged with the weights: the tokenizer and the generation settings."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def _inside(path: Path, folder: Path) -> Path:
         raise UsageError(
             f"{path} is a link to {real}",
             f"a file inside {folder}",
-            "Put the file itself there if it belongs to the model.",
+            "Copy the file itself there if it belongs to the model.",
         )
     return real

@@ -1,4 +1,4 @@
-"""``megatron-npu convert``: checkpoints of Hugging Face to those of the embedded driver, and back."""
+"""``megatron-npu convert``: convert checkpoints between Hugging Face and the built-in trainer."""
 
 from __future__ import annotations
 
@@ -26,43 +26,70 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu convert", description=__doc__)
     add = result.add_argument
-    add("--from", dest="origin", required=True, choices=_SIDES, help="what SOURCE is")
-    add("--to", dest="target", required=True, choices=_SIDES, help="what DESTINATION becomes")
-    add("source", metavar="SOURCE", help="hf: a folder with config.json; megatron: what --save was")
-    add("destination", metavar="DESTINATION", help="a folder that does not exist yet")
-    add("--dtype", choices=weights.DTYPES, help="type of the converted weights (default: as they are)")
+    add("--from", dest="origin", required=True, choices=_SIDES, help="format of SOURCE")
+    add("--to", dest="target", required=True, choices=_SIDES, help="format of DESTINATION")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="checkpoint to convert; hf: a folder with config.json; megatron: the folder given to --save",
+    )
+    add("destination", metavar="DESTINATION", help="folder to create; it must not exist")
+    add("--dtype", choices=weights.DTYPES, help="dtype of the converted weights (default: keep the source's)")
     add(
         "--proof",
         choices=["logits", "tensors"],
-        help="logits: run both models (default with transformers installed); tensors: compare weights alone",
+        help="how to verify the result; logits: run both models and compare (default if "
+        "transformers is installed); tensors: compare weights only",
     )
     add(
         "--make-vocab-size-divisible-by",
         type=positive,
         default=128,
-        help="pad the vocabulary to a multiple of N (to megatron)",
+        help="pad the vocabulary to a multiple of N (only with --to megatron)",
     )
     add(
         "--ckpt-format",
         choices=["torch_dist", "torch"],
         default="torch_dist",
-        help="torch: a file for each rank, as Megatron-LM 285068c8 loads it (to megatron)",
+        help="checkpoint format to write; torch: one file per rank, as Megatron-LM 285068c8 "
+        "loads it (only with --to megatron)",
     )
-    add("--tensor-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
-    add("--pipeline-model-parallel-size", type=positive, default=1, help="of --ckpt-format torch")
+    add(
+        "--tensor-model-parallel-size",
+        type=positive,
+        default=1,
+        help="tensor-parallel size of the result (only with --ckpt-format torch)",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        type=positive,
+        default=1,
+        help="pipeline-parallel size of the result (only with --ckpt-format torch)",
+    )
     add(
         "--hf-weights",
         choices=list(hf_files.FORMATS),
         default=hf_files.SINGLE,
-        help="form of the weights; pytorch_model.bin is a pickle, for programs that ask for it (to hf)",
+        help="file format of the weights; pytorch_model.bin is a pickle, for programs that "
+        "need it (only with --to hf)",
     )
-    add("--max-shard-gb", type=number, default=5.0, help="largest file of weights in 10^9 bytes (to hf)")
+    add(
+        "--max-shard-gb",
+        type=number,
+        default=5.0,
+        help="maximum size of a weight file in 10^9 bytes (only with --to hf)",
+    )
     add(
         "--tokenizer-type",
         choices=tokenizer_files.KINDS,
-        help="tokenizer of the result; NullTokenizer: none (to megatron; default: what the files are for)",
+        help="tokenizer of the result; NullTokenizer: none (only with --to megatron; default: "
+        "detected from the source's files)",
     )
-    add("--eos-token", metavar="TEXT", help="the token that ends a text, if no file names it (to megatron)")
+    add(
+        "--eos-token",
+        metavar="TEXT",
+        help="end-of-text token, if no file of the source names one (only with --to megatron)",
+    )
     tokenizer_flags.add_gpt2_files(add, ", if it has moved since the training (from megatron)")
     return result
 
@@ -137,10 +164,10 @@ def _check_sizes(args: Namespace) -> None:
         raise UsageError(
             f"tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}",
             "sizes only with --to megatron --ckpt-format torch",
-            "Leave them out: any layout can load the result.",
+            "Remove them: any layout can load the result.",
         )
 
 
 def _require_new(destination: Path) -> None:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise UsageError(f"{destination} exists", "a new folder", "Give another name, or remove it.")
+        raise UsageError(f"{destination} exists", "a new folder", "Use another name, or remove it.")

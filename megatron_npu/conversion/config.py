@@ -1,4 +1,4 @@
-"""Reading ``config.json`` so that no key is overlooked: each is used, known to be harmless, or refused."""
+"""Read ``config.json`` completely: each key is used, known to have no effect, or rejected."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Config:
         return dict(value)
 
     def require(self, key: str, *allowed: Any, absent: Any = None) -> Any:
-        """Return the value of a key that can have some values only; absent is the first of them.
+        """Return the value of a key that must be one of some values; the first is the default.
 
         Raises:
             UsageError: it has another.
@@ -176,8 +176,8 @@ class Config:
         if rest:
             raise UsageError(
                 f"{self.path}: {', '.join(f'{key} {_shown(self._values[key])}' for key in rest)}",
-                "keys that this conversion knows",
-                "Take out what does not change the model's results; the rest cannot be converted.",
+                "keys that this conversion supports",
+                "Remove the keys that do not change the model's results; the others cannot be converted.",
             )
 
 
@@ -202,13 +202,13 @@ def read(folder: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise UsageError(
-            f"{path}: brackets inside brackets without end", "a JSON object", "Get a fresh copy."
+            f"{path}: too deeply nested brackets", "a JSON object", "Get a fresh copy."
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{path}: {reason}", "the config.json of a Hugging Face model", "Give the model's folder."
+            f"{path}: {reason}", "the config.json of a Hugging Face model", "Pass the model's folder."
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: another JSON", "an object", "Give the model's folder.")
+        raise UsageError(f"{path}: another JSON", "an object", "Pass the model's folder.")
     return values

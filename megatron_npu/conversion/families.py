@@ -1,4 +1,4 @@
-"""The families of models that can be converted, by their ``model_type`` in ``config.json``."""
+"""The model families that can be converted, by ``model_type`` in ``config.json``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
     Args:
         args: the checkpoint's flags.
         before: the ``model_type`` that the checkpoint was converted from. It decides where two families can
-            hold the same model: a Mistral without a window is a Llama, too.
+            hold the same model: a Mistral without a window is a Llama too.
 
     Raises:
         UsageError: a flag that no family has, or several that none has together.
@@ -48,7 +48,7 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
         together = " and ".join(sorted(traits_of(args)))
         raise UsageError(
             f"the checkpoint was trained with {together}, which cannot be converted together",
-            f"what one of these has: {', '.join(FAMILIES)}",
+            f"the features of one of these: {', '.join(FAMILIES)}",
             "Nothing was written.",
         )
     return claiming[0]

@@ -1,4 +1,4 @@
-"""What a family of models is: keys and tensors that mean the same on both sides, and what it alone has."""
+"""Description of a model family: shared keys and tensors, and those of this family only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Family(ABC):
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """The traits that some of these have."""
+        """Traits that only some of these families have."""
         return frozenset()
 
     def claims(self, args: Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""By what angles two models turn queries and keys at the end of the longest text that they are for.
+"""Compare the rotation angles of two models for queries and keys at the end of the longest text.
 
 The proof runs both models on a few tokens: they do not tell whether a scaling of positions is the same behind
 the length that a model was first trained for.
@@ -40,7 +40,7 @@ def theirs(model: Any, args: Namespace) -> Tensor | None:
 
 
 def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
-    """Return the largest difference to those of a GPTModel.
+    """Return the largest difference to the angles of a GPTModel.
 
     Args:
         gpt: on its device.

@@ -1,4 +1,4 @@
-"""A model that is run in fp32 while its weights stay in half precision: one matrix at a time is widened.
+"""Run a model in fp32 while its weights stay in half precision: convert one matrix at a time.
 
 The whole model in fp32 would take twice the memory of what is converted.
 """
@@ -24,7 +24,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def run(
     model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
 ) -> None:
-    """Let a model compute in fp32, with weights that are rounded to ``dtype``.
+    """Compute a model in fp32 with weights rounded to ``dtype``.
 
     Args:
         model: in evaluation mode.

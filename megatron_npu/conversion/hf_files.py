@@ -40,7 +40,7 @@ def require(*libraries: str) -> None:
         if not is_installed(library):
             raise UsageError(
                 f"{library} is not installed",
-                "what reads and writes the files",
+                "the library that reads and writes these files",
                 'pip install "megatron_npu[hf]"',
             )
 
@@ -131,7 +131,9 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds, with pages of advice
         reason = str(error).partition("\n")[0]
-        raise UsageError(f"{file}: {reason}", "a file of tensors alone", "Take the safetensors.") from error
+        raise UsageError(
+            f"{file}: {reason}", "a file that contains only tensors", "Use the safetensors file."
+        ) from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -142,7 +144,7 @@ def _files(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [folder / single]
     raise UsageError(
-        f"{folder}: no weights", f"{SINGLE}, {INDEX} or {PICKLED}", "Give the folder of a Hugging Face model."
+        f"{folder}: no weights", f"{SINGLE}, {INDEX} or {PICKLED}", "Pass the folder of a Hugging Face model."
     )
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 of Hugging Face: Conv1D weights, q, k and v as thirds, learned positions, the tanh form of GELU."""
+"""Hugging Face's GPT-2: Conv1D weights, QKV as thirds, learned positions, the tanh form of GELU."""
 
 from __future__ import annotations
 

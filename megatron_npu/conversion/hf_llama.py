@@ -1,4 +1,4 @@
-"""Llama and its kin of Hugging Face: grouped queries, halves that are rotated, a gated MLP, RMSNorm.
+"""Hugging Face's Llama and similar models: grouped queries, rotated halves, gated MLP, RMSNorm.
 
 A member of the kin is a row of data, a ``Kind``: where its biases are, whether it has a window, or a norm of
 queries and keys. What they share is written once.
@@ -142,7 +142,9 @@ class Kind(Family):
         everywhere = config.require("mlp_bias", False, *([True] if self.mlp_bias_key else []))
         attention = config.require("attention_bias", False, *([True] if self.attention_bias_key else []))
         if everywhere and not attention:
-            raise config.refusal("mlp_bias", True, "attention_bias too: there is no flag for the MLP alone")
+            raise config.refusal(
+                "mlp_bias", True, "attention_bias too: Megatron has no flag for a bias only in the MLP"
+            )
         if everywhere:
             return []
         return ["--disable-bias-linear", *(["--add-attention-bias"] if attention else [])]
@@ -151,7 +153,7 @@ class Kind(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """See ``Family``. Without a window a Mistral is a Llama, too."""
+        """See ``Family``. Without a window a Mistral is a Llama too."""
         always = bool(self.window) and not self.window_switch
         has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: always}
         return frozenset(flag for flag, there in has.items() if there)
@@ -212,7 +214,7 @@ class Kind(Family):
         if self.whole_heads and args.hidden_size % args.num_attention_heads:
             raise UsageError(
                 f"--hidden-size {args.hidden_size} with {args.num_attention_heads} heads",
-                f"a multiple of the number of heads, which transformers asks of a {self.MODEL_TYPE}",
+                f"a multiple of the number of heads, which transformers requires for a {self.MODEL_TYPE}",
                 "Nothing was written.",
             )
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of Hugging Face that are Llamas otherwise: Mixtral, Qwen2-MoE, Qwen3-MoE.
+"""Hugging Face's mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
 The router of all of them takes a softmax over all experts and then the best k. Scores that are made to sum
 to 1 again are a softmax over the k alone, which is Megatron's default; left as they are, they are what
@@ -83,7 +83,7 @@ class MixtureKind(Kind):
         dense = config.items("mlp_only_layers")
         pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
         if not any(pattern):
-            raise config.refusal("mlp_only_layers", dense, "a layer with experts at least")
+            raise config.refusal("mlp_only_layers", dense, "at least one layer with experts")
         return {} if all(pattern) else {"--moe-layer-freq": str(pattern).replace(" ", "")}
 
     def _mixture_switches(self, config: Config) -> list[str]:
@@ -103,8 +103,8 @@ class MixtureKind(Kind):
             raise config.refusal(
                 "num_experts_per_tok",
                 1,
-                "2 or more where scores sum to 1: Megatron weighs the output of a single expert by its "
-                "probability among all, here it would be weighed by 1",
+                "2 or more where scores are normalized to sum to 1: Megatron weighs a single expert by "
+                "its probability among all, this model weighs it by 1",
             )
         return whole
 

@@ -1,4 +1,4 @@
-"""The model card: what a folder of Hugging Face says about the model in it, in ``README.md``."""
+"""Write the model card ``README.md`` of a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotary embedding in ``config.json`` and in the driver's flags; the families that have one share it."""
+"""Convert rotary embeddings between ``config.json`` and flags, for all families that use them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
     values = _agreeing(config)
     base = values.pop("rope_theta", usual_base)
     if not config_file.is_number(base) or base != int(base) or base < 1:
-        raise config.refusal("rope_theta", base, "a whole number, as --rotary-base is")
+        raise config.refusal("rope_theta", base, "a whole number, as --rotary-base requires")
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise config.refusal("partial_rotary_factor", _agreeing(config)["partial_rotary_factor"], "1.0")
     kind = values.pop("rope_type", "default")
@@ -59,7 +59,7 @@ def _agreeing(config: Config) -> dict[str, Any]:
         for key, value in values.items():
             key = "rope_type" if key == "type" else key
             if value is not None and found.setdefault(key, value) != value:
-                raise config.refusal(key, [found[key], value], "one value wherever it is named")
+                raise config.refusal(key, [found[key], value], "the same value wherever it is given")
     return found
 
 
@@ -154,7 +154,7 @@ class _Scaling:
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
-            raise self._config.refusal(_LENGTH, [inside, beside], "one value wherever it is named")
+            raise self._config.refusal(_LENGTH, [inside, beside], "the same value wherever it is given")
         value = beside or inside or default or self._config.number("max_position_embeddings")
         if not config_file.is_number(value) or value != int(value) or value < 1:
             raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a whole number above 0")

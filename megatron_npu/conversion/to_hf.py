@@ -1,4 +1,4 @@
-"""From a checkpoint of the embedded driver to a folder of Hugging Face."""
+"""Convert a checkpoint of the built-in trainer to a Hugging Face folder."""
 
 from __future__ import annotations
 

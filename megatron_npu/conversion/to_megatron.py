@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to a checkpoint of the embedded driver."""
+"""Convert a Hugging Face folder to a checkpoint of the built-in trainer."""
 
 from __future__ import annotations
 

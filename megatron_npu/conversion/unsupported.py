@@ -1,4 +1,4 @@
-"""Flags of a Megatron checkpoint that a family of Hugging Face has no word for."""
+"""Flags of a Megatron checkpoint that a Hugging Face family cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a conversion: both sides are read from disk again and compared, tensors and logits.
+"""Verify a conversion: read both sides from disk again, and compare tensors and logits.
 
 Both models run in fp32 on weights that have been rounded to the type of the converted ones, so that what is
 left is the order of sums. One model is in memory at a time, in the type that it is stored in.
@@ -35,7 +35,7 @@ class Verification:
     """What was compared.
 
     Attributes:
-        tensors: tensors of Hugging Face, each equal to the bit to its part of Megatron's.
+        tensors: tensors of Hugging Face, each equal bit for bit to its part of Megatron's.
         tokens: tokens that both models have read; 0 if the logits were not compared.
         difference: the largest difference of two logits.
         largest: the largest logit of Hugging Face's model.
@@ -71,7 +71,7 @@ def has_reference() -> bool:
 
 
 def silence(transformers: ModuleType) -> None:
-    """Let transformers print nothing but errors."""
+    """Make transformers print only errors."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -92,7 +92,7 @@ def verify(
         sides: both, and what the model is of.
         args: the driver's arguments of the model.
         dtype: type of the converted weights; those of the other side are rounded to it.
-        logits: run both models, too.
+        logits: run both models too.
         vocab_file, merge_file: where the files of the checkpoint's tokenizer are now, if they have moved.
 
     Raises:
@@ -128,12 +128,12 @@ def verify(
             f"the logits of the two models differ by {result.difference:.3g} (the largest is "
             f"{result.largest:.3g}), on {result.tokens} tokens",
             f"at most {BOUND:g} of the largest",
-            "Nothing was written: a checkpoint that talks gibberish is worth nothing. Please report it.",
+            "Nothing was written, because the converted model computes something else. Please report it.",
         )
     if not result.turned <= far_rotation.bound(result.positions):
         raise UsageError(
-            f"at the end of {result.positions} tokens the two models turn queries and keys by other angles "
-            f"(their sines differ by {result.turned:.3g})",
+            f"at the end of {result.positions} tokens the two models rotate queries and keys by different "
+            f"angles (their sines differ by {result.turned:.3g})",
             f"at most {far_rotation.bound(result.positions):.3g}",
             "Nothing was written. Please report it.",
         )
@@ -143,7 +143,7 @@ def verify(
 def told(
     given: Namespace, megatron: Path, hf: Path, family: Family, args: Namespace, dtype: str
 ) -> Iterator[str]:
-    """Prove a conversion and yield the lines that say so.
+    """Verify a conversion and yield its log lines.
 
     Raises:
         UsageError: the two sides differ.
@@ -186,7 +186,9 @@ def _compare_tensors(
     for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
         if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
             raise UsageError(
-                f"{name} is not what was converted", "the same numbers on both sides", "Please report it."
+                f"{name} differs from the converted tensor",
+                "the same numbers on both sides",
+                "Please report it.",
             )
         number += 1
     return number
@@ -241,8 +243,8 @@ def _hf_results(
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of a config.json that it misreads
         raise UsageError(
             f"transformers {transformers.__version__} does not load {folder}: {_first_line(error)}",
-            "a model that it loads, to prove the conversion by",
-            "Correct its config.json, or give --proof tensors.",
+            "a model that transformers can load, to verify the conversion",
+            "Correct its config.json, or pass --proof tensors.",
         ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)

@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face are which tensor of megatron-core, and the layouts of both.
+"""Map tensors between Hugging Face and megatron-core, with both layouts.
 
 A mapping knows both directions. Its ``to_hf`` works on meta tensors too: applied to the shape of Megatron's
 tensor it says which shapes Hugging Face's must have. Shapes: ``h`` hidden size, ``np`` query heads, ``ng``

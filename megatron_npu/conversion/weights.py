@@ -1,4 +1,4 @@
-"""The one way through a family's weight map, in both directions, that proves that no tensor was left over."""
+"""Apply a family's weight map in either direction, and check that no tensor is left over."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
         if not is_copy and not family.is_buffer(name, tensor):
             rest.append(name)
     if rest:
-        raise _bad_tensors(
-            found, "has", rest, "the tensors of the model that config.json describes, no others"
-        )
+        raise _bad_tensors(found, "has", rest, "only the tensors of the model that config.json describes")
 
 
 def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
@@ -117,7 +115,7 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
     raise UsageError(
         f"{found.source.folder} holds {', '.join(sorted(kinds))}",
         "one of float32, bfloat16 and float16 for all tensors",
-        "Give --dtype fp32, bf16 or fp16 to convert them all.",
+        "Pass --dtype fp32, bf16 or fp16 to convert them all.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Windows in ``config.json`` and in the driver's flags: how far a query sees back, and in which layers."""
+"""Convert attention windows between ``config.json`` and flags: their size and the layers that have them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A folder of data is what lies in it: no file there makes ``datasets`` read elsewhere, or ask an address.
+"""Check that the files of a data folder do not make ``datasets`` read from elsewhere.
 
 The head of a ``README.md`` names data files, ``state.json`` those that ``save_to_disk`` has written. The
-package takes paths out of the folder and addresses there, too.
+package takes paths out of the folder and addresses there too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def require_own_files(folder: Path, given: str) -> None:
     """Check that a folder of ``save_to_disk``, or of several, names files and folders of its own alone.
 
     Args:
-        folder: with a ``state.json`` or a ``dataset_dict.json``; one that is none is left to the package.
+        folder: with a ``state.json`` or a ``dataset_dict.json``; one that is not one is left to the package.
         given: the flag and its value, for the message.
 
     Raises:
@@ -83,8 +83,8 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
     if not own:
         raise UsageError(
             f"{given}: {place} names {name!r}, which is not in that folder",
-            "a folder whose files name each other alone",
-            "Put the file into the folder, or give the file itself, if you want it to be read.",
+            "a folder whose files name only files in that folder",
+            "Put the file into the folder, or pass the file itself if you want to read it.",
         )
 
 

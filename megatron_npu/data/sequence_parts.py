@@ -1,4 +1,4 @@
-"""The part of a batch that a context-parallel rank has, as each version of megatron-core is asked for it."""
+"""The part of a batch for a context-parallel rank, with the interface of each megatron-core version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of this process: chosen once, from what is there and ``MEGATRON_NPU_DEVICE``."""
+"""The device of this process: selected once, from the available ones and ``MEGATRON_NPU_DEVICE``."""
 
 from __future__ import annotations
 

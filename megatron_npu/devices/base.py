@@ -1,4 +1,4 @@
-"""What the plug-in asks of a device, whichever one it is."""
+"""The device interface of this package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Device(ABC):
 
     @property
     def title(self) -> str:
-        """Its name for people: what is not hardware says so wherever a log may be read as one of hardware."""
+        """The name for users; simulated hardware is marked in it."""
         return f"simulated {self.name}" if self.simulated else self.name
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        """Let random operations on host tensors draw from the host's generator inside the block.
+        """Use the host's generator for random operations on host tensors in the block.
 
         A device with memory of its own has its own generator too, so there is nothing to do.
         """
@@ -123,7 +123,7 @@ class Device(ABC):
         """Restart ``memory().peak`` from what is in use now."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        """Return what each name of ``torch.cuda`` stands for here; a dotted name is one of a submodule.
+        """Return the replacement of each name in ``torch.cuda``; a dotted name is in a submodule.
 
         Empty where ``torch.cuda`` already means the device.
         """

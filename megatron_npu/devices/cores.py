@@ -1,4 +1,4 @@
-"""The cores of a machine among the ranks of a run on the CPU: how many threads each has, and where.
+"""Distribute a machine's cores over the ranks of a CPU run: number of threads and their cores.
 
 torchrun gives each of several ranks one thread, unless OMP_NUM_THREADS says otherwise: on a machine with more
 cores than ranks most of them idle. And the kernel moves threads between cores, from warm caches and, on
@@ -154,7 +154,7 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
 def _bind(cpus: list[int]) -> None:
     """Let all threads of this process, and those that they start, run on these processors alone."""
     for task in _TASKS.iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(task.name), cpus)
 
 

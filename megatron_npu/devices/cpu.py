@@ -1,4 +1,4 @@
-"""The plain CPU as a device: gloo, a generator of its own, resident memory."""
+"""The CPU as a device: gloo, its own generator, resident memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each name of ``torch.cuda`` stands for on a CPU, under the parameters that torch gives it."""
+"""Implementations of ``torch.cuda`` functions on a CPU, with torch's signatures."""
 
 from __future__ import annotations
 

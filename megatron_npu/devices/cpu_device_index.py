@@ -1,4 +1,4 @@
-"""What ``torch.cuda.current_device()`` returns where the CPU is the device."""
+"""``torch.cuda.current_device()`` on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: ``torch.cuda`` as it is, so nothing is redirected."""
+"""NVIDIA GPUs: ``torch.cuda`` is used unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.cuda.FloatTensor`` and its like, on any device."""
+"""``torch.cuda.FloatTensor`` and similar types, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` reads from a GPU's sensors, as far as other devices have them.
+"""GPU sensors that ``torch.cuda`` reads, as far as other devices have them.
 
 Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` ask for these. What is
 not measured is nan, never a number that looks like a measurement.

@@ -1,4 +1,4 @@
-"""Which device arguments name CUDA, and what they mean on another device."""
+"""Device arguments that name CUDA, and their meaning on another device."""
 
 from __future__ import annotations
 

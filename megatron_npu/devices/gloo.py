@@ -1,4 +1,4 @@
-"""What Megatron asks of NCCL and gloo does not do, and a clean exit while process groups are still open."""
+"""NCCL features that Megatron needs and gloo lacks, and a clean exit with open process groups."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
     The reducer, where it holds the group last (``destroy_process_group`` has been called), ends it with the
     interpreter's lock in hand, and waits for gloo's threads. One of these may just be waiting for the lock,
     as it lets go of the context in which torch's backward pass keeps the compiler's settings: the process
-    hangs for ever (torch 2.13, one of some fifteen models that go right after their group; shown by
+    hangs forever (torch 2.13, one of some fifteen models that go right after their group; shown by
     tests/unit/devices/test_gloo.py). A group that Python holds last is ended without the lock.
     """
 
@@ -263,7 +263,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
         if seen == before and all(asleep for asleep, _ in seen.values()):
             break
         if time.monotonic() > deadline:
-            logger.warning("threads of gloo are still at work after %g s; the process ends anyway", timeout)
+            logger.warning("threads of gloo are still running after %g s; the process ends anyway", timeout)
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""What Megatron asks of NCCL and HCCL does not do."""
+"""NCCL features that Megatron needs and HCCL lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that load data: what they hand over has no name, and one that is killed is told in a line."""
+"""Data-loader workers: shared memory without names, and a one-line error for a killed worker."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
-    """Change torch's loaders of this process, and of those that it forks; a second time nothing happens."""
+    """Patch torch's loaders in this process and its forks; a second call does nothing."""
     if not _replaced:
         for owner, name, value in (*nameless_sharing.replacements(), *_failures()):
             _replaced.set(owner, name, value)
 
 
 def end() -> None:
-    """Leave loaders as torch has them."""
+    """Restore torch's loaders."""
     _replaced.undo()
 
 
@@ -85,7 +85,7 @@ class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
     """torch's look at whether a worker's parent is alive, which ends a worker that is alone.
 
     torch 2.13 asks who the parent is when the worker has begun its work. If the parent has been killed since
-    the fork, that is another process, and the worker would wait for ever.
+    the fork, that is another process, and the worker would wait forever.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
     """Return whether a batch has come, and the batch, as torch's method of this name does.
 
     On an error torch 2.13 also makes ten files, to see whether descriptors are left: of a rank that is ended
-    meanwhile, as all are when one has failed, they stay. An error of descriptors says so itself.
+    in the meantime, as all are when one has failed, they stay. An error of descriptors says so itself.
 
     Raises:
         RuntimeError: a worker has died, in torch's words.
@@ -167,7 +167,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take a batch; meanwhile a death is an error at once."""
+    """Take a batch; in the meantime a death is an error at once."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)

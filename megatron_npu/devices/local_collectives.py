@@ -1,4 +1,4 @@
-"""Which collectives of gloo's go through memory that the ranks share, and which through its sockets."""
+"""Which collectives of gloo use memory shared by the ranks, and which use its sockets."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _made(group: dist.ProcessGroup) -> Segment | None:
         return Segment(group)
     except OSError as error:
         if group.rank() == 0:
-            logger.warning("collectives go through sockets, since ranks share no memory: %s", error)
+            logger.warning("collectives use sockets, because the ranks cannot share memory: %s", error)
         return None
 
 

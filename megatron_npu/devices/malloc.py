@@ -1,4 +1,4 @@
-"""What the C library does with the memory of freed tensors: torch's CPU allocator is plain malloc."""
+"""Settings of the C library for freed memory: torch's CPU allocator is plain malloc."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEEP = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_MAX: 0}
 
 
 def keep_freed_memory() -> None:
-    """Let malloc reuse freed memory of any size.
+    """Configure malloc to reuse freed memory of any size.
 
     glibc maps every large block afresh and unmaps it when freed, so each step of a training run pays a
     page fault for every 4 KiB of every activation and logit. A caching allocator, as on CUDA and NPU,
@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
     leaves the C library as it is; so does one that is not glibc.
     """
     if settings.KEEP_MEMORY.enabled() and not _set(_KEEP):
-        logger.info("freed memory goes back to the system: this C library has no mallopt(3)")
+        logger.info("freed memory is returned to the system: this C library has no mallopt(3)")
 
 
 def return_freed_memory() -> None:

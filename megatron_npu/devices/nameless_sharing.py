@@ -1,4 +1,4 @@
-"""Tensors that processes hand to each other, with no name anywhere that could be left behind.
+"""Pass tensors between processes in shared memory without names, so that nothing can be left behind.
 
 torch moves such a tensor (a batch that a worker of a loader has made) into a file of /dev/shm, and takes its
 name away in the next call: a worker that is killed between the two leaves it, and the name does not tell

@@ -37,7 +37,7 @@ class Rows:
         self._held[(slice(before, self._count), *map(slice, width))] = rows
 
     def all(self) -> Tensor:
-        """Return them in the order in which they came: a view ``[all]`` or ``[all, most]``.
+        """Return the values in the order they were added: a view ``[all]`` or ``[all, most]``.
 
         Raises:
             ValueError: nothing has come.

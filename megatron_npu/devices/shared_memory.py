@@ -1,10 +1,10 @@
-"""Collectives of ranks that share a machine, through memory that they share instead of gloo's sockets.
+"""Collectives of ranks on one machine, through shared memory instead of gloo's sockets.
 
 gloo sends what it reduces through the kernel's loopback network, even to the next process: each byte is
 copied into the kernel and out of it, and TCP is paid for. Here every rank puts the parts that others reduce
 into a segment that all have mapped, reduces its own part, and takes the results of the others from there.
 gloo still says when all have done so: a peer that dies, or is late, ends the wait as it always did. Sums of
-two ranks are gloo's to the bit; more ranks are added in another order than by gloo.
+two ranks are gloo's bit for bit; more ranks are added in another order than by gloo.
 
 The segment is an anonymous file in memory (``memfd_create``), found through the first rank's ``/proc``. It
 has no name in ``/dev/shm``, so nothing is left behind whatever dies, and a container's small ``/dev/shm``

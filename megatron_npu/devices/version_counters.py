@@ -1,4 +1,4 @@
-"""Collectives that write to a tensor without raising its version counter, which in-place operations raise."""
+"""Raise the version counter of tensors that collectives write to, as in-place operations do."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``megatron-npu doctor``: what is installed, what works, and what to do about what does not."""
+"""``megatron-npu doctor``: report what is installed, what works, and how to fix what does not."""

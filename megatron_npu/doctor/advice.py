@@ -1,4 +1,4 @@
-"""What to do about each thing in a report that is wrong; each line is an instruction."""
+"""Instructions that fix each problem in a report."""
 
 from __future__ import annotations
 

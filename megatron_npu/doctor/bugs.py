@@ -1,4 +1,4 @@
-"""``megatron-npu doctor --known-bugs``: the bugs of one Megatron, and whether they are cured."""
+"""``megatron-npu doctor --known-bugs``: the bugs of one Megatron, and whether they are fixed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(
-        f"{len(present)} bugs known: {len(present) - numbers} cured always, {numbers} with wrong numbers "
-        f"{'cured' if wanted else 'as upstream has them'} ({settings.BACKPORT.name}={int(wanted)})"
+        f"{len(present)} known bugs: {len(present) - numbers} always fixed, {numbers} with wrong numbers "
+        f"{'fixed' if wanted else 'unchanged'} ({settings.BACKPORT.name}={int(wanted)})"
     )
     return 0
 

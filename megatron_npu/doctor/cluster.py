@@ -1,4 +1,4 @@
-"""``megatron-npu doctor --cluster``: every machine of a job, before the job, under the job's own launcher.
+"""``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
 
 The ranks meet as those of a run do (a host name that means 127.0.1.1, a firewall: one line), then tell each
 other what they find. Rank 0 prints it; ``--out`` has the machines that passed and failed as lists for others.
@@ -54,8 +54,8 @@ def main(folder: str | None, out: str | None) -> int:
     if ranks == 1:
         raise UsageError(
             "--cluster in one process",
-            "a process for each device of every machine",
-            "Start it as the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
+            "one process per device on every machine",
+            "Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
         )
     device = devices.current()
     device.set_current(int(os.environ.get("LOCAL_RANK", "0")))

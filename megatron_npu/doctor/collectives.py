@@ -1,4 +1,4 @@
-"""Two processes that do every kind of collective that Megatron uses, over the device's backend.
+"""Run every kind of collective that Megatron uses in two processes, over the device's backend.
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
@@ -35,7 +35,7 @@ def all_reduce(own: Tensor, rank: int, size: int) -> None:
 
 
 def all_gather(own: Tensor, rank: int, size: int) -> None:
-    """Each rank has its number in its place."""
+    """Each rank has its number instead."""
     gathered = torch.empty(size * SIZE, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
     for other in range(size):

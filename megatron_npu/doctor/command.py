@@ -24,30 +24,34 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "megatron-npu doctor",
         "Look at this machine the way a run will, and say what is wrong and what to do.",
-        epilog="exit code: 0 if a run can be expected to work, 1 if there is advice to follow",
+        epilog="exit code: 0 if a run can be expected to work, 1 if problems were found",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("--quick", action="store_true", help="leave out the tests that start processes")
+    parser.add_argument("--quick", action="store_true", help="skip the tests that start processes")
     parser.add_argument(
         "--megatron",
         metavar="PATH",
-        help="look at the Megatron in this folder (default: MEGATRON_LM_PATH, else the checkout that this "
-        "project's clone lies in, else the first on the Python path, else the one in the working directory)",
+        help="check the Megatron in this folder (default: MEGATRON_LM_PATH, else the checkout that "
+        "contains this clone, else the first on the Python path, else the one in the working "
+        "directory)",
     )
     parser.add_argument(
         "--known-bugs",
         action="store_true",
-        help="list the bugs of that Megatron that are known here and whether they are cured, nothing else",
+        help="only list the known bugs of that Megatron and whether they are fixed",
     )
     cluster = parser.add_argument_group("several machines, under the launcher of the job")
     cluster.add_argument(
         "--cluster",
         action="store_true",
-        help="compare all machines: versions, clocks, addresses, HCCL's ports, each pair, each device",
+        help="compare all machines of the job: versions, clocks, addresses, HCCL ports, each "
+        "pair of machines and each device",
     )
-    cluster.add_argument("--folder", metavar="DIR", help="with --cluster: whether all machines share it")
     cluster.add_argument(
-        "--out", metavar="DIR", help="with --cluster: write passed.txt, failed.txt and cluster.json there"
+        "--folder", metavar="DIR", help="folder to check with --cluster: whether all machines share it"
+    )
+    cluster.add_argument(
+        "--out", metavar="DIR", help="folder for passed.txt, failed.txt and cluster.json of --cluster"
     )
     options = parser.parse_args(argv)
     if options.cluster:

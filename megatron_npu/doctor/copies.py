@@ -1,4 +1,4 @@
-"""Which copy of this package is used, and what a script that is started here would import in its place."""
+"""Find the copy of this package in use, and copies that a script started here would import instead."""
 
 from __future__ import annotations
 

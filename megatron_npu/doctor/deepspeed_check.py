@@ -1,8 +1,8 @@
-"""What DeepSpeed takes this machine for, in a process of its own that tells it the device as a run does.
+"""Report the accelerator that DeepSpeed detects, in a separate process set up like a run.
 
     python -m megatron_npu.doctor.deepspeed_check
 
-Its own lines go to stdout, too; the answer is the last.
+Its own lines go to stdout too; the answer is the last.
 """
 
 from __future__ import annotations

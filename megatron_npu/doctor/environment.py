@@ -1,4 +1,4 @@
-"""Which Megatron a run would import, and which environment variables it would see."""
+"""The Megatron that a run would import, and its environment variables."""
 
 from __future__ import annotations
 

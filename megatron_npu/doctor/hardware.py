@@ -1,4 +1,4 @@
-"""Which devices are there, what they are called and how much of their memory is free."""
+"""The available devices, their names and their free memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_list() -> dict[str, Any]:
-    """Return for each kind of device how many there are, or why there is none; and the selected ones.
+    """Return the number of devices of each kind, or why there are none, and the selected ones.
 
     ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``,
     the last two where torch's module of that kind tells them.

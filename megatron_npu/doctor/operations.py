@@ -31,7 +31,7 @@ def examples() -> dict[str, Example]:
 
 
 def run(dtype: torch.dtype) -> dict[str, str]:
-    """Make every call, forward and backward; return why those failed that did, by name.
+    """Make every call, forward and backward; return the reasons of failures by name.
 
     How far each is from its reference is in ``verify.findings``.
     """

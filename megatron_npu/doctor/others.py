@@ -1,4 +1,4 @@
-"""Packages that take the place of Megatron's layers or functions, too, and who wins where both are there."""
+"""Other packages that replace Megatron's layers or functions, and which one takes effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KNOWN = {"transformer_engine": _LAYERS, "mindspeed": _PATCHES, "megatron_adapto
 
 
 def others() -> dict[str, str]:
-    """Return those that are installed by the names of their modules: whose they are, and who wins."""
+    """Return the installed packages of this kind, by module: their owners, and which one takes effect."""
     present = [name for name in _KNOWN if not early_import.is_absent(name)]
     owners = packages_distributions() if present else {}
     return {name: f"{_owner(name, owners.get(name, []))}: {_KNOWN[name]}" for name in present}

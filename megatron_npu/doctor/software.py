@@ -1,4 +1,4 @@
-"""What is installed: versions, read without changing anything and without stopping at what is broken."""
+"""Installed versions, read without side effects and without stopping at broken packages."""
 
 from __future__ import annotations
 

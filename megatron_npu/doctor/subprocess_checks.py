@@ -1,4 +1,4 @@
-"""Checks in processes of their own: what they look for may hang, crash or leave traces behind."""
+"""Checks in separate processes, because they may hang, crash or have side effects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def operations() -> dict[str, Any]:
 
 
 def communication() -> dict[str, Any]:
-    """Let two processes do every kind of collective that Megatron uses.
+    """Run every kind of collective that Megatron uses in two processes.
 
     On a machine with one accelerator a single process does: NCCL and HCCL refuse to share it.
     """

@@ -1,4 +1,4 @@
-"""What a task of lm-eval wants of a text: its ``generation_kwargs``, checked."""
+"""Read and check a lm-eval task's ``generation_kwargs``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-npu evaluate``: lm-eval, EleutherAI's harness, with the model ``megatron_npu`` known to it.
+"""``megatron-npu evaluate``: run lm-eval, EleutherAI's harness, with the model ``megatron_npu``.
 
 lm-eval's own command line follows. Releases that read the entry points ``lm_eval.models`` know the model
 without this command; 0.4.13 does not read them.

@@ -1,4 +1,4 @@
-"""``megatron-npu lambada``: how often a checkpoint of the embedded driver knows a passage's last word.
+"""``megatron-npu lambada``: measure how often a checkpoint predicts the last word of a passage.
 
 The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the first line that is printed.
 The second has the perplexity, as lm-eval reckons it. Under torchrun the processes share the passages out.
@@ -46,15 +46,20 @@ def parser() -> argparse.ArgumentParser:
     result = Parser("megatron-npu lambada", description=__doc__)
     add = result.add_argument
     trained_model.add_checkpoint(add)
-    add("--valid-data", required=True, metavar="FILE", help="JSON lines with a passage as text")
-    add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
+    add(
+        "--valid-data",
+        required=True,
+        metavar="FILE",
+        help="JSON lines file with a passage per line under the key text",
+    )
+    add("--strict-lambada", action="store_true", help="predict the whole last word instead of its last token")
     add(
         "--lm-eval-cut",
         action="store_true",
-        help="ask for the whole last word, cut as the task lambada_openai of lm-eval cuts it",
+        help="predict the whole last word, with the split that lm-eval's task lambada_openai uses",
     )
-    add("--results", metavar="FILE", help="write what each passage came to there, as JSON lines")
-    add("--micro-batch-size", type=positive, default=4, help="passages read at once")
+    add("--results", metavar="FILE", help="write the result of each passage to FILE as JSON lines")
+    add("--micro-batch-size", type=positive, default=4, help="number of passages per forward pass")
     add_shared(add, "--use-flash-attn")
     add_attention_flags(result)
     result.set_defaults(**dict.fromkeys(AttentionFlags.names()))  # those of the run
@@ -69,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     if args.strict_lambada and args.lm_eval_cut:
-        raise UsageError("--strict-lambada and --lm-eval-cut", "one of them", "Drop one.")
+        raise UsageError("--strict-lambada and --lm-eval-cut", "only one of them", "Remove one.")
     if args.results:
         sample_files.require_writable(args.results)
     initialize.silence_known_warnings()

@@ -1,4 +1,4 @@
-"""The model ``megatron_npu`` of lm-eval: checkpoints of the driver and of stock scripts, none converted.
+"""lm-eval's model ``megatron_npu``: checkpoints of the trainer and of stock scripts, without conversion.
 
 Loaded as ``megatron-npu generate`` loads them, with the numbers that ``--model hf`` gives on the export.
 """
@@ -88,7 +88,7 @@ class MegatronNpu(TemplateLM):
         _check(unknown, device)
         self.batch = _BATCH if str(batch_size).startswith("auto") else int(batch_size)
         self.max_gen_toks = max_gen_toks
-        self._drawn = 0  # texts, so that a request that is repeated is drawn anew
+        self._drawn = 0  # texts, so that a request that is repeated is drawn again
         sizes = tensor_model_parallel_size, pipeline_model_parallel_size
         given = argparse.Namespace(
             load=str(load), vocab_file=vocab_file, merge_file=merge_file, fp16=fp16, bf16=bf16
@@ -103,7 +103,7 @@ class MegatronNpu(TemplateLM):
             )
 
     def close(self) -> None:
-        """Let the model and the other processes go; nothing can be asked after that."""
+        """Release the model and the other processes; no further requests are possible."""
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
@@ -208,8 +208,8 @@ class MegatronNpu(TemplateLM):
         if found is None:
             raise UsageError(
                 "--apply_chat_template with a checkpoint that has no chat template",
-                "a tokenizer of Hugging Face with a template beside it",
-                "Leave it out.",
+                "a Hugging Face tokenizer with a chat template",
+                "Remove it.",
             )
         return found
 
@@ -305,7 +305,7 @@ class MegatronNpu(TemplateLM):
         if room < 1:
             raise UsageError(
                 f"{wish.tokens} tokens to be added (max_gen_toks)",
-                f"fewer than the {self.max_length} that the model reads",
+                f"fewer than the model's {self.max_length} positions",
                 f"Add --gen_kwargs max_gen_toks={self.max_length // 2}.",
             )
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
@@ -335,24 +335,22 @@ def _check(unknown: dict[str, Any], device: str | None) -> None:
             f"--model_args {next(iter(unknown))}=…",
             "load, vocab_file, merge_file, fp16, bf16, tensor_model_parallel_size, "
             "pipeline_model_parallel_size, max_length, max_gen_toks",
-            "Leave it out.",
+            "Remove it.",
         )
     here = devices.current().torch_device()
     # lm-eval's default is cuda:0, which means this machine's device here
     if device is not None and torch.device(device).type not in ("cuda", here.type):
         raise UsageError(
-            f"--device {device}", f"{here.type}, as this process computes with", "Set MEGATRON_NPU_DEVICE."
+            f"--device {device}", f"{here.type}, the device of this process", "Set MEGATRON_NPU_DEVICE."
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
-        raise UsageError(
-            "a process group that is there already", "none", "Start the processes with torchrun."
-        )
+        raise UsageError("a process group that already exists", "none", "Start the processes with torchrun.")
 
 
 def _require(context: list[int], continuation: list[int], longest: int) -> None:
     if not context or not 0 < len(continuation) <= longest:
         raise UsageError(
             f"a context of {len(context)} tokens and a continuation of {len(continuation)}",
-            f"one token or more of each, and at most {longest} to be scored",
+            f"at least one token of each, and at most {longest} in total",
             "Leave the example out.",
         )

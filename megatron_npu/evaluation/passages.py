@@ -1,4 +1,4 @@
-"""Passages of LAMBADA: what the model reads, and the tokens that it has to find."""
+"""Passages of LAMBADA: the context of each, and the tokens to predict."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
             raise UsageError(
                 f"{file}, line {number}: {len(example.context)} tokens and a last word of {asked}",
                 f"at least one token before the word, and both within the model's {longest} positions",
-                "Leave it out, or take a model that reads longer texts.",
+                "Remove the passage, or use a model with more positions.",
             )
         longer += len(example.context) > room
         examples.append(Example(example.context[-room:], example.answer))
     if not examples:
         raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
     if longer and not int(os.environ.get("RANK", "0")):
-        print(f" > {longer} passages are longer than {longest} tokens: the last ones of each are read")
+        print(f" > {longer} passages are longer than {longest} tokens and are truncated to their last tokens")
     return examples
 
 

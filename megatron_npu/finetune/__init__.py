@@ -1,4 +1,4 @@
-"""Accelerated training of Transformers and of a user's own models, by switches or by template.
+"""Accelerated training of Transformers models and custom models, with switches or templates.
 
 The names below are what a script imports, from here or, under ``megatron-npu train``, from ``rapidformer``.
 They are imported when they are first used: torch is not loaded for a help text.

@@ -1,1 +1,1 @@
-"""Text from a live GPT: the rules by which a token is chosen, and the Sampler. Knows no checkpoint."""
+"""Text generation with a GPT in memory: token selection and the Sampler. Independent of checkpoints."""

@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint: messages of several roles to the text that the model was trained on.
+"""The chat template of a checkpoint: turns messages into the text that the model was trained on.
 
 It is Jinja, and comes with the tokenizer of Hugging Face: a file of strangers. It is rendered as Transformers
 renders it, in Jinja's sandbox, where a template reaches nothing but the messages, and for seconds at most.
@@ -60,7 +60,7 @@ class ChatTemplate:
         Args:
             messages: each with ``role`` and ``content``.
             begin_answer: go on to where the answer begins; else stop inside the last message, for the model
-                to go on with that.
+                to continue with that.
 
         Raises:
             UsageError: the template refuses the messages, or fails with them.
@@ -130,7 +130,7 @@ def _environment() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _size(operator, left, right) > _MOST:
-                raise SecurityError(f"{operator} makes too much")
+                raise SecurityError(f"{operator} creates a value that is too large")
             return super().call_binop(context, operator, left, right)
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -168,7 +168,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, argument: object) -> Any:
         if time.monotonic() > until:
-            raise TimeoutError(f"it has not ended after {seconds:g} s")
+            raise TimeoutError(f"it did not finish within {seconds:g} s")
         return look
 
     sys.settrace(look)

@@ -1,4 +1,4 @@
-"""A conversation: prompts that are typed one after another, and what the model adds to each, as it comes."""
+"""An interactive conversation: read prompts one by one, and print each continuation as it is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-npu generate``: text from a checkpoint, of a prompt, of a file of them, in a conversation.
+"""``megatron-npu generate``: generate text for a prompt, a file of prompts, or a conversation.
 
 Several processes share one model: torchrun --nproc-per-node N -m megatron_npu generate, with the same text.
 """
@@ -29,17 +29,22 @@ def parser() -> argparse.ArgumentParser:
     result = Parser("megatron-npu generate", description=__doc__)
     add = result.add_argument
     trained_model.add_flags(add)
-    add("--prompt", metavar="TEXT", help="the text to go on from")
+    add("--prompt", metavar="TEXT", help="text to continue")
     add(
         "--num-samples",
         type=whole,
-        help="texts to draw: of --prompt, or from nothing without one; 0: ask for prompts in a conversation",
+        help="number of samples: continuations of --prompt, or unconditional samples without "
+        "it; 0: ask for prompts interactively",
     )
-    add("--sample-input-file", metavar="FILE", help="with a prompt a line")
-    add("--sample-output-file", metavar="FILE", help="JSON lines of what follows (default: the input's .out)")
-    add("--genfile", metavar="FILE", help="write samples there as JSON lines instead of printing their text")
-    add("--output", metavar="FILE", help="write the text there instead of printing it")
-    add("--micro-batch-size", type=positive, default=8, help="texts drawn at once at most")
+    add("--sample-input-file", metavar="FILE", help="file with one prompt per line")
+    add(
+        "--sample-output-file",
+        metavar="FILE",
+        help="JSON lines file for the continuations (default: the input file's name plus .out)",
+    )
+    add("--genfile", metavar="FILE", help="write samples to FILE as JSON lines instead of printing them")
+    add("--output", metavar="FILE", help="write the text to FILE instead of printing it")
+    add("--micro-batch-size", type=positive, default=8, help="maximum number of samples generated at once")
     add_sampling(add)
     return result
 
@@ -49,27 +54,41 @@ def add_sampling(add: trained_model.Add) -> None:
     add(
         "--num-tokens",
         type=integer,
-        help=f"tokens to add at most (default: {_DEFAULT.num_tokens}, or what --out-seq-length leaves)",
+        help=f"maximum number of tokens to generate (default: {_DEFAULT.num_tokens}, or what "
+        "--out-seq-length allows)",
     )
     add(
         "--out-seq-length",
         type=integer,
-        help="tokens of prompt and text together at most (default: the model's positions)",
+        help="maximum number of tokens in prompt and continuation together (default: the model's positions)",
     )
     default = _DEFAULT.temperature
     add(
-        "--temperature", type=number, default=default, help="logits are divided by it; 0: the likeliest token"
+        "--temperature",
+        type=number,
+        default=default,
+        help="divide the logits by this temperature; 0: greedy decoding",
     )
-    add("--greedy", action="store_true", help="= --temperature 0: always the likeliest token")
-    add(*("--top-k", "--top_k"), type=integer, default=0, help="draw among the N likeliest tokens; 0: all")
+    add("--greedy", action="store_true", help="use greedy decoding, like --temperature 0")
+    add(
+        *("--top-k", "--top_k"),
+        type=integer,
+        default=0,
+        help="sample from the N most likely tokens; 0: no limit",
+    )
     add(
         *("--top-p", "--top_p"),
         type=number,
         default=0.0,
-        help="draw among the fewest tokens that have this probability; 0: all",
+        help="sample from the smallest set of tokens with at least this probability; 0: no limit",
     )
-    add("--seed", type=integer, default=_DEFAULT.seed, help="of the random draws; text i draws with seed + i")
-    add("--recompute", action="store_true", help="read the whole text anew for every token; the same text")
+    add("--seed", type=integer, default=_DEFAULT.seed, help="random seed; sample i uses seed + i")
+    add(
+        "--recompute",
+        action="store_true",
+        help="recompute the whole sequence for every token instead of using the KV cache; the "
+        "output is the same",
+    )
 
 
 def options_of(given: argparse.Namespace) -> Options:
@@ -122,11 +141,11 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError(
             "nothing to do",
             "--prompt TEXT, --sample-input-file FILE, or --num-samples N (0: a conversation)",
-            "Give one.",
+            "Pass one.",
         )
     if len(ways) > 1 or (given.num_samples == 0 and ways):
         both = "--prompt and --sample-input-file" if len(ways) > 1 else f"--num-samples 0 and --{ways[0]}"
-        raise UsageError(both.replace("_", "-"), "one of them", "Drop one.")
+        raise UsageError(both.replace("_", "-"), "only one of them", "Remove one.")
     for file in (given.genfile, given.output, given.sample_output_file):
         if file is not None:
             sample_files.require_writable(file)
@@ -197,7 +216,7 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
         raise UsageError(
             f"a prompt of {length} tokens and --num-tokens {given.num_tokens}",
             f"together at most the model's {positions} positions",
-            f"Give --num-tokens {positions - length} or a shorter prompt.",
+            f"Pass --num-tokens {positions - length} or a shorter prompt.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Files of prompts and of samples: a prompt a line, and JSON lines."""
+"""Files of prompts (one per line) and of samples (JSON lines)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def read_prompts(file: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
         raise UsageError(
-            f"--sample-input-file {file}: {reason}", "a text file in UTF-8, a prompt a line", "Correct it."
+            f"--sample-input-file {file}: {reason}",
+            "a UTF-8 text file with one prompt per line",
+            "Correct it.",
         ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise UsageError(
                 f"{file}, line {number}: an empty prompt",
                 "some text in each line",
-                "Remove the line; --num-samples N draws text that begins with nothing.",
+                "Remove the line; --num-samples N generates unconditional samples.",
             )
     if not lines:
         raise UsageError(f"--sample-input-file {file}: no prompt", "a prompt a line", "Add one.")
@@ -59,7 +61,7 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
         files.write(file, "".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise UsageError(
-            f"{file}: {error.strerror}", "a place where a file can be written", "Give another path."
+            f"{file}: {error.strerror}", "a path that can be written", "Use another path."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that draws texts: the flags that name and shape it, and the Sampler made from it."""
+"""Create a Sampler from a checkpoint, with the flags that name and shape it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,32 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 def add_flags(add: Add) -> None:
     """Add the flags that name a checkpoint, its tokenizer, its precision and its layout."""
     add_checkpoint(add)
-    add("--tensor-model-parallel-size", type=positive, help="ranks that share each layer")
-    add("--pipeline-model-parallel-size", type=positive, help="ranks that share the layers")
+    add("--tensor-model-parallel-size", type=positive, help="tensor-parallel size")
+    add("--pipeline-model-parallel-size", type=positive, help="number of pipeline stages")
     for name in _SHAPE:
-        add(f"--{name.replace('_', '-')}", type=whole, help="must be the checkpoint's, which knows it itself")
-    add("--seq-length", type=whole, help="taken as Megatron's script takes it; says nothing here")
-    add("--tokenizer-type", help="must be the checkpoint's, which knows it itself")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=whole,
+            help="accepted for compatibility; must equal the checkpoint's value, which is the default",
+        )
+    add("--seq-length", type=whole, help="accepted for compatibility with Megatron's script; has no effect")
+    add(
+        "--tokenizer-type",
+        help="accepted for compatibility; must equal the checkpoint's tokenizer, which is the default",
+    )
 
 
 def add_checkpoint(add: Add) -> None:
     """Add ``--load``, the tokenizer's files and the precision."""
-    add("--load", required=True, metavar="DIR", help="what --save was; the newest checkpoint is taken")
+    add(
+        "--load",
+        required=True,
+        metavar="DIR",
+        help="folder given to --save in training; the newest checkpoint is loaded",
+    )
     flags.add_gpt2_files(add, " (default: as in training)")
-    add("--fp16", action="store_true", help="compute in fp16 (default: the precision of the training)")
-    add("--bf16", action="store_true", help="compute in bf16 (default: the precision of the training)")
+    add("--fp16", action="store_true", help="compute in fp16 (default: the precision used in training)")
+    add("--bf16", action="store_true", help="compute in bf16 (default: the precision used in training)")
 
 
 def precision(given: argparse.Namespace) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def precision(given: argparse.Namespace) -> dict[str, Any]:
         UsageError: both.
     """
     if given.fp16 and given.bf16:
-        raise UsageError("--fp16 and --bf16", "one of them", "Drop one.")
+        raise UsageError("--fp16 and --bf16", "only one of them", "Remove one.")
     return {"fp16": given.fp16, "bf16": given.bf16} if given.fp16 or given.bf16 else {}
 
 
@@ -83,7 +95,7 @@ class TrainedModel:
             raise UsageError(
                 "an empty prompt",
                 "at least one token",
-                "Give some text; for text that begins with nothing leave the prompt out: --num-samples 1.",
+                "Pass some text; for unconditional samples use --num-samples 1 without a prompt.",
             )
         self.sampler.check(ids)
         return ids
@@ -151,5 +163,5 @@ def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {wanted}",
                 f"{there}, as the checkpoint has it",
-                "Leave it out, or load another checkpoint.",
+                "Remove it, or load another checkpoint.",
             )

@@ -1,1 +1,1 @@
-"""``megatron-npu bench``: the four tables of a document about accelerated training, on this machine."""
+"""``megatron-npu bench``: measure the four tables of a document on accelerated training on this machine."""

@@ -15,38 +15,50 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu bench", description=__doc__)
     add = result.add_argument
-    add("--suite", required=True, choices=list(SUITES), help="which of the four tables")
+    add("--suite", required=True, choices=list(SUITES), help="benchmark suite to run")
     add(
         "--model",
         metavar="SIZE",
-        help="bert-tiny, bert-base, bert-large, gpt-tiny, gpt-124m, gpt-1.3b, or LAYERSxHIDDEN[xHEADS] "
-        "(default: the document's own, on a CPU or a simulated NPU the smallest)",
+        help="model to measure: bert-tiny, bert-base, bert-large, gpt-tiny, gpt-124m, gpt-1.3b, or "
+        "LAYERSxHIDDEN[xHEADS] (default: the model of the published table; on a CPU or a simulated "
+        "NPU the smallest one)",
     )
     add(
         "--devices",
         type=positive,
-        help="ranks, one for each device (default: 4 as the document, or as many as there are)",
+        help="number of ranks, one per device (default: 4 as in the published table, or as "
+        "many as there are)",
     )
-    add("--steps", type=positive, default=20, help="steps that are timed together")
-    add("--repeat", type=positive, default=5, help="how many times: mean and deviation are over these")
+    add("--steps", type=positive, default=20, help="number of steps in one timed repetition")
+    add(
+        "--repeat",
+        type=positive,
+        default=5,
+        help="number of repetitions; the mean and the deviation are computed over them",
+    )
     add(
         "--micro-batch-size",
         type=positive,
-        help="samples of a forward pass (default: the document's, on a CPU 1 or 4)",
+        help="samples per forward pass (default: as in the published table; on a CPU 1 or 4)",
     )
-    add("--global-batch-size", type=positive, help="samples of a step (default: micro batch x devices)")
-    add("--seq-length", type=at_least_two, help="tokens of a sample (default: the model's)")
-    add("--vocab-size", type=at_least_two, help="rows of the embedding (default: the model's)")
-    add("--mixed-precision", choices=["bf16", "fp16"], default="bf16", help="what mixed means")
+    add("--global-batch-size", type=positive, help="samples per step (default: micro batch x devices)")
+    add("--seq-length", type=at_least_two, help="tokens per sample (default: the model's)")
+    add("--vocab-size", type=at_least_two, help="number of rows in the embedding (default: the model's)")
+    add(
+        "--mixed-precision",
+        choices=["bf16", "fp16"],
+        default="bf16",
+        help="16-bit format of the mixed-precision cases",
+    )
     add(
         "--memory-limit",
         type=byte_size,
         metavar="BYTES",
-        help="what a rank may have, such as 32G; more is OOM (default: what the device has; on a CPU four "
-        "fifths of what is available, shared by the ranks)",
+        help="memory limit per rank, such as 32G; exceeding it counts as OOM (default: the device's "
+        "memory; on a CPU four fifths of the available memory, divided by the number of ranks)",
     )
-    add("--seed", type=seed, default=1234, help="of weights, tokens and dropout")
-    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables")
-    add("--plot", type=Path, metavar="FILE", help="draw throughput and memory, as PNG")
+    add("--seed", type=seed, default=1234, help="random seed for weights, tokens and dropout")
+    add("--json", type=Path, metavar="FILE", help="write all measurements to FILE as JSON")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables to FILE as Markdown")
+    add("--plot", type=Path, metavar="FILE", help="plot throughput and memory to a PNG file")
     return result

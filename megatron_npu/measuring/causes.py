@@ -1,4 +1,4 @@
-"""Why a row does not go the document's way here: what this machine, or a model of this size, cannot show."""
+"""Reasons why a row differs from the published trend on this machine or for this model size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-npu bench``: mixed precision, sharding, 3D parallelism and compiled graphs, measured here.
+"""``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism and compiled graphs.
 
 Prints one of the four tables of a document about accelerated training: samples per second as mean and
 standard deviation, the peak memory of the largest rank, OOM for what does not fit and NA for what cannot run.

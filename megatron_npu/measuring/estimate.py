@@ -1,4 +1,4 @@
-"""How much memory a rank needs at least: asked before a row is started, so that it cannot starve the machine.
+"""Estimate the minimum memory per rank before a row is started, so that the machine does not run out.
 
 A lower bound by arithmetic: a row that exceeds the limit by it cannot fit. A row that it lets pass may still
 end as OOM.

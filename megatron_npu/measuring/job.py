@@ -1,4 +1,4 @@
-"""What the ranks of one row are to train, as the parent writes it and each of them reads it."""
+"""The training job of one row, as the parent writes it and each rank reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine is, and what its numbers cannot say."""
+"""Description of the machine, and the limits of its measurements."""
 
 from __future__ import annotations
 

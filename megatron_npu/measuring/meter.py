@@ -1,4 +1,4 @@
-"""What a rank measures: when its steps were done, and the most memory that it had."""
+"""Measurements of a rank: step times and peak memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Meter:
         return devices.current().memory().allocated - self._before
 
     def step(self) -> None:
-        """Be told that a step is done; to be called at the same place of each."""
+        """Record the end of a step; call it at the same place in each step."""
         self._done += 1
         device = devices.current()
         if self._done == 1:
@@ -101,7 +101,7 @@ class Meter:
 def _limit(limit: int) -> None:
     """Have the kernel refuse what brings this process above so many bytes more than it has now (RLIMIT_DATA).
 
-    It counts all that is mapped to be written: the stacks of threads, too, hence the allowance. Elsewhere
+    It counts all that is mapped to be written: the stacks of threads too, hence the allowance. Elsewhere
     torch's allocator does it.
     """
     device = devices.current()
@@ -117,7 +117,7 @@ def _limit(limit: int) -> None:
 
 
 def lift_limit() -> None:
-    """Let the process have what the kernel allows again: to report what has happened."""
+    """Remove the kernel's memory limit of this process, so that it can report."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 

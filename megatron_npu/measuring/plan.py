@@ -1,4 +1,4 @@
-"""From flags to jobs: defaults by device, and the rows that this machine cannot run."""
+"""Turn flags into jobs: defaults by device, and the rows that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _size(args: Namespace, suite: Suite, model: str) -> Size:
         return suite.family.size(model, args.seq_length, args.vocab_size)
     except Unfit as unfit:
         raise UsageError(
-            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Give one of these."
+            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Use one of these."
         ) from None
 
 
@@ -162,7 +162,7 @@ def _ranks(asked: int | None, machine: Machine) -> int:
         raise UsageError(
             f"--devices {asked}",
             f"at most {machine.count}, which are there",
-            "Give fewer, or a machine that has them.",
+            "Pass fewer, or use a machine with more devices.",
         )
     return asked or min(_DOCUMENTED_DEVICES, machine.count)
 
@@ -170,7 +170,9 @@ def _ranks(asked: int | None, machine: Machine) -> int:
 def _check_surroundings(args: Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "`megatron-npu bench` under torchrun", "one process: it starts its own ranks", "Start it alone."
+            "`megatron-npu bench` under torchrun",
+            "one process: it starts its own ranks",
+            "Start it without torchrun.",
         )
     if args.plot is not None and not is_installed("matplotlib"):
         raise UsageError(
@@ -182,7 +184,7 @@ def _check_surroundings(args: Namespace) -> None:
     if len({path.absolute() for path in given}) < len(given):
         raise UsageError(
             f"one file for two of --json, --markdown and --plot: {given[0]}",
-            "a file for each",
+            "a different file for each",
             "Name others.",
         )
 
@@ -190,8 +192,8 @@ def _check_surroundings(args: Namespace) -> None:
 def _check_file(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: no folder {folder}", "a folder that is there", "Make the folder.")
+        raise UsageError(f"{path}: no folder {folder}", "an existing folder", "Create the folder.")
     if path.is_dir():
-        raise UsageError(f"{path}, a folder", "a file that can be written", "Name another.")
+        raise UsageError(f"{path}, a folder", "a file that can be written", "Use another.")
     if reason := files.refusal(folder):
-        raise UsageError(f"{path}: {folder} takes no file ({reason})", "one that does", "Name another.")
+        raise UsageError(f"{path}: {folder} takes no file ({reason})", "one that does", "Use another.")

@@ -1,4 +1,4 @@
-"""The picture of a table: throughput and memory of each row."""
+"""Plot throughput and memory of each row of a table."""
 
 from __future__ import annotations
 

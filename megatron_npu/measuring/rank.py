@@ -124,7 +124,7 @@ def _lift_limit() -> None:
 
 
 def _end_with_the_parent() -> None:
-    os.read(0, 1)  # not sys.stdin: a process that is forked meanwhile would wait for its lock
+    os.read(0, 1)  # not sys.stdin: a process that is forked in the meantime would wait for its lock
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The processes of one row: started, followed, ended; what became of them is an ``Outcome``."""
+"""Start, monitor and end the processes of one row; their result is an ``Outcome``."""
 
 from __future__ import annotations
 

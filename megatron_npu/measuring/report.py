@@ -1,4 +1,4 @@
-"""What has been measured so far, as tables, Markdown and JSON."""
+"""Write the measurements so far as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def parameters(self) -> int | None:
-        """Those of the model that was built; None if none was."""
+        """Number of parameters of the built model; None if none was built."""
         return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
 
     def markdown(self) -> str:

@@ -1,4 +1,4 @@
-"""The document's four tables: what each row trains, and what the document printed for it.
+"""The document's four tables: what each row trains, and its published values.
 
 The document is "Accelerating PyTorch deep-learning training with Rapidformer": 4 GPUs of 32 GB, samples per
 second as mean and standard deviation, peak memory in MB.

@@ -1,7 +1,7 @@
-"""What autograd saves in a module's forward pass, in the host's memory until the backward pass comes near.
+"""Offload tensors that autograd saves in a forward pass to the host until the backward pass needs them.
 
 Copies go out on a stream of their own while the forward pass goes on, and come back on another: a layer's,
-when the backward pass reaches the layer behind it. Values are copied: results are the same to the bit.
+when the backward pass reaches the layer behind it. Values are copied: results are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
-        """Move what is saved meanwhile."""
+        """Move what is saved in the meantime."""
         if not torch.is_grad_enabled():
             yield
             return

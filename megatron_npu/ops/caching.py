@@ -1,4 +1,4 @@
-"""Values computed once and used again: cached on the tensor or object they were read from, or per arguments.
+"""Cache computed values, on the tensor or object they come from, or by arguments.
 
 Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor made in
 that mode can never be saved for a backward, and its version does not count writes: so nothing is cached on

@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention: a state that forgets, and corrects what it has for a key.
+"""The gated delta rule of linear attention, with a decaying state that is corrected per key.
 
 Plain torch on every device: matrix products of chunks, so that nothing walks through a sequence step by step.
 """

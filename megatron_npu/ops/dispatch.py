@@ -1,4 +1,4 @@
-"""How an operation finds its implementation: one contract, one reference, one binding per device."""
+"""Select the implementation of an operation: one contract, one reference, one binding per device."""
 
 from __future__ import annotations
 

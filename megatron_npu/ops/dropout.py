@@ -1,4 +1,4 @@
-"""Dropout: alone, or with bias and residual of a transformer layer in one go."""
+"""Dropout, also fused with the bias and residual of a transformer layer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def most_of_kept(keep: int) -> int:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return whether a sum without dropout is an operation, too: on a GPU it is one kernel."""
+    """Return whether a sum without dropout is an operation too: on a GPU it is one kernel."""
     return x.is_cuda
 
 

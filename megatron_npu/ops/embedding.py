@@ -1,4 +1,4 @@
-"""Word embedding whose table is split over the vocabulary."""
+"""Word embedding with a vocabulary-parallel table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform, which spreads what single channels hold over all of them."""
+"""The Walsh-Hadamard transform, which spreads outlier channels over all channels."""
 
 from __future__ import annotations
 

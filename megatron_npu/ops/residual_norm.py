@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm of a sum, which is a result too: the residual and its norm, of one call."""
+"""Layer norm and RMS norm of a sum, fused: returns both the residual sum and its norm."""
 
 from __future__ import annotations
 

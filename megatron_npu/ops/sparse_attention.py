@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention over latents: each query reads the keys that an indexer has chosen.
+"""DeepSeek's sparse attention over latents: each query reads the keys selected by an indexer.
 
 Source: DeepSeek-V3.2-Exp's report, 2.1, in the absorbed form of megatron-core 0.19
 (``transformer/experimental_attention_variant/dsa.py``): one key for all heads, whose first channels are the

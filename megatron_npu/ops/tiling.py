@@ -1,4 +1,4 @@
-"""Row tiles that stay in a core's cache: what a chain of element-wise steps gains on a CPU."""
+"""Row tiles that fit a core's cache, for chains of element-wise operations on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify mode: the reference beside the device's implementation, forward and backward, layer by layer.
+"""Verify mode: run the reference beside the device's implementation, forward and backward, per layer.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
 the largest difference divided by the largest value that the reference, computed in fp32, has there. What is
@@ -178,7 +178,7 @@ class _Call:
         if error > limit:
             finding.beyond += 1
             logger.warning(
-                "verify: %s, %s, %s: error %.2g is beyond %.2g (%s)",
+                "verify: %s, %s, %s: error %.2g exceeds the limit %.2g (%s)",
                 self.name,
                 self.layer,
                 what,

@@ -1,1 +1,1 @@
-"""Flags that several commands share, one file a feature."""
+"""Flags shared by several commands, one file per feature."""

@@ -1,4 +1,4 @@
-"""The flags that the plug-in adds to Megatron's own, and their values.
+"""Attention flags that this package adds to Megatron's, and their values.
 
 A flag is declared once, as a field of ``AttentionFlags``: every command and script has it then. The object
 goes from the command line through the layers to each call of ``ops.attention``, where the plan of a device
@@ -41,20 +41,21 @@ class AttentionFlags:
         "--pre-tokens",
         type=whole,
         metavar="P",
-        help="sliding window: query i sees keys from i - P on (default: all)",
+        help="sliding window: query i attends to keys from i - P on (default: all keys)",
     )
     next_tokens: int | None = _flag(
         "--next-tockens",
         "--next-tokens",
         type=whole,
         metavar="N",
-        help="sliding window: query i sees keys up to i + N, under the causal mask (default: all)",
+        help="sliding window: query i attends to keys up to i + N, within the causal mask "
+        "(default: all keys)",
     )
     shape_order: str = _flag(
         "--shape-order",
         choices=["SBH", "BSH"],
         default="SBH",
-        help="layout given to the fused attention; the results are the same",
+        help="tensor layout passed to the fused attention; it does not change the results",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""``--hccl-group-buffer-adaptive``: HCCL's buffers as large as the largest message of each group.
+"""``--hccl-group-buffer-adaptive``: size HCCL's buffers by the largest message of each group.
 
 HCCL holds two buffers for each communicator, of 200 MiB if nobody says otherwise. Its documentation
 (HCCL_BUFFSIZE) wants one to be as large as what a call reads or writes; a larger message may cost time, and
@@ -49,22 +49,21 @@ def add(declare: Callable[..., Any]) -> None:
     declare(
         FLAG,
         action="store_true",
-        help="HCCL's buffers as large as the largest message of each process group, where that is less than "
-        "its default of 2 x 200 MiB; sizes of --nccl-communicator-config-path win; NPU only",
+        help="size HCCL's buffers by the largest message of each process group, where that is less than "
+        "the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take precedence; NPU "
+        "only",
     )
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Take note of the run's arguments, of whose groups sizes are asked later.
+    """Store the run's arguments, from which the sizes of groups are computed later.
 
     Raises:
         UsageError: the flag on another device.
     """
     asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
     if asked and device.name != "npu":
-        raise UsageError(
-            f"{FLAG} on the {device.name} device", "an Ascend NPU", "Leave it out: it is HCCL's."
-        )
+        raise UsageError(f"{FLAG} on the {device.name} device", "an Ascend NPU", "Remove it: it is HCCL's.")
     device.group_buffers = GroupBuffers(args) if asked else None
 
 
@@ -81,7 +80,7 @@ def asked() -> bool:
 
 
 def default() -> int:
-    """Return the MiB of one buffer where nobody says otherwise."""
+    """Return the default size of one buffer in MiB."""
     usual = os.environ.get("HCCL_BUFFSIZE", "")
     return int(usual) if usual.isdecimal() and int(usual) > 0 else DEFAULT
 
@@ -227,7 +226,7 @@ def _of_context_parallel_ranks(args: argparse.Namespace) -> int:
     """Return the bytes of queries, keys and values in whichever way they are shared.
 
     In a ring keys and values, in backward with their gradients; or all of them, one by one, swapped for
-    heads; or keys gathered, and a mask of the data loader, which is gathered in a ring, too.
+    heads; or keys gathered, and a mask of the data loader, which is gathered in a ring too.
     """
     width, tokens, parts = _width(args), _tokens(args), _parts(args)
     heads, head = args.num_attention_heads, args.kv_channels

@@ -1,4 +1,4 @@
-"""The flags that move what a step needs out of the device's memory, where Megatron has none of its own."""
+"""Flags that move tensors out of device memory, for Megatrons without such flags."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def add_reuse_of_weights(add: Callable[..., Any]) -> None:
     add(
         "--reuse-fp32-param",
         action="store_true",
-        help="keep of each fp32 main weight only the 16 bits that its bf16 parameter lacks (the same numbers "
-        "to the bit); means --use-precision-aware-optimizer",
+        help="store of each fp32 main weight only the 16 bits that its bf16 parameter lacks (bitwise "
+        "identical results); implies --use-precision-aware-optimizer",
     )
 
 
@@ -56,7 +56,7 @@ def refuse_fp8_states(options: Any) -> None:
         if value == "fp8" or str(value) == "torch.uint8":
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Give {flag} bf16."
+                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Pass {flag} bf16."
             )
 
 
@@ -77,12 +77,12 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
         return
     refuse_fp8_states(args)
     if not args.use_distributed_optimizer:
-        raise UsageError(f"{flag} alone", "--use-distributed-optimizer together with it", "Add it.")
+        raise UsageError(f"{flag} alone", "--use-distributed-optimizer with it", "Add it.")
     if args.ckpt_format == "torch" and (args.save or args.load):
         raise UsageError(
             f"{flag} with --ckpt-format torch",
             "--ckpt-format torch_dist",
-            "Change it: of Megatron's own format the main weights are read into the rounded ones.",
+            "Change it: Megatron's own format reads the main weights into the rounded ones.",
         )
 
 
@@ -117,7 +117,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
     asked = getattr(args, "fine_grained_activation_offloading", False)
     if asked != bool(getattr(args, "offload_modules", None)):
         raise UsageError(
-            f"one of {OFFLOADING} and --offload-modules", "both or none", "Add the other, or leave it out."
+            f"one of {OFFLOADING} and --offload-modules", "both or neither", "Add the other, or remove it."
         )
 
 
@@ -130,8 +130,8 @@ def add_swap_optimizer(add: Callable[..., Any]) -> None:
     add(
         "--swap-optimizer",
         action="store_true",
-        help="keep Adam's moments in the host's memory, where the NPU updates them: 8 bytes a parameter "
-        "less on the device, the same numbers to the bit; NPU only",
+        help="keep Adam's moments in host memory, where the NPU updates them: saves 8 bytes of device "
+        "memory per parameter (bitwise identical results); NPU only",
     )
 
 
@@ -144,8 +144,8 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
     if adam is not ours:
         raise UsageError(
             f"--swap-optimizer with the Adam of {getattr(adam, '__module__', adam)}",
-            "that of megatron_npu, which stands where neither apex nor TransformerEngine is installed",
-            "Leave out the flag, or uninstall the package.",
+            "that of megatron_npu, which is used if neither apex nor TransformerEngine is installed",
+            "Remove the flag, or uninstall the package.",
         )
 
 
@@ -160,7 +160,7 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
     flag, device = "--swap-optimizer", devices.current().name
     if device != "npu":
         raise UsageError(
-            f"{flag} on the {device} device", "an Ascend NPU", "Leave it out: only torch_npu has such memory."
+            f"{flag} on the {device} device", "an Ascend NPU", "Remove it: only torch_npu has such memory."
         )
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer != "adam":
@@ -170,7 +170,7 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} with {other}",
                 "the plain or the distributed optimizer with fp32 moments",
-                "Leave out one of the two.",
+                "Remove one of the two.",
             )
 
 
@@ -191,21 +191,21 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
     add(
         OFFLOADING,
         action="store_true",
-        help="keep what the modules of --offload-modules save for backward in the host's memory meanwhile",
+        help="offload what the modules of --offload-modules save for the backward pass to host memory",
     )
     add(
         "--offload-modules",
         nargs="*",
         default=[],
         metavar="MODULE",
-        help=f"of each layer but the last: {', '.join(OFFLOADED)}",
+        help=f"modules to offload in each layer but the last: {', '.join(OFFLOADED)}",
     )
     add(
         "--min-offloaded-tensor-size",
         type=int,
         default=SMALLEST_OFFLOADED,
         metavar="NUMBERS",
-        help="smaller tensors stay on the device",
+        help="keep smaller tensors on the device",
     )
 
 
@@ -220,7 +220,7 @@ def refuse_offloading_on_the_host() -> None:
         raise UsageError(
             f"{OFFLOADING} on the {device.name} device",
             "a device whose memory is not the host's",
-            "Leave out the flag: activations are in the host's memory already.",
+            "Remove the flag: activations are in the host's memory already.",
         )
 
 
@@ -237,7 +237,7 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:
             raise UsageError(
-                f"--offload-modules without {OFFLOADING}", "both", f"Add {OFFLOADING}, or leave it out."
+                f"--offload-modules without {OFFLOADING}", "both", f"Add {OFFLOADING}, or remove it."
             )
         return
     refuse_offloading_on_the_host()
@@ -264,7 +264,7 @@ def _require_modules(modules: Sequence[str], known: Sequence[str]) -> None:
 def _refuse_recomputed(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         raise UsageError(
-            f"{OFFLOADING} with --recompute-granularity full", "one of the two", "Leave one out."
+            f"{OFFLOADING} with --recompute-granularity full", "only one of the two", "Leave one out."
         )
     if args.recompute_granularity == "selective":
         again = getattr(args, "recompute_modules", None) or ["core_attn"]
@@ -274,5 +274,5 @@ def _refuse_recomputed(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--offload-modules {name}, which is recomputed",
                 "modules that are not: a recomputed one saves nothing",
-                "Leave it out of one of the two.",
+                "Remove it of one of the two.",
             )

@@ -1,8 +1,8 @@
-"""Flags of older Megatrons that tutorials still name: what each means today, or why it is refused.
+"""Flags of older Megatrons in tutorials: their current meaning, or why they are rejected.
 
 Megatron-LM of 2020 to 2023 (285068c8 among them) had them; megatron-core's scripts know some, and end at most
 of these with an assertion or with exit code 0. ``add`` declares what a parser lacks, ``apply`` does what
-the flags mean. The embedded driver and the adaptors of megatron-core's scripts use both.
+the flags mean. The built-in trainer and the adaptors of megatron-core's scripts use both.
 """
 
 from __future__ import annotations
@@ -135,8 +135,10 @@ OLDER = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declare those of the flags that ``parser`` does not have."""
-    group = parser.add_argument_group(title="older flags", description="of Megatron-LM before megatron-core")
+    """Declare the flags that ``parser`` does not have."""
+    group = parser.add_argument_group(
+        title="older flags", description="flag of Megatron-LM before megatron-core"
+    )
     for older in OLDER:
         if older.flag not in parser._option_string_actions:
             told = f"refused: {older.remedy}" if older.refused else older.today
@@ -144,7 +146,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Do what the flags that were given mean today, and say so in a line for each, on rank 0.
+    """Do what the flags that were given mean today, and log it in a line for each, on rank 0.
 
     Args:
         args: of a parser that has the flags; changed in place.
@@ -179,7 +181,9 @@ def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
     granularity = getattr(args, "recompute_granularity", None) if older.fills else None
     if granularity not in (None, older.fills.get("recompute_granularity")):
         raise UsageError(
-            f"{older.flag} and --recompute-granularity {granularity}", "one of them", f"Drop {older.flag}."
+            f"{older.flag} and --recompute-granularity {granularity}",
+            "only one of them",
+            f"Remove {older.flag}.",
         )
     for name, value in older.fills.items():
         if getattr(args, name) is None:

@@ -1,4 +1,4 @@
-"""Flags that several commands, most of them ``pretrain`` and ``train``, spell and mean alike: declared once.
+"""Flags with the same name and meaning in several commands, mostly ``pretrain`` and ``train``.
 
 What a command says otherwise of a flag (another default, a number that it checks elsewhere) it gives where it
 adds it. tests/unit/test_shared_flags.py lists the flags of which two commands say different things, and why.

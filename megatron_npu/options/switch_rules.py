@@ -1,4 +1,4 @@
-"""Which switches go together, for which models, where; the rest is refused before anything is loaded.
+"""Valid combinations of switches, models and devices; others are rejected before anything is loaded.
 
 Both ``train`` and ``pretrain`` ask here, and docs/reference/train-switches.md is written from the tables
 (scripts/switch_table.py).
@@ -147,7 +147,7 @@ class Refusal:
     cut: bool = False
 
     def refuses(self, given: Switches, place: Place) -> bool:
-        """Return whether it speaks against this combination."""
+        """Return whether the rule rejects this combination."""
         switches = place.in_effect(given)
         return (
             place.family in self.families
@@ -248,7 +248,7 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
 
 
 def refuse(switches: Switches, place: Place) -> None:
-    """Say in one line why these switches do not go together.
+    """Raise a one-line error that these switches cannot be combined.
 
     Raises:
         UsageError: they do not, or what they need is not installed.
@@ -267,7 +267,7 @@ def refuse(switches: Switches, place: Place) -> None:
 
 
 def refusal_of(switches: Switches, place: Place) -> Refusal | None:
-    """Return the first rule against these switches; None where they go together."""
+    """Return the first rule that rejects these switches, or None."""
     return next((rule for rule in REFUSALS if rule.refuses(switches, place)), None)
 
 
@@ -305,5 +305,5 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
         raise UsageError(
             f"{word} without a C++ compiler",
             "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
-            "Install one (apt-get install g++), or leave the switch out.",
+            "Install one (apt-get install g++), or remove the switch.",
         )

@@ -1,4 +1,4 @@
-"""The words that switch an acceleration on: the same for ``train`` and ``pretrain``, and what they exclude.
+"""Acceleration switches of ``train`` and ``pretrain``, and their mutual exclusions.
 
 The names are those of a document about such a tool (PAI-Rapidformer). What a word means for a kind of model
 is said where that model is prepared: ``acceleration`` for Transformers' and a user's own, ``training`` for
@@ -15,7 +15,7 @@ from megatron_npu.base.arg_parser import whole
 
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
 GRAPH, DOCUMENTED_GRAPH = "--graph-optimization", "--onnx-runtime-training"  # ours, and the document's
-FULLY = ("zero-2", "zero-3", "fsdp")  # those that share out more than the optimizer's states
+FULLY = ("zero-2", "zero-3", "fsdp")  # those that shard more than the optimizer's states
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Switches:
 
     Attributes:
         mixed_precision: ``bf16`` or ``fp16`` products with fp32 main weights; None: fp32 throughout.
-        sharding: one of ``SHARDINGS``: what the data-parallel ranks share out. ``zero-1`` optimizer states,
+        sharding: one of ``SHARDINGS``: what the data-parallel ranks shard. ``zero-1`` optimizer states,
             ``zero-2`` gradients too, ``zero-3`` and ``fsdp`` parameters too.
         cpu_offload: what is sharded (without sharding: the optimizer's states) rests in the host's memory.
         checkpoint_activations: a block keeps its input alone, and computes the rest again going backward.
@@ -68,7 +68,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=["bf16", "fp16"],
         const="bf16",
-        help="products in 16 bits, main weights in fp32; the word alone means bf16",
+        help="compute in 16 bits with fp32 main weights; without a value: bf16",
     )
     for stage, what in enumerate(("optimizer states", "gradients too", "parameters too"), 1):
         share_out(
@@ -77,17 +77,17 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
             const=f"zero-{stage}",
             dest="sharding",
             default="none",
-            help=f"share out over the data-parallel ranks: {what}",
+            help=f"shard over the data-parallel ranks: {what}",
         )
     share_out(
         "--fsdp-memory-optimization",
         action="store_const",
         const="fsdp",
         dest="sharding",
-        help="the same as zero-3, by torch's fully_shard",
+        help="shard parameters, gradients and optimizer states with torch's fully_shard, like zero-3",
     )
-    add("--cpu-offload", action="store_true", help="what is shared out rests in the host's memory")
-    add("--checkpoint-activations", action="store_true", help="compute activations again going backward")
+    add("--cpu-offload", action="store_true", help="keep sharded states in host memory")
+    add("--checkpoint-activations", action="store_true", help="recompute activations in the backward pass")
     add(
         GRAPH,
         DOCUMENTED_GRAPH,
@@ -95,16 +95,24 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         action=_Graph,
         nargs=0,
         default=False,
-        help="compile the model's blocks (torch.compile does it, under either name; on an NPU, where it has "
-        "no kernels, the second name means --fused-ops)",
+        help="compile the model's blocks with torch.compile (under either name; on an NPU, where "
+        "torch.compile has no kernels, the second name means --fused-ops)",
     )
     parser.set_defaults(graph_word=GRAPH)
-    add("--dynamic-shape", action="store_true", help="pad batches to few lengths; graphs that fit them all")
-    add("--fused-ops", action="store_true", help="this project's operations in place of the model's own")
+    add(
+        "--dynamic-shape",
+        action="store_true",
+        help="pad batches to a few lengths, so that a few compiled graphs fit all of them",
+    )
+    add(
+        "--fused-ops",
+        action="store_true",
+        help="replace the model's operations by this package's fused operations",
+    )
     add(
         "--lora-rank",
         type=whole,
         default=0,
         metavar="R",
-        help="train adapters of rank R alone (0: all weights)",
+        help="train only LoRA adapters of rank R (0: train all weights)",
     )

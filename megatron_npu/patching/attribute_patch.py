@@ -1,4 +1,4 @@
-"""The mechanics of a change: find the slot of a symbol, make its new value, set it, put it back."""
+"""Patch an attribute: find its slot, create the new value, set it, restore it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Change:
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Put the old value back, unless somebody has set another one since; return whether it was done."""
+        """Restore the old value unless it was changed again since; return whether it was restored."""
         if vars(self.owner).get(self.name, MISSING) is not self.new:
             return False
         if self.old is MISSING:

@@ -1,4 +1,4 @@
-"""What is said once, before the first training step: adaptors know the moment, the wiring knows the words."""
+"""The line logged once before the first training step; adaptors call it at the right time."""
 
 from __future__ import annotations
 

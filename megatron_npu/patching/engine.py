@@ -1,4 +1,4 @@
-"""The engine: patches an upstream's modules when their bodies have run, and can undo all of it."""
+"""The patch engine: patch an upstream's modules after they are executed, and undo it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Engine:
         A slot that somebody else has set since is left as it is, with a warning.
         """
         for change in self._log.undo(self._log.all()):
-            logger.warning("%s was changed by others; left as it is", change)
+            logger.warning("%s was changed by other code and is left unchanged", change)
         offers, self._offers = self._offers, []
         repair.take_back(offers, self.covers)
         self._patched.clear()

@@ -1,4 +1,4 @@
-"""What a symbol's source means, as a hash, and what a caller sees of it, as text."""
+"""Fingerprint of a symbol's source: a hash of its meaning, and its signature as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The import system's side: have something run in place of a module's body, or when a body has ended.
+"""The import hook: run code instead of a module's body, or after it.
 
 A finder in front of ``sys.meta_path`` lets the other finders find a module and hooks the loader that they
 return. So nothing happens when somebody merely asks whether a package exists.

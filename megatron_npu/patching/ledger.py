@@ -1,4 +1,4 @@
-"""The ledger: the state of every patch, told as text, JSON or Markdown."""
+"""The ledger: the state of every patch, as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Ledger:
         row = self._rows.get(patch.key)
         if row is None:
             row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
-            row = self._rows.setdefault(patch.key, row)  # another thread may have entered one meanwhile
+            row = self._rows.setdefault(patch.key, row)  # another thread may have entered one in the meantime
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
@@ -111,7 +111,7 @@ class Ledger:
         What went wrong comes first. Patches that are pending are counted, by their reason.
 
         Args:
-            pending: tell each of those, too.
+            pending: tell each of those too.
         """
         about = [f"{name} {value}" for name, value in self.about.items() if isinstance(value, str)]
         lines = [" · ".join(about)] if about else []
@@ -179,7 +179,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return in words when a patch may be removed, and whether it cures a bug of upstream; may be empty."""
+    """Return in words when a patch may be removed, and whether it fixes a bug of upstream; may be empty."""
     return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 

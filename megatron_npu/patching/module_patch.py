@@ -1,4 +1,4 @@
-"""Patching one module whose body has run: compared with the pins, changed, its importers repaired."""
+"""Patch one module after it was executed: compare pins, set values, rebind names in its importers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModulePatch:
         log: where the changes are noted, so that they can be undone.
         covers: tells whether a module of that name belongs to upstream.
         late: the module was imported before the plug-in; others may have used it.
-        made: the changes made here; other threads patch other modules meanwhile.
+        made: the changes made here; other threads patch other modules in the meantime.
     """
 
     module: ModuleType

@@ -1,4 +1,4 @@
-"""What a function called around an upstream one takes of its parameters, and whether that has changed.
+"""Upstream parameters that a wrapper uses, and whether they have changed.
 
 Such a function names the parameters that it works with and hands the rest on. A parameter that comes, goes or
 moves among the rest is none of its business; one that it names is. What it does with ``*args`` and

@@ -1,4 +1,4 @@
-"""A patch as a record: what is changed, by whom, for which devices and versions, and why."""
+"""The record of a patch: its target, origin, devices, versions and reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Patch:
         why: the reason for the patch.
         origin: the module of the adaptor that asked for it, and its function if it is one of that module.
         until: when it may be removed; empty means never.
-        upstream_bug: it cures a fault of upstream on any device.
+        upstream_bug: it fixes a fault of upstream on any device.
         early: it must be in place before importers run (a decorator, say), so applying it late fails.
         condition: asked when the module is patched; a returned text is the reason to skip.
         order: among those that call the original: the higher, the further out.

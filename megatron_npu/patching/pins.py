@@ -1,4 +1,4 @@
-"""Pins: what an upstream symbol looked like when a patch was written against it.
+"""Pins: fingerprints of upstream symbols at the time a patch was written.
 
 A pin file belongs to one version of one upstream. A symbol may equal the pin of any version of its upstream:
 what was right for one of them is known to be right.

@@ -39,7 +39,7 @@ class Options(_Why, total=False):
     Attributes:
         why: the reason for the patch: what is wrong with, or missing from, upstream's own on these devices.
         until: when the patch may be removed: the upstream version or issue with the fix.
-        upstream_bug: it cures a fault of upstream on any device; ``until`` is required then.
+        upstream_bug: it fixes a fault of upstream on any device; ``until`` is required then.
         devices: the devices it is for (default: all).
         versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
         early: importers use the target while they are imported (a decorator, say): applied late, it fails.

@@ -1,4 +1,4 @@
-"""Names taken by value: a module that ran ``from module import f`` before the patch holds the old ``f``.
+"""Rebind names that a module imported with ``from module import f`` before the patch.
 
 That happens in a circular import, in which a sibling's body runs before that of ``module`` has ended, and
 when upstream was imported before the plug-in. Such names are found by identity.
@@ -82,7 +82,7 @@ def is_shared_by_identity(value: Any, module: str) -> bool:
 
 def holders(values: Set[int], covers: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Yield every (module, name, value) of upstream and the main module whose value has one of the ids."""
-    # copy() is atomic, list(….items()) is not: other threads import meanwhile
+    # copy() is atomic, list(….items()) is not: other threads import in the meantime
     for module_name, module in sys.modules.copy().items():
         if not isinstance(module, ModuleType):
             continue

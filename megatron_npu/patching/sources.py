@@ -1,4 +1,4 @@
-"""The sources of a Megatron, read from its files: parsed when needed, never imported or executed."""
+"""Source files of a Megatron: parsed when needed, never imported or executed."""
 
 from __future__ import annotations
 

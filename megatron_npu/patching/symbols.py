@@ -1,4 +1,4 @@
-"""Where a module's source binds a symbol; read from the syntax tree, nothing is imported or executed."""
+"""Find where a module's source binds a symbol, from the syntax tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a patch's target: its source, compared with the pins."""
+"""The state of a patch's target: its source compared with the pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEP 440 specifiers of upstream versions: whether one admits a version, whether two have one in common."""
+"""PEP 440 specifiers of upstream versions: matching a version, and overlap of two specifiers."""
 
 from __future__ import annotations
 

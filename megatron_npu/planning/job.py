@@ -120,7 +120,7 @@ class Job:
     def representatives(self) -> dict[int, tuple[int, int]]:
         """Return the ranks that are run: rank -> (its stage, how many it stands for).
 
-        The first of each stage; where the optimizer's states are shared out, the last data-parallel one, too,
+        The first of each stage; where the optimizer's states are sharded, the last data-parallel one too,
         whose part may be smaller for the padding.
         """
         found = {}

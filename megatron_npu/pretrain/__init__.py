@@ -1,1 +1,1 @@
-"""The embedded driver: pre-training of a GPT on megatron-core's public API, with Megatron's own flags."""
+"""The built-in trainer: GPT pre-training on megatron-core's public API, with Megatron's own flags."""

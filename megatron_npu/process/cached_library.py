@@ -71,7 +71,7 @@ def load(recipe: Recipe) -> ctypes.CDLL:
             return library
         lock = recipe.folder / f"{key}.lock"
         with user_cache.locked(lock, remedy, lambda: _logger.info("waiting for %s", lock), _LONGEST + 60):
-            library, _ = _loaded(recipe, folder, name)  # by another process, meanwhile
+            library, _ = _loaded(recipe, folder, name)  # by another process, in the meantime
             if library is None:
                 _build(recipe, compiler, folder, name)
                 library, error = _loaded(recipe, folder, name)

@@ -25,7 +25,7 @@ def find() -> psutil.Process | None:
     for _ in range(_LOOKS):
         try:
             return next((each for each in psutil.Process().parents() if not _is_of(run, each)), None)
-        except psutil.NoSuchProcess:  # one of them has ended meanwhile: this process has others now
+        except psutil.NoSuchProcess:  # one of them has ended in the meantime: this process has others now
             continue
         except (psutil.Error, OSError):
             return None

@@ -1,4 +1,4 @@
-"""A plain PyTorch program that starts a process for each GPU, of which there are none: said, not passed over.
+"""A plain PyTorch program that starts a process for each GPU, of which there are none: said, not skipped.
 
 ``torch.multiprocessing.spawn(main, nprocs=torch.cuda.device_count())`` starts nothing then and succeeds: the
 program ends with exit code 0 and has trained nothing. Where Megatron is imported, or the program is

@@ -1,8 +1,8 @@
 """Locks that an interrupted compilation has left in torch's cache of C++ extensions.
 
 ``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
-it keeps open meanwhile. A process that is killed leaves the file, and each one after it waits for ever,
-without a word (``torch.utils.file_baton``). DeepSpeed compiles so when it starts, megatron-core 0.19 in the
+it keeps open in the meantime. A process that is killed leaves the file, and each one after it waits forever,
+silently (``torch.utils.file_baton``). DeepSpeed compiles so when it starts, megatron-core 0.19 in the
 first step that recomputes an output (``tensor_parallel.random``).
 """
 
@@ -38,7 +38,7 @@ def stale(place: Path | None = None) -> list[Path]:
 
 
 def remove_stale(speaker: str) -> list[Path]:
-    """Remove the stale locks of this user's cache, and say so on stderr; return them.
+    """Remove the stale locks of this user's cache, and log it on stderr; return them.
 
     Of the processes that a launcher has started on a machine the first alone does it.
 

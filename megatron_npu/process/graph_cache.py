@@ -26,7 +26,7 @@ def claim() -> Path:
 
     A folder that the user has named is taken if it is his. Torch's own name in /tmp, which its import leaves
     in the variable, counts as none. Without a home that can be written to the folder lies in the one of
-    temporary files, where it is this user's, too.
+    temporary files, where it is this user's too.
 
     Raises:
         UsageError: the folder is another user's, or others may write to it or change its place; or the one

@@ -308,7 +308,7 @@ def _wait_for_table() -> None:
         now = time.monotonic()
         if now - began > _WAIT:
             raise UsageError(
-                f"{_TABLE}={path}: {status} for {_WAIT:.0f} s", "completed", "See whether all pods run."
+                f"{_TABLE}={path}: {status} for {_WAIT:.0f} s", "completed", "Check whether all pods run."
             )
         if now - said > _SAY:
             said = now

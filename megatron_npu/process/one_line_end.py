@@ -88,7 +88,7 @@ class OneLineEnd:
             gathered = isinstance(sys.stderr, io.StringIO)
             stream = sys.__stderr__ if gathered else sys.stderr
             print(line, file=stream, flush=True)
-            if not hasattr(sys, "ps1"):  # not at a prompt, which goes on
+            if not hasattr(sys, "ps1"):  # not at a prompt, which continues
                 raise SystemExit(2)
         else:
             self.former(kind, error, trace)

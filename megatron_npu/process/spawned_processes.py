@@ -1,4 +1,4 @@
-"""Processes that ``multiprocessing`` spawns: they start with a fresh interpreter and must be patched, too.
+"""Processes that ``multiprocessing`` spawns: they start with a fresh interpreter and must be patched too.
 
 A spawned child runs the main script again under another name, so it imports Megatron: the writers of
 asynchronous checkpoints, the server of their results, workers of loaders. Where the package is installed,
@@ -23,7 +23,7 @@ _FLAGS = "_args_from_interpreter_flags"
 
 
 def run_first(statement: str) -> None:
-    """Let every child that is spawned from now on run a statement, too, before anything else of its own."""
+    """Let every child that is spawned from now on run a statement too, before anything else of its own."""
     statements = arm().statements
     if statement not in statements:
         statements.append(statement)
@@ -47,7 +47,7 @@ def arm() -> _Command:
 
 
 def disarm() -> None:
-    """Let children be spawned as Python does it."""
+    """Set children to spawned as Python does it."""
     flags = getattr(multiprocessing.util, _FLAGS)
     if isinstance(flags, _Flags):
         setattr(multiprocessing.util, _FLAGS, flags.original)

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def print_on_signal() -> bool:
-    """Print the stacks of all threads on SIGUSR1, into the process's own standard error; the run goes on.
+    """Print the stacks of all threads on SIGUSR1, into the process's own standard error; the run continues.
 
     Without it the signal ends a process. A program that handles the signal itself is left alone, and one that
     begins to do so later wins.

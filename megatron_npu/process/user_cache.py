@@ -180,7 +180,7 @@ def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float 
         path: the file that is locked; it stays.
         remedy: how to have another one.
         waits: is called if another process is in the block.
-        longest: seconds to wait for it; -1: for ever.
+        longest: seconds to wait for it; -1: forever.
 
     Raises:
         UsageError: that has taken longer, or the file cannot be made.

@@ -1,1 +1,1 @@
-"""Readers of files that somebody else may have written: none of them runs code."""
+"""Readers of untrusted files that do not execute code."""

@@ -1,4 +1,4 @@
-"""numpy's values in a file, built after a look at them.
+"""Check numpy values in a file before they are built.
 
 A checkpoint keeps arrays (the state of numpy's random generator) as calls of numpy's own ``_reconstruct``,
 ``scalar`` and ``__setstate__``, and torch's reader makes those calls when told that numpy's names are

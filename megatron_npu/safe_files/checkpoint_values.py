@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's older trees, read without running code: what they hold beside tensors."""
+"""Load non-tensor values of older Megatrons' checkpoints without executing code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_npu.safe_files import safe_load
 
 @contextlib.contextmanager
 def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
-    """Let upstream read a checkpoint in the block: tensors, numbers and arguments, nothing that runs.
+    """Restrict upstream's checkpoint loading in the block to tensors, numbers and arguments.
 
     Args:
         load_dir: the folder of the checkpoint.
-        kinds: classes that this tree keeps besides (``harmless``).
+        kinds: classes that this checkout keeps besides (``harmless``).
 
     Raises:
         UsageError: it holds something else, or cannot be read; upstream prints the error and ends with

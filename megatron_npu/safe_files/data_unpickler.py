@@ -1,6 +1,6 @@
-"""Python's own reader of pickles, for files that may hold data alone.
+"""A pickle reader that builds only plain data.
 
-C's gives a state to classes and enumerations, too, and so changes them for the whole process
+C's gives a state to classes and enumerations too, and so changes them for the whole process
 (``PosixPath._str`` is what every path says of itself); and it makes a table (to 3.14) as long as the largest
 number that a value is remembered by: six bytes of a file are 26 GB.
 """

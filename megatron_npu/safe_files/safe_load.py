@@ -1,4 +1,4 @@
-"""Files that torch or pickle has written, read without running what they say.
+"""Load files written by torch or pickle without executing code.
 
 ``read`` is for files of Megatron-LM: what they name of Megatron and Python is replaced by inert values, and
 a name that is not on a list is refused. ``allowing`` is for upstream's own reading.
@@ -92,7 +92,9 @@ def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
 def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mmap: bool) -> Any:
     if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
         raise UsageError(
-            f"{file} with torch {torch.__version__}", "torch 2.6, which can read it safely", "Update torch."
+            f"{file} with torch {torch.__version__}",
+            "torch 2.6 or newer, which can load it safely",
+            "Update torch.",
         )
     inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
     try:

@@ -1,4 +1,4 @@
-"""numpy for upstream modules that read and write index files: no pickle, no half-written file.
+"""numpy for upstream modules with index files: no pickle, atomic writes.
 
 It stands in those modules' globals under their name for it; every other name is numpy's own.
 """
@@ -52,8 +52,8 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
         if named := _pickled(Path(file)):
             raise UsageError(
                 f"{file} holds a pickle that names {', '.join(sorted(named))}",
-                "an index that Megatron has written: numbers",
-                "Someone has put it there; remove it.",
+                "an index of numbers, as Megatron writes it",
+                "Remove it: Megatron has not written this file.",
             ) from error
         raise DamagedIndexError(file, str(error).partition("\n")[0]) from error
 

@@ -1,4 +1,4 @@
-"""pickle for upstream modules that read pickled arrays: builds numbers, texts, tables and arrays alone.
+"""pickle for upstream modules with pickled arrays: builds only numbers, strings, dicts and arrays.
 
 It stands in those modules' globals under their name for it; every other name is pickle's own.
 """
@@ -58,6 +58,6 @@ def load(stream: IO[bytes]) -> Any:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(
             f"{getattr(stream, 'name', 'a pickle')}: {reason[:1000]}",
-            "numbers, texts and arrays of numpy",
-            "It cannot be read; what names something else may run it, and does not come from Megatron.",
+            "only numbers, strings and arrays of numpy",
+            "It is not loaded, because other types could execute code, and Megatron does not write them.",
         ) from error

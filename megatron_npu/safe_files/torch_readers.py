@@ -1,4 +1,4 @@
-"""What torch's reader of distributed checkpoints unpickles: a list of types, while Megatron runs here.
+"""Restrict the types that torch's distributed checkpoint reader may unpickle.
 
 ``torch.distributed.checkpoint`` unpickles two things without restraint: ``.metadata``, and what is no tensor
 inside a ``.distcp`` (states of random generators, for instance). While the guard is on, torch's two modules
@@ -57,8 +57,8 @@ def refusal(what: str, reason: str) -> UsageError:
     """
     error = UsageError(
         f"{what}: {reason[:_MANY]}",
-        "what torch and Megatron write",
-        "Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it run.",
+        "only types that torch and Megatron write",
+        "Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it execute code.",
     )
     _refusals[:] = [error]
     return error
@@ -88,7 +88,7 @@ class _MetadataUnpickler(DataUnpickler):
         """Check that a state is given to what this file has made.
 
         Raises:
-            UsageError: it is for what others use, too.
+            UsageError: it is for what others use too.
         """
         # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
@@ -99,7 +99,7 @@ class _MetadataUnpickler(DataUnpickler):
 def _load_metadata(stream: IO[bytes]) -> Any:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
-        # 0.16 has a MCoreMetadata that is none of torch's, to read what 0.15 wrote
+        # 0.16 has a MCoreMetadata that is not one of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
             raise ValueError(f"it holds a {type(metadata).__name__}")
         return metadata
@@ -190,10 +190,10 @@ class _Module:
 
 
 def guard(of_megatron: bool = True) -> None:
-    """Let torch's reader build types of the list alone.
+    """Restrict torch's reader to the listed types.
 
     Args:
-        of_megatron: those that scripts of Megatron keep beside tensors, too, for which Megatron is imported.
+        of_megatron: those that scripts of Megatron keep beside tensors too, for which Megatron is imported.
     """
     from torch.distributed.checkpoint import default_planner, filesystem
 

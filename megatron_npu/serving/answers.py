@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def model(name: str, created: int, positions: int) -> Json:
-    """Return what is said of the one model."""
+    """Return the JSON description of the model."""
     about = {"id": name, "object": "model", "created": created, "owned_by": "megatron_npu"}
     return {**about, "max_model_len": positions}
 
@@ -31,7 +31,7 @@ def models(only: Json) -> Json:
 
 
 def error(problem: BadRequestError) -> Json:
-    """Return what a client is told of a problem."""
+    """Return the JSON of an error for a client."""
     kind = "invalid_request_error" if problem.status < 500 and problem.status != 429 else "server_error"
     told = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.status}
     return {"error": {key: _writable(value) for key, value in told.items()}}
@@ -175,7 +175,7 @@ class Completion:
         }
 
     def added(self, sample: Sample, place: int) -> int:
-        """Return a token that was added; behind the last one the end token, which has ended the text."""
+        """Return a token that was added; after the last one the end token, which has ended the text."""
         return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
     def _by_words(self, values: dict[int, float]) -> Json:

@@ -144,7 +144,7 @@ class _Site:
                     raise BadRequestError(f"the body took more than {_PATIENCE:g} s", status=408)
             return reading.result()
         except ClientDisconnect as error:
-            raise BadRequestError("the client went away", status=499) from error
+            raise BadRequestError("the client has disconnected", status=499) from error
         finally:
             reading.cancel()  # of no effect where it has ended
 
@@ -255,7 +255,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[Piece | Read]:
             except TimeoutError:
                 event = job  # type: ignore[assignment]  # nothing yet
             if await request.is_disconnected():
-                raise BadRequestError("the client went away", status=499)
+                raise BadRequestError("the client has disconnected", status=499)
             if event is None:
                 return
             if isinstance(event, BadRequestError):

@@ -34,12 +34,26 @@ def parser() -> argparse.ArgumentParser:
     result = Parser("megatron-npu serve", description=__doc__)
     add = result.add_argument
     trained_model.add_flags(add)
-    add("--host", default="127.0.0.1", help="address to listen at; beyond this machine, anyone may ask")
-    add("--port", type=_port, default=8000, help="port to listen at; 0: any that is free")
-    add("--model-name", metavar="NAME", help="what clients call the model (default: the name of --load)")
-    add("--max-queue", type=positive, default=16, help="requests that may wait; one more is told 429")
-    add("--max-texts", type=positive, default=8, help="texts that one request may ask for")
-    add("--max-request-bytes", type=byte_size, default=1 << 18, help="largest request; a larger one: 413")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any other than the loopback address opens the server to the network",
+    )
+    add("--port", type=_port, default=8000, help="port to listen on; 0: any free port")
+    add("--model-name", metavar="NAME", help="name of the model in the API (default: the name of --load)")
+    add(
+        "--max-queue",
+        type=positive,
+        default=16,
+        help="maximum number of queued requests; further ones are answered with 429",
+    )
+    add("--max-texts", type=positive, default=8, help="maximum number of completions per request")
+    add(
+        "--max-request-bytes",
+        type=byte_size,
+        default=1 << 18,
+        help="maximum size of a request in bytes; larger ones are answered with 413",
+    )
     return result
 
 
@@ -102,7 +116,7 @@ def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -
 
 
 def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
-    """Run the HTTP side; whatever ends it ends the engine, too."""
+    """Run the HTTP side; whatever ends it ends the engine too."""
     try:
         server.run(sockets=[listener])
     finally:
@@ -131,8 +145,9 @@ def _announce(name: str, at: Address, listener: socket.socket) -> None:
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
     if not at.is_loopback:
         print(
-            f"megatron-npu serve: warning: --host {at.host} is open to other machines, without encryption or "
-            "passwords: anyone who reaches it can use the model. Put a proxy with both before it.",
+            f"megatron-npu serve: warning: --host {at.host} opens the server to other machines, without "
+            "encryption or passwords: anyone who can reach it can use the model. Put a proxy with both "
+            "in front of it.",
             file=sys.stderr,
             flush=True,
         )

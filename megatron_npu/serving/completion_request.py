@@ -53,7 +53,7 @@ class CompletionRequest:
         include_usage: whether a stream ends with the numbers of tokens.
         echo: whether the text begins with the prompt.
         logprobs: likeliest tokens whose log probabilities are wanted beside the token's own; None: none.
-            With ``echo`` those of the prompt, too, and ``max_tokens`` may be 0.
+            With ``echo`` those of the prompt too, and ``max_tokens`` may be 0.
     """
 
     prompts: list[Prompt]
@@ -206,7 +206,7 @@ def _is_ids(value: Any) -> bool:
 def _text(value: str | None) -> str | None:
     if value == "":
         raise BadRequestError(
-            "prompt is empty; give some text, or leave it out for text that begins with nothing", "prompt"
+            "prompt is empty; pass some text, or leave prompt out for an unconditional sample", "prompt"
         )
     return value
 

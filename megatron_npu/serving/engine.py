@@ -32,7 +32,7 @@ class Piece:
         text: the characters; can be empty.
         sample: all of the text; it may be longer already.
         token: the place of the piece's token in it; None: the piece has only what was held back.
-        finish: why it has ended: ``stop``, ``length``; None: it goes on.
+        finish: why it has ended: ``stop``, ``length``; None: it continues.
     """
 
     row: int
@@ -116,7 +116,7 @@ class Engine:
         """
         self.require_going()
         if len(self._open) > self._most:
-            raise BadRequestError(f"{self._most} requests wait already; try again later", status=429)
+            raise BadRequestError(f"{self._most} requests are already waiting; try again later", status=429)
         self._open.add(id(job))
         self._queue.put(job)
 
@@ -160,7 +160,7 @@ class Engine:
             if dist.get_world_size() > 1:
                 raise  # the ranks are no longer at the same place
             traceback.print_exc(file=sys.stderr)
-            end = BadRequestError("the model has failed; the server's log says why", status=500)
+            end = BadRequestError("the model has failed; see the server's log", status=500)
         finally:
             self._open.discard(id(job))
             self.jobs += 1
@@ -180,7 +180,7 @@ class _Drawing:
         self.stops = [Stops(job.stops) for _ in job.prompts]
 
     def run(self, leader: Leader) -> None:
-        """Score and draw what is asked for; tell each piece, and the last of each text."""
+        """Score and generate the request; report each piece and the last one of each text."""
         prompts, options = self.job.prompts, self.job.options
         if self.job.scored is not None:
             self.job.tell(Read(leader.score(prompts, alternatives=self.job.scored)))

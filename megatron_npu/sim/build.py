@@ -55,7 +55,7 @@ _OPENED_BY_NAME = (
 _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 500000, "Hccl": 5}
 
 
-@functools.cache  # a process keeps what it has loaded, also when the sources change meanwhile
+@functools.cache  # a process keeps what it has loaded, also when the sources change in the meantime
 def runtime() -> Path:
     """Return the directory of the compiled runtime, built first if sources, torch or compiler are new.
 
@@ -73,7 +73,7 @@ def compute() -> Path:
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
 
-@functools.cache  # a library that is made again meanwhile is not loaded beside the one in use
+@functools.cache  # a library that is made again in the meantime is not loaded beside the one in use
 def runtime_library() -> ctypes.CDLL:
     """Return the runtime, loaded so that what is loaded afterwards finds its symbols."""
     return cache.load(runtime() / RUNTIME_LIBRARY, ctypes.RTLD_GLOBAL)

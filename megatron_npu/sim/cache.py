@@ -75,9 +75,9 @@ def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
         user_cache.note_use(folder)
         if _are_whole(folder, directory):
             return directory
-        say(f"{directory} is damaged, and prepared again")
+        say(f"{directory} is damaged and is prepared again")
         with user_cache.locked(root() / f"{name}.lock", _REMEDY, lambda: None):
-            with _opened_part(cache, directory) as now:  # unless another process has done so meanwhile
+            with _opened_part(cache, directory) as now:  # unless another process has done so in the meantime
                 whole = _are_whole(now, directory)
             if not whole:
                 _prepare(directory, prepare_and_seal, replace=True)

@@ -176,7 +176,7 @@ def _rows(function: Callable) -> list[list[str]]:
     """Return the words of each line that a function of the C++ side writes into a buffer."""
     function.restype = ctypes.c_size_t
     function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
-    capacity = function(None, 0) + 4096  # another thread may add lines meanwhile
+    capacity = function(None, 0) + 4096  # another thread may add lines in the meantime
     buffer = ctypes.create_string_buffer(capacity)
     function(buffer, capacity)
     return [line.split() for line in buffer.value.decode().splitlines()]

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         environment = prepare()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while compilers end, is no traceback
-        cache.say("interrupted; the next use begins this preparation again")
+        cache.say("interrupted; the next use starts this preparation again")
         return _INTERRUPTED
     sys.stdout.flush()
     # Python finds its virtual environment by argv[0]: the bare name would be looked up on PATH
@@ -67,7 +67,7 @@ def prepare() -> dict[str, str]:
         raise UsageError(
             "a real CANN on the library path (libascendcl.so loads)",
             "a machine without Ascend software",
-            "Use the NPUs of this machine, or leave CANN's set_env.sh out of this shell.",
+            "Use the NPUs of this machine, or do not source CANN's set_env.sh in this shell.",
         )
     wheel = site.prepare()
     environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}

@@ -26,7 +26,7 @@ class StandIn:
     Attributes:
         name: the module's name for the upstream.
         source: our module that has the names the upstream uses.
-        needs: the package whose absence makes the stand-in necessary; empty: it is always put in place.
+        needs: the package whose absence makes the stub necessary; empty: it is always put in place.
         upstreams: the upstreams that import it.
         why: what happens without it.
         unless: files of upstream, as a pattern, that make it unnecessary.
@@ -322,7 +322,7 @@ _given = Replaced()  # the names
 
 
 def install(upstream: Upstream) -> list[StandIn]:
-    """Put the stand-ins of ``upstream`` in place; return those that were needed."""
+    """Put the stubs of ``upstream`` in place; return those that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
     needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, upstream)]
     for stand_in in needed:

@@ -58,7 +58,8 @@ def library() -> ctypes.CDLL | None:
         found = cached_library.load(cached_library.Recipe(folder, (SOURCE,), (), _FLAGS, (), without))
     except UsageError as error:
         _logger.warning(
-            "indices of datasets are computed in Python, which takes minutes for blends of many: %s. %s.",
+            "dataset indices are computed in Python, which takes minutes for blends of many "
+            "datasets: %s. %s.",
             error.given,
             error.remedy,
         )

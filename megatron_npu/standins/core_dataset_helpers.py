@@ -2,7 +2,7 @@
 
 A wheel ships it compiled; in a checkout upstream runs make when training starts, for whichever python3-config
 is first on the path. Names and formats are those of ``megatron/core/datasets/helpers.cpp`` of 0.16.1; the
-functions that it shares with Megatron-LM 285068c8 are that upstream's stand-in.
+functions that it shares with Megatron-LM 285068c8 are that upstream's stub.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class _Loader(Loader):
         self._activate = activate
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in, which the activation has put in place.
+        """Return the stub, which the activation has put in place.
 
         Raises:
             ImportError: it has not, in an earlier activation for another Megatron for instance.
@@ -63,7 +63,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the body of the stand-in has run."""
+        """Do nothing: the body of the stub has run."""
 
 
 class _Finder:
@@ -93,7 +93,7 @@ def _on_megatron_core() -> bool:
 
 
 def is_absent(package: str) -> bool:
-    """Return whether nobody but this finder finds a package; none of its parents is imported.
+    """Return whether only this finder finds a package; none of its parents is imported.
 
     DeepSpeed, for one, looks for apex while it is imported.
     """

@@ -88,9 +88,9 @@ class Upstream:
             listed = ", ".join(f"{version} in {path}" for path, version in others)
             raise UsageError(
                 f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
-                "one (a checkout and a wheel may mix their modules)",
-                f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the one that comes first "
-                "to say that it is meant.",
+                "only one, because a checkout and a wheel may mix their modules",
+                f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the first one to "
+                "confirm it.",
             )
 
 

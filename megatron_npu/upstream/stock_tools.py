@@ -66,7 +66,7 @@ def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
     if is_core and early_import.is_absent("transformer_engine"):
         raise UsageError(
             f"{script} without TransformerEngine",
-            "the package, whose version its saver asks for whatever the flags",
+            "the package, which its saver always imports",
             "A torch_dist checkpoint needs no conversion for another layout; `megatron-npu convert` writes "
             "the format torch, and Hugging Face's.",
         )
@@ -79,7 +79,7 @@ def _refuse_code(name: str, script: Path, arguments: Sequence[str]) -> None:
     if what is not None and not settings.TRUST_FILES.enabled():
         raise UsageError(
             f"{script} runs {what}",
-            f"a script that reads files as data, or {settings.TRUST_FILES.name}=1",
-            f"Set {settings.TRUST_FILES.name}=1 if you trust what it reads as you trust your own programs; "
-            "`megatron-npu convert` reads models of Transformers without their code.",
+            f"a script that loads files only as data, or {settings.TRUST_FILES.name}=1",
+            f"Set {settings.TRUST_FILES.name}=1 if you trust the files that it reads like your own "
+            "programs; `megatron-npu convert` reads Transformers models without executing their code.",
         )

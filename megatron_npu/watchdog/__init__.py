@@ -1,4 +1,4 @@
-"""Names the rank that a run of several processes waits for in vain, and ends the others.
+"""Names the rank that a run of several processes waits for without success, and ends the others.
 
 Without it a dead rank is "Connection reset by peer" in all others, or nothing for half an hour; a stopped one
 is nothing at all. Each rank has a thread that says once a second, in the store of the run, where the main
@@ -9,7 +9,7 @@ port is opened, and no collective is made. What it notices:
 - a rank elsewhere that ended: its peers fail, and look whose word has stopped;
 - a rank that is stopped, or whose machine is gone: its word stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
 - ranks that wait for each other: none has moved for as long;
-- the launcher that ended (``launcher``): its ranks do, too;
+- the launcher that ended (``launcher``): its ranks do too;
 - a run of one process that has not moved for as long (``alone``).
 
 The first rank that knows writes it into the store for all; they print it and end with exit code 1. SIGUSR1 to

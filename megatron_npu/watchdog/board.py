@@ -203,7 +203,7 @@ class Board:
         return int(self._store.get("asked"))
 
     def open(self) -> None:
-        """Let there be something to look at: the first thing that each rank does."""
+        """Set there to something to look at: the first thing that each rank does."""
         self._store.add("news", 0)
 
 

@@ -32,7 +32,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Wait for the end of these, too."""
+        """Wait for the end of these too."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)

@@ -1,7 +1,7 @@
 """Whether a process is at work although its main thread stands still: in other threads, or in children.
 
 A compiler of graphs, a builder of kernels, a writer of a checkpoint: the main thread waits for them, in one
-line of Python and without processor time of its own, and that is no hang.
+line of Python and without CPU time of its own, and that is no hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Compares the processor time that was used with that at the call before.
+    """Compares the CPU time that was used with that at the call before.
 
     Called about once a second, and only while the main thread stands still: to look for children costs
     milliseconds on a machine with many processes.
@@ -33,7 +33,7 @@ class Elsewhere:
     _last: _Sample | None = field(default=None)
 
     def forget(self) -> None:
-        """Begin anew: the main thread has moved."""
+        """Begin again: the main thread has moved."""
         self._last = None
 
     def computes(self) -> bool:
@@ -47,7 +47,7 @@ class Elsewhere:
 
 
 def _sample() -> _Sample:
-    """Return the processor time so far: of this process without this thread, and of what it has started."""
+    """Return the CPU time so far: of this process without this thread, and of what it has started."""
     own = time.process_time() - time.thread_time()
     found = {}
     with contextlib.suppress(psutil.Error, OSError):

@@ -176,7 +176,7 @@ def _awaited(store: dist.Store, name: str) -> bytes:
             f"rank {os.environ['RANK']} ({socket.gethostname()}) waits for rank 0 in vain "
             f"({str(error).partition(chr(10))[0]})",
             "all ranks at the store of the run",
-            "See what rank 0 says.",
+            "Check what rank 0 says.",
         ) from None
 
 

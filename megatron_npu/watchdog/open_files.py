@@ -23,7 +23,7 @@ def require_open_files(ranks: int) -> None:
         ranks: of the run.
 
     Raises:
-        UsageError: the hard limit is lower, too.
+        UsageError: the hard limit is lower too.
     """
     try:
         import resource

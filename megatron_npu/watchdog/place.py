@@ -39,7 +39,7 @@ class Place:
         collective: the function of torch.distributed that it is in; empty: none.
         call: the innermost function of Megatron or a command, as ``module:line in function``.
         frames: the innermost frames, the last one first.
-        mark: differs from an earlier one if the thread has moved meanwhile, or has computed for 0.1 s.
+        mark: differs from an earlier one if the thread has moved in the meantime, or has computed for 0.1 s.
         outside: whether it waits for people, who may take as long as they like.
     """
 

@@ -21,7 +21,7 @@ class _OfProcess:
     Attributes:
         step: the number of the step of training.
         runs: how many runs of several ranks were watched before.
-        watch: the one that goes on.
+        watch: the one that continues.
     """
 
     step = 0
@@ -75,7 +75,7 @@ def end() -> None:
 def failed(error: BaseException) -> bool:
     """Find out whether another rank is the reason for an error; if none is, tell the others of it.
 
-    The others are watched on, as ending may hang, too.
+    The others are watched on, as ending may hang too.
 
     Returns:
         Whether another rank is, which has been printed then.

@@ -333,7 +333,7 @@ class Rank:
             self._tell(verdicts.of_store(first, has_ended=False, error=error))
 
     def _without_store(self, first: Process | None, error: Exception) -> None:
-        """End the process if it waits in vain for ``first``, or whoever has held the store."""
+        """End the process if it waits without success for ``first``, or whoever has held the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():

@@ -13,7 +13,7 @@ def require_fresh_store() -> None:
     """Check that a rank that torchrun has restarted meets the others at a store of its own attempt.
 
     By default the store lives on in torchrun (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712),
-    with the addresses of processes that are dead: who reads them before they are written anew connects to
+    with the addresses of processes that are dead: who reads them before they are written again connects to
     nobody, and waits, or fails.
 
     Raises:

@@ -15,7 +15,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return what is said of a process that has ended with ``error``; None: without a word."""
+    """Return what is said of a process that has ended with ``error``; None: silently."""
     how = f"ended with {error}" if error else "ended without a word (killed?)"
     return f"{process} {how}; last seen {beat}"
 

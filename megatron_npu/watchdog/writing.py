@@ -1,7 +1,7 @@
 """Whether a save gets on, and with which file it does not: by what this process and its children write.
 
 A disk that hangs, a network file system without its server, a lock that nobody gives back: the save waits, in
-one line of Python and without processor time. So does one that is only slow, but bytes go out. Of a load they
+one line of Python and without CPU time. So does one that is only slow, but bytes go out. Of a load they
 come in: from a disk or a network file system, for what a process reads besides is not of its files alone.
 """
 
@@ -31,7 +31,7 @@ class Writing:
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Begin anew: the main thread has moved."""
+        """Begin again: the main thread has moved."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:

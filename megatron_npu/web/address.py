@@ -61,8 +61,8 @@ def listening(given: str, wanted: Address) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"{given}: {error.strerror or error}",
-            "an address of this machine and a port that is free",
-            f"Give another port (0: any that is free), or the host {LOOPBACK}.",
+            "an address of this machine and a free port",
+            f"Use another port (0: any free one), or the host {LOOPBACK}.",
         ) from error
 
 

@@ -270,7 +270,7 @@ class Soak:
         before = len(self.pretrain.told())
         self.pretrain.start()
         begun = time.monotonic()
-        said = f"going on from iteration {newest}"
+        said = f"resuming from iteration {newest}"
         while said not in self.pretrain.told()[before:]:
             if time.monotonic() - begun > PATIENCE or self.pretrain.process.poll() is not None:
                 self.faults.append(f"not {said}: {self.pretrain.told()[before:][-600:]}")

@@ -233,7 +233,7 @@ class Trial:
             raise FaultError("lost", f"it does not go on: exit code {code}: {self.told()[-2000:]}")
         self.judge()
         said = self.log.read_bytes()[before:].decode(errors="replace")
-        if newest and self.way.own and f"going on from iteration {newest}" not in said:
+        if newest and self.way.own and f"resuming from iteration {newest}" not in said:
             raise FaultError("lost", f"it did not go on from iteration {newest}")
         return None
 

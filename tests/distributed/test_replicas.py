@@ -48,7 +48,7 @@ def test_the_driver_ends_where_a_bit_has_flipped(dataset) -> None:
     line = told(done)
     assert "the gradient of embedding.word_embeddings.weight is not the same on all " in line
     assert "rank 0 and rank 1 differ" in line
-    assert " the replicas are the same after iteration 2" in done.stdout
+    assert " the replicas are identical after iteration 2" in done.stdout
     assert "after iteration 4" not in done.stdout
 
 
@@ -57,7 +57,7 @@ def test_training_a_users_model_ends_there_too() -> None:
     done = run(2, "weight", "train", *flags)
     line = told(done)
     assert ": the weight " in line
-    assert " the replicas are the same after iteration 2" in done.stdout
+    assert " the replicas are identical after iteration 2" in done.stdout
 
 
 def test_stock_scripts_name_it(tmp_path) -> None:

@@ -220,6 +220,6 @@ def test_a_restarted_run_ends_as_if_no_rank_had_been_killed(tmp_path: Path) -> N
     env = tiny.environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = tiny.run_python([*program, "--save", str(killed), "--load", str(killed)], env)
     assert done.returncode == 0, done.stderr
-    assert "going on from iteration 2" in done.stdout
+    assert "resuming from iteration 2" in done.stdout
     assert tiny.run("pretrain", *flags, "--save", str(calm), processes=2).returncode == 0
     assert tiny.losses(killed / "metrics.jsonl") == tiny.losses(calm / "metrics.jsonl")

@@ -208,7 +208,7 @@ def test_generate(refused, trained, capsys):
     ("line", "told"),
     [
         ([], "nothing to do; expected --prompt TEXT, --sample-input-file FILE, or --num-samples N"),
-        (["--prompt", ""], "for text that begins with nothing leave the prompt out: --num-samples 1"),
+        (["--prompt", ""], "for unconditional samples use --num-samples 1 without a prompt"),
         (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected one"),
         (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected one"),
         (["--prompt", " ".join(["1"] * 32)], "a prompt of 32 tokens; expected at most 31"),

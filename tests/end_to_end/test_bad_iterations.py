@@ -74,7 +74,7 @@ def test_a_spike_is_said_or_left_out(poisoned, tmp_path, capsys):
     poisoned("noise", "--json-log", tmp_path / "note")
     assert len(said(capsys.readouterr().out, "loss spike at iteration 13: ")) == 1
     poisoned("noise", "--json-log", tmp_path / "skip", "--loss-spike-policy", "skip")
-    lines = said(capsys.readouterr().out, "its update is left out")
+    lines = said(capsys.readouterr().out, "its update is skipped")
     assert [line.split(":")[0] for line in lines] == [f" loss spike at iteration {n}" for n in (13, 14)]
     note, skip = losses(tmp_path / "note"), losses(tmp_path / "skip")
     assert skip[:13] == note[:13]  # the update of 13 is the first that is missing
@@ -102,10 +102,10 @@ def test_a_run_goes_back_and_leaves_the_data_since_out(poisoned, train, flags, t
     save = tmp_path / "checkpoints"
     rewinding = ["--loss-spike-policy", "rewind", "--save", save, "--save-interval", 11]
     summary = poisoned("noise", *rewinding)
-    lines = said(capsys.readouterr().out, "gone back to")
+    lines = said(capsys.readouterr().out, "returned to")
     line = lines[0]
     assert line.startswith(" loss spike at iteration 13: ")
-    assert line.endswith(f"{save / 'iter_0000011'}; samples 44 to 51 are left out")
+    assert line.endswith(f"{save / 'iter_0000011'}; samples 44 to 51 are skipped")
     # the samples 52 to 55 come first then, and are poisoned as well: back once more
     assert [line.split(":")[0] for line in lines] == [f" loss spike at iteration {n}" for n in (13, 12)]
     assert summary.iterations == 17

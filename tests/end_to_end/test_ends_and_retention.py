@@ -67,7 +67,10 @@ def test_a_validation_is_given_up_when_the_time_is_over(train, tmp_path, leap, m
     summary = train(*words)
     assert len(looks) == 1
     assert (summary.ended_by, summary.iterations, summary.validation_loss) == ("exit-duration", 2, None)
-    assert "no validation at iteration 2: --exit-duration-in-mins is over" in capsys.readouterr().out
+    assert (
+        "no validation at iteration 2: the time limit --exit-duration-in-mins has passed"
+        in capsys.readouterr().out
+    )
     assert names(tmp_path) == ["iter_0000002"]
     (description,) = tmp_path.glob("iter_*/arguments.json")
     assert json.loads(description.read_text())["consumed_valid_samples"] == 0
@@ -111,7 +114,7 @@ def test_ctrl_c_named_twice_does_what_it_did_before():
 
 
 def test_a_signal_that_nobody_listens_for_is_refused(refused, flags):
-    assert "--exit-signal-handler together with it" in refused("pretrain", *flags("--exit-signal", "SIGUSR1"))
+    assert "--exit-signal-handler with it" in refused("pretrain", *flags("--exit-signal", "SIGUSR1"))
     assert "--exit-signal" in refused("pretrain", *flags("--exit-signal", "SIGKILL"))
 
 

@@ -122,7 +122,7 @@ def test_any_checkpoint_can_be_gone_on_from(train_for, tmp_path, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     train_for("--save", first, "--train-iters", 6, "--save-interval", 2)
     train_for("--save", again, "--load", first, "--ckpt-step", 4, "--train-iters", 6)
-    assert "going on from iteration 4" in capsys.readouterr().out
+    assert "resuming from iteration 4" in capsys.readouterr().out
     expected = tiny.losses(first / "metrics.jsonl")
     assert tiny.losses(again / "metrics.jsonl") == {number: expected[number] for number in (5, 6)}
     assert tiny.differences(first / "iter_0000006", again / "iter_0000006") == []

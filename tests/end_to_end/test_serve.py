@@ -263,7 +263,7 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
     [
         (400, b"{", "not JSON"),
         (400, b"\xff\xfe", "not JSON in UTF-8"),
-        (400, {"prompt": ""}, "leave it out for text that begins with nothing"),
+        (400, {"prompt": ""}, "leave prompt out for an unconditional sample"),
         (400, {"prompt": "word"}, "expected numbers"),
         (400, b'{"prompt": "\\ud800"}', "expected numbers"),
         (400, b'{"prompt": "a", "\\ud800": 1}', "no field"),

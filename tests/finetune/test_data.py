@@ -199,11 +199,14 @@ def _broken(folder: Path) -> argparse.Namespace:
 
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "one row": (_lonely, "1 rows to train on and none to validate on"),
-    "nothing to train on": (_without_train, "has the parts 'validation'"),
+    "nothing to train on": (_without_train, "has the splits 'validation'"),
     "an empty part": (_empty, "a part without rows"),
-    "an empty file": (_empty_file, "data/validation.csv has no rows below its head; expected a row at least"),
-    "a head alone": (_head_alone, "all.tsv has no rows below its head; expected a row at least"),
-    "no row of json": (_no_rows, "all.json has no rows; expected a row at least"),
+    "an empty file": (
+        _empty_file,
+        "data/validation.csv has no rows below its head; expected at least one row",
+    ),
+    "a head alone": (_head_alone, "all.tsv has no rows below its head; expected at least one row"),
+    "no row of json": (_no_rows, "all.json has no rows; expected at least one row"),
     "lines in Latin-1": (
         lambda folder: args(_encoded(folder / "all.jsonl", "latin-1")),
         "all.jsonl is not UTF-8: byte 0xe9 in line 3; expected text in UTF-8. Convert it: iconv -f LATIN1 -t",
@@ -218,7 +221,8 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     ),
     "a packed table": (
         lambda folder: args(_packed(folder / "all.csv")),
-        "all.csv, which is packed; expected text in UTF-8. Unpack it with gunzip, and give what comes out.",
+        "all.csv, which is compressed; expected text in UTF-8. "
+        "Decompress it with gunzip, and pass the result.",
     ),
     "a column twice": (
         lambda folder: args(_head(folder / "all.csv", "label,sentence,label")),
@@ -234,7 +238,7 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
     "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
     "no such kind": (lambda folder: args(__file__), "files that end in .py"),
-    "an empty folder": (lambda folder: args(folder), "no file of a part"),
+    "an empty folder": (lambda folder: args(folder), "no file of a split"),
     "broken": (_broken, "a.jsonl:"),
     "not in the cache": (lambda folder: args("glue", data_name="mrpc"), "--data-path glue --data-name mrpc:"),
     "several": (lambda folder: args("x", data_path=["a", "b"]), "--data-path a b; expected one path"),

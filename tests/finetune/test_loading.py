@@ -77,7 +77,7 @@ def test_an_evaluation_has_each_sample_once_and_draws_the_same_again() -> None:
 
 
 def test_data_that_stream_are_refused() -> None:
-    with pytest.raises(UsageError, match="the data set: a generator; expected a data set with a length"):
+    with pytest.raises(UsageError, match="the data set: a generator; expected a dataset with a length"):
         Loader((number for number in range(3)), sampling=Sampling(1, Ranks()), device=CPU)
 
 

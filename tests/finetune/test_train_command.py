@@ -101,14 +101,14 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW} --epochs 1 --lr-warmup-iters 3 --lr-warmup-fraction .1", "one of them"),
         (
             f"--user-script {SLOW} --zero-1-memory-optimization --fsdp-memory-optimization",
-            "--zero-1-memory-optimization and --fsdp-memory-optimization; expected one of them",
+            "--zero-1-memory-optimization and --fsdp-memory-optimization; expected only one of them",
         ),
         (f"--user-script {SLOW} --save-interval 3", "--save-interval without --save"),
         (f"--user-script {SLOW} --epochs 1 --global-batch-size 16", "8 training samples with"),
         (f"--user-script {SLOW}", "no end of training"),
         (
             f"{FEW.replace('causal_lm', 'pretraining')} --train-iters 3",
-            "--epochs 1 with --task pretraining; expected --train-iters N alone",
+            "--epochs 1 with --task pretraining; expected only --train-iters N",
         ),
         ("--user-script nowhere.py", "nowhere.py: no such file"),
         (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
@@ -137,13 +137,13 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"{FEW} --columns text=a --columns text=b", "--columns text=a text=b; expected one column for the"),
         (f"{FEW} --columns text=a label=a", "--columns text=a label=a; expected a column for each role"),
         (f"{FEW} --num-layers 3", "--num-layers with --task causal_lm, which does not read it; expected"),
-        (f"{FEW} --vocab-file x", "expected it with --task pretraining. Leave it out"),
+        (f"{FEW} --vocab-file x", "expected it with --task pretraining. Remove it"),
         (f"{FEW} --columns label=x --num-beams 2", "--num-beams with --task causal_lm"),
         (
             f"{FEW.replace('causal_lm', 'seq2seq')} --num-beams 2",
             "--num-beams without --predict-with-generate; expected both",
         ),
-        (f"{FEW} --reset-position-ids", "expected it in a script. Leave it out, or give --user-script"),
+        (f"{FEW} --reset-position-ids", "expected it in a script. Remove it, or pass --user-script"),
         (
             "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
             "--tensor-model-parallel-size 2",
@@ -244,19 +244,19 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "import torch\nimport nowhere\n",
             "ended with ModuleNotFoundError: No module named 'n",
         ),
-        (END, "", "makes no RapidformerEngine; expected a template's train()"),
-        (END, "\nRapidformerEngine()\n", "trains nothing; expected a template's train()"),
+        (END, "", "makes no RapidformerEngine; expected a call of a template's train()"),
+        (END, "\nRapidformerEngine()\n", "trains nothing; expected a call of a template's train()"),
         (
             "import torch\n",
             "import torch\ndef (\n",
             "mine.py: invalid syntax (line 3); expected a file of Py",
         ),
         ("import torch\n", "import torch\n\0\n", "null bytes; expected a file of Python"),
-        ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, which"),
+        ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, passed"),
         (
             "class Mine(Finetuner):",
             "class Mine(Finetuner):\n    def __init__(self, engine): pass",
-            "Mine with no engine; expected a RapidformerEngine, which its __init__ hands on",
+            "Mine with no engine; expected a RapidformerEngine, passed by its __init__",
         ),
         (
             "datasets_provider(self)",
@@ -264,11 +264,15 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "(sizes): missing a required argument: 'sizes'; expected 0 arguments beside self",
         ),
         ("forward_step(self, batch,", "forward_step(self,", "too many positional arguments; expected 2 arg"),
-        ("[torch.ones(2)] * 8", "[torch.ones(i + 1) for i in range(8)]", "samples that make no batch: stack"),
+        (
+            "[torch.ones(2)] * 8",
+            "[torch.ones(i + 1) for i in range(8)]",
+            "samples that cannot be collated: stack",
+        ),
         (
             "[torch.ones(2)] * 8,",
             "type('D', (list,), {'__len__': lambda self: -1})(),",
-            "train_dataset: a D whose length is none (__len__() should return >= 0); expected a data set",
+            "train_dataset: a D whose length is none (__len__() should return >= 0); expected a dataset",
         ),
         (
             "[torch.ones(2)] * 3, None, None",
@@ -278,9 +282,13 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Linear(2, 1), None",
             "Linear(2, 1, device='meta'), None",
-            "a Linear whose weight 'weight' is on the device meta, where it has no numbers; expected a",
+            "a Linear whose weight 'weight' is on the meta device and has no values; expected a",
         ),
-        ("[torch.ones(2)] * 8", "[None] * 8", "samples that make no batch: default_collate: batch must cont"),
+        (
+            "[torch.ones(2)] * 8",
+            "[None] * 8",
+            "samples that cannot be collated: default_collate: batch must cont",
+        ),
         ("Linear(2, 1), None", "ReLU(), None", "a model without weights to train; expected a parameter"),
         (
             "None, None\n    def run",
@@ -295,12 +303,12 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "None, None\n    def run",
             "torch.optim.SGD([torch.ones(1)]), None\n    def run",
-            "an optimizer that is made already (SGD), of another model's parameters; expected",
+            "an optimizer that was already created (SGD) for another model's parameters; expected",
         ),
         (
             "model(batch).mean()",
             "torch.nn.Linear(2, 1)(batch).mean()",
-            "run_forward_step returned a loss of other weights; expected one that depends on those",
+            "a loss that does not depend on the model; expected a loss computed with",
         ),
         ("model(batch).mean()", "model(batch).mean() * 1j", "returned a tensor of torch.complex64; expected"),
         ('{"mean": 1.0}', "'good'", "run_compute_metrics returned a str; expected a dictionary of numbers"),
@@ -312,7 +320,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Mine(RapidformerEngine()).train()",
             "RapidformerEngine().build_data_loader(None)",
-            "the data set of build_data_loader: a NoneType; expected a data set with a length",
+            "the data set of build_data_loader: a NoneType; expected a dataset with a length",
         ),
         (
             "Mine(RapidformerEngine()).train()",
@@ -360,14 +368,14 @@ WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Take the tokenizer"),
+        ({}, "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Use the tokenizer"),
         (
             {"known + strange * 8, known,": "known, strange,"},
-            "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Take the tokenizer",
+            "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Use the tokenizer",
         ),
         (
             {"known + strange * 8, known, known": "known, known, datasets.Dataset.from_list(strange)"},
-            "the test data with the token 10, and a model of 10; expected tokens from 0 to 9. Take the token",
+            "the test data with the token 10, and a model of 10; expected tokens from 0 to 9. Use the token",
         ),
         (
             {WHAT_IT_KNOWS: ""},
@@ -460,7 +468,7 @@ def test_a_finetuner_is_not_cut() -> None:
 
 def test_epochs_of_a_model_that_is_cut_are_refused() -> None:
     args = parsed(f"--user-script {SLOW} --epochs 1 --train-iters 3 --tensor-model-parallel-size 2")
-    with pytest.raises(UsageError, match=r"--epochs 1 with a model that is cut; expected --train-iters N"):
+    with pytest.raises(UsageError, match="1 with a model-parallel model; expected only --train-iters N"):
         templates.PreTrainer(SimpleNamespace(args=args))._samples()
 
 
@@ -470,7 +478,7 @@ def test_a_rank_whose_others_are_gone_says_so_in_a_line(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
     place = SimpleNamespace(world_size=2, rank=1, distributed_timeout_minutes=1)
-    with pytest.raises(UsageError, match=r"rank 1 cannot join the others: Connection closed by peer; "):
+    with pytest.raises(UsageError, match=r"rank 1 cannot connect to the others: Connection closed by peer; "):
         engine.join(place)
 
 

@@ -65,8 +65,10 @@ def test_says_that_git_does_not_have_what_was_overwritten(megatron):
     moved = megatron / "pretrain_gpt.py"
     (megatron / "megatron_npu" / "tests_gpt" / "pretrain_gpt.py").replace(moved)
     said = refused(moved)
-    assert f"pretrain_gpt.py: error: {moved} was replaced by the file of the same name in tests_gpt" in said
-    assert "Put the stock pretrain_gpt.py back, or set MEGATRON_LM_PATH" in said
+    assert (
+        f"pretrain_gpt.py: error: {moved} was overwritten by the file of the same name in tests_gpt" in said
+    )
+    assert "Restore the stock pretrain_gpt.py, or set MEGATRON_LM_PATH" in said
 
 
 def test_says_that_there_is_no_megatron(megatron):

@@ -1,1 +1,1 @@
-"""Adaptors of the two Megatron-DeepSpeeds, a folder for each, and what they share."""
+"""Adaptors of the two Megatron-DeepSpeeds: one folder each, and shared parts."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, which trains with ``--deepspeed``, as today's DeepSpeed takes it."""
+"""Run DeepSpeed's engine for ``--deepspeed`` with a current DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
     """Record how a Megatron-DeepSpeed builds its engine.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         mpu: the module that knows its ranks and groups.
     """
 
@@ -30,7 +30,9 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "without having multiplied, and steps from other weights than those it has loaded alone",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hide the file's name from DeepSpeed, which has its values; let its pipeline clip and time."""
+        """Hide the configuration file's name from DeepSpeed, which has its values; enable the pipeline's
+        clipping and timing.
+        """
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
 
@@ -71,14 +73,14 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
         "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Leave --deepspeed out."
     )
     raise UsageError(
-        "--deepspeed with a model that is no pipeline, as BERT and T5",
-        "a GPT, of which upstream makes one: its training loop calls the pipeline's engine",
+        "--deepspeed with a model that is not a pipeline, such as BERT or T5",
+        "a GPT, which upstream builds as a pipeline: its training loop calls the pipeline's engine",
         remedy,
     )
 
 
 def show_loss_scale(optimizer: Any) -> None:
-    """Let the loss scale be where upstream's training loop reads it: ``cur_scale``.
+    """Set ``cur_scale``, where upstream's training loop reads the loss scale.
 
     DeepSpeed 0.19.8's optimizers for fp16 without ZeRO keep it in ``loss_scale_config``.
 
@@ -90,7 +92,7 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Let the pipeline alone time the backward of this stage.
+    """Let only the pipeline time the backward pass of this stage.
 
     DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers where a stage's backward begins
     (``PipelineEngine._exec_backward_pass``), and again in a hook of it (``_backward_prologue``).

@@ -1,4 +1,4 @@
-"""DeepSpeed in 16 bits without ZeRO, where 0.19.8 gets the first step and the loss scale wrong."""
+"""Fix the first step and the loss scale of DeepSpeed 0.19.8 in 16 bits without ZeRO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Megatrons that train with DeepSpeed's engine have in common."""
+"""Flags and start-up shared by the Megatrons that train with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect_start(recorder: Recorder) -> None:
     """Record what a tree of old needs at its start, and what DeepSpeed needs.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
     """
     connect_old_tree(recorder)
     recorder.around("megatron.training:train_step", why="the place to say once what was patched")(
@@ -51,7 +51,7 @@ def connect_start(recorder: Recorder) -> None:
 
 
 def meet(original: Callable[..., None]) -> None:
-    """Tell a process that runs alone who it is; let no compilation of DeepSpeed's stand in the way."""
+    """Set the rank of a process without a launcher, and remove stale locks of DeepSpeed's compilations."""
     rendezvous.provide_address()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -73,7 +73,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     """Record that checkpoints, also of DeepSpeed's engine, run no code, have checksums, and are private.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         enumerations: returns the modules whose enumerations the saved arguments name.
     """
     recorder.around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_VERIFY)(
@@ -132,7 +132,7 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
 def save_privately(
     original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Save private files with their checksums, then let the tracker name them."""
+    """Save private files with their checksums before the tracker names them."""
     from megatron import get_args
 
     given = get_args()
@@ -172,7 +172,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
     """Record that options are refused as soon as they are parsed.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         refuse: raises a UsageError about options that cannot work.
     """
 
@@ -180,7 +180,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
         "megatron.arguments:parse_args",
         why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after "
         "the model is built",
-        order=2,  # what this tree is cured of lies inside
+        order=2,  # what this checkout is fixed of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
         """Parse; refuse what would fail later."""
@@ -233,16 +233,16 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
     stage = zero_stage(args, config)
     if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
         raise UsageError(
-            f"ZeRO stage {stage} with --deepspeed, whose model is a pipeline here",
-            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, in the configuration, too: DeepSpeed's engine "
-            "for pipelines shards the optimizer's state alone",
+            f"ZeRO stage {stage} with --deepspeed and a pipeline model",
+            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, also in the configuration: DeepSpeed's "
+            "pipeline engine shards only the optimizer states",
             remedy,
         )
     if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
         raise UsageError(
             "fp16 with --deepspeed on a CPU",
-            "bf16 or fp32: DeepSpeed has no fp16 there",
-            "Train with --bf16, or without --deepspeed: the tree's own fp16 runs on a CPU.",
+            "bf16 or fp32: DeepSpeed does not support fp16 on a CPU",
+            "Train with --bf16, or without --deepspeed: Megatron-DeepSpeed's own fp16 runs on a CPU.",
         )
 
 

@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading``, megatron-core 0.16's flag: what layers save rests on the host.
+"""``--fine-grained-activation-offloading`` of megatron-core 0.16: offload saved activations to the host.
 
 ``arguments`` declares and checks it.
 """
@@ -20,7 +20,7 @@ activation_offloading.connect(records)
     why="--fine-grained-activation-offloading and --offload-modules, which are younger",
 )
 def move_what_layers_save(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Attach to the layers' modules, if that is asked for."""
+    """Attach offloading to the layers' modules if it is enabled."""
     from megatron import get_args
 
     original(self, *args, **kwargs)

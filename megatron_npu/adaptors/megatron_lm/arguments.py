@@ -1,4 +1,4 @@
-"""``megatron.arguments``: the flags that the plug-in adds, and what torch's launchers pass today."""
+"""``megatron.arguments``: flags that this package adds, and arguments of torch's current launchers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def add_linear_loss(
         "--cross-entropy-fusion-impl",
         choices=["native", "linear"],
         default="native",
-        help="linear: the loss together with the output layer, in blocks of the vocabulary, so that logits "
-        "are never whole in memory",
+        help="linear: fuse the loss with the output layer and compute it in blocks of the vocabulary, so "
+        "that the full logits are never in memory",
     )
     return parser
 
@@ -65,7 +65,7 @@ def choose_buffers(
 def tell_adam(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Let Adam know, or refuse the flag."""
+    """Enable swapping in Adam, or reject the flag."""
     memory_flags.check_swap_optimizer(args)
     if args.swap_optimizer:
         from apex.optimizers import FusedAdam as FoundAdam  # the real one, or ours under that name
@@ -115,7 +115,7 @@ def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: A
     until="285068c8 is frozen: for ever",
 )
 def complete_decoder_layers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Give the decoder as many layers as the encoder where the user has not said."""
+    """Default the number of decoder layers to that of the encoder."""
     validated = original(*args, **kwargs)
     if validated.decoder_num_layers is None:
         validated.decoder_num_layers = validated.encoder_num_layers

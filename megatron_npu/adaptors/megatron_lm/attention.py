@@ -1,4 +1,4 @@
-"""Core attention of every model of this tree, and the softmax for what does not go through it."""
+"""Core attention of all models of this checkout, and the softmax of the unfused path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tools/checkpoint_util.py`` calls, and does not find at this commit."""
+"""Functions that ``tools/checkpoint_util.py`` calls but this commit does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: reading without running code, checksums, no half-written trackers."""
+"""``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def require_what_is_evaluated(
     if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
             f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {of_scripts.TRACKER})",
-            "a folder that a training wrote with --save",
+            "a folder that a training run wrote with --save",
             "Correct the path; without weights there is nothing to evaluate.",
         )
     return original(model, optimizer, *rest, **kwargs)
@@ -167,7 +167,7 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Let ``torch.save`` put a file in its place when it is whole; on a full disk the old one stays."""
+    """Let ``torch.save`` put a file instead when it is whole; on a full disk the old one stays."""
     save: Callable[..., None] = torch.save
 
     def save_whole(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What this upstream has in common with others, connected as ``shared`` does."""
+"""Connect what this upstream shares with others, from ``shared``."""
 
 from __future__ import annotations
 

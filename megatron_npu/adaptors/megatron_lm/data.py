@@ -22,7 +22,7 @@ questions.connect(records, "tasks.orqa.unsupervised.nq", until="285068c8 is froz
     "behind those of its last validation, and ends in StopIteration when there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the validation behind the last iteration take the samples that it has taken before."""
+    """Let the validation after the last iteration take the samples that it has taken before."""
     from megatron.global_vars import get_args
 
     given = get_args()

@@ -1,4 +1,4 @@
-"""``megatron.optimizer``: many tensors in one call, and buffers as today's torch reinterprets them."""
+"""``megatron.optimizer``: multi-tensor calls, and buffers that current torch can reinterpret."""
 
 from __future__ import annotations
 

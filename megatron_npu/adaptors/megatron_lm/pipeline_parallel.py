@@ -1,4 +1,4 @@
-"""What travels between the stages of a pipeline."""
+"""Tensors sent between pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens once: initialisation, kernels that need not be built, the line before the first step."""
+"""Start-up: initialization, kernels that need no compilation, the line before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's biases in its products, and its residuals added with the norms that read them; on an NPU."""
+"""On an NPU, fuse a layer's biases into its products, and its residual additions with the next norms."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the adaptors of several Megatrons have in common."""
+"""Code shared by the adaptors of several Megatrons."""

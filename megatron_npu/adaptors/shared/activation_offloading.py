@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` where Megatron has none: which modules' tensors move."""
+"""``--fine-grained-activation-offloading`` for Megatrons without it: the modules whose tensors are moved."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Keeping:
         setattr(self.ctx, name, value)
 
     def save_for_backward(self, input: Tensor, weight: Tensor) -> None:
-        """Let autograd save the input alone."""
+        """Save only the input for autograd."""
         self.ctx.save_for_backward(input)
         setattr(self.ctx, _WEIGHT, weight)
 
@@ -80,7 +80,7 @@ class _Keeping:
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:
-    """Let what the modules of ``layers`` save be moved; not of the last, whose backward pass comes at once.
+    """Offload what the modules of ``layers`` save, except in the last layer, whose backward runs next.
 
     Args:
         layers: of this stage or chunk of a pipeline.
@@ -108,5 +108,5 @@ def _module(layer: Any, name: str) -> torch.nn.Module:
     raise UsageError(
         f"--offload-modules {name}, and a layer of {type(layer).__name__} without such a module",
         "modules that the layers have",
-        f"Leave {name} out.",
+        f"Remove {name}.",
     )

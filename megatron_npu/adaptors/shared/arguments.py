@@ -1,4 +1,4 @@
-"""The flags that the plug-in adds to the parsers of both Megatrons."""
+"""Flags that this package adds to the parsers of all Megatrons."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attent
 
 
 def connect_attention_flags(recorder: Recorder) -> None:
-    """Record them for a tree with ``megatron/arguments.py``."""
+    """Record the patches of the attention flags for a checkout with ``megatron/arguments.py``."""
     recorder.around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 
 
 def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add those of ``AttentionFlags`` after upstream's own flags."""
+    """Add the flags of ``AttentionFlags`` after upstream's own."""
     parser = original(parser)
     attention_flags.add_attention_flags(parser)
     return parser

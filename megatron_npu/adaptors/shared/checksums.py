@@ -1,4 +1,4 @@
-"""Checksums in the checkpoints of stock scripts, which all Megatrons save and load alike.
+"""Checksums in the checkpoints of stock scripts, for all Megatrons.
 
 Written with each, before the tracker names it; compared while it is loaded. ``--load-last-good`` passes over
 what is damaged.
@@ -34,7 +34,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
     parser.add_argument(
         "--load-last-good",
         action="store_true",
-        help="load the newest checkpoint whose files match their checksums, and say which do not",
+        help="load the newest checkpoint whose files match their checksums, and list those that do not",
     )
     return parser
 
@@ -46,7 +46,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
         "--no-verify-checkpoint",
         action="store_false",
         dest="verify_checkpoint",
-        help="neither write checksums of checkpoints nor compare them",
+        help="neither write nor verify checkpoint checksums",
     )
     return parser
 
@@ -77,7 +77,7 @@ class Save:
     afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def publish(self) -> bool:
-        """Let the tracker have its name once the script has written it; return whether it does."""
+        """Rename the tracker when the script has written it; return whether it was renamed."""
         if not self.partial.is_file():  # on rank 0 alone it is
             return False
         self.partial.replace(self.tracker)
@@ -94,7 +94,7 @@ def under_way() -> Save | None:
 
 @contextlib.contextmanager
 def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
-    """Let a script save inside the block; write the checksums, then let the tracker name the checkpoint.
+    """Write the checksums of what a script saves in the block before the tracker names the checkpoint.
 
     A run that is killed in between leaves the tracker at the checkpoint before, which is whole. All ranks
     must call this.
@@ -119,7 +119,7 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
 def beginning(root: str | Path, place: Path) -> Iterator[Save]:
     """Let a script begin to save inside the block; what it calls the tracker there is its temporary name.
 
-    Gives the save, whose tracker may be published after the block, too.
+    Gives the save, whose tracker may be published after the block too.
     """
     tracker = Path(root, TRACKER)
     save = Save(tracker, files.partial_file(tracker))
@@ -179,7 +179,7 @@ def is_release(root: str | Path) -> bool:
 
 
 def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
-    """Return the checkpoint that a script loads, None if there is none; say where there are newer ones.
+    """Return the checkpoint that a script loads, or None; log newer ones.
 
     Args:
         root: the folder of the checkpoints.

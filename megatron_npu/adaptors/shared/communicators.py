@@ -1,4 +1,4 @@
-"""HCCL's buffers of process groups, and what the log says of them."""
+"""HCCL's buffers of process groups, and their log lines."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def _say_once(group: str, mebibytes: int, default: int) -> None:
     saved = 2 * (default - mebibytes)
     what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
     logger.warning(
-        "HCCL's buffers of group %s: 2 x %d MiB in place of 2 x %d MiB, %s of the device's memory",
+        "HCCL's buffers of group %s: 2 x %d MiB instead of 2 x %d MiB, %s of the device's memory",
         *(group, mebibytes, default, what),
     )

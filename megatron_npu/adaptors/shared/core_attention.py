@@ -1,4 +1,4 @@
-"""What the core attention of both Megatrons has in common."""
+"""Code shared by the core attention of both Megatrons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def connect(recorder: Recorder) -> None:
     Also the softmax, for what does not go through it.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
     """
     recorder.replace(
         "megatron.model.transformer:CoreAttention.forward",
@@ -73,7 +73,7 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Let the core attention of a ``ParallelAttention`` have the window and the layout of the flags.
+    """Set the window and the layout of the flags in a ``ParallelAttention``'s core attention.
 
     They are those in force now; cross-attention has no window.
     """
@@ -125,9 +125,9 @@ def recomputed(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Let ``_checkpointed_attention_forward`` save no more memory than the three tensors need.
+    """Save only the memory of the three tensors in ``_checkpointed_attention_forward``.
 
-    A layer that recomputes the up-projection, too, frees the tensors themselves: they stay as they are.
+    A layer that recomputes the up-projection too, frees the tensors themselves: they stay as they are.
     """
     if not getattr(self, "recompute_up_proj", False):
         query, key, value = out_of_larger_memory(query, key, value)

@@ -22,7 +22,7 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
     """Record all of it.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         modules: those of ``megatron.data`` that read index files.
         until: when the first may be removed.
     """

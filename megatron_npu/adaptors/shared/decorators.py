@@ -1,4 +1,4 @@
-"""What the adaptors of every upstream record their patches with."""
+"""Decorators with which the adaptors of every upstream record their patches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recorder(upstream: str) -> Recorder:
 
 
 def installed(*packages: str) -> str | None:
-    """Return why a patch for the absence of all of them is not needed: the first that is installed."""
+    """Return the first installed package, which makes a patch for its absence unnecessary, or None."""
     found = (f"{package} is installed" for package in packages if is_installed(package))
     return next(found, None)
 

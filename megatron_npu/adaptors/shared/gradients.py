@@ -1,4 +1,4 @@
-"""Gradients that need not pass through autograd to reach Megatron's buffer, as both trees' DDP has them do.
+"""Gradients that are written to Megatron's buffer directly instead of through autograd, in both DDPs.
 
 Those of vectors, of biases and norms, are added to it in one call at the end of backward instead of a launch
 each, eight a layer; vectors that wait cost no memory. On a cpu, those of the words' table are added for the
@@ -27,7 +27,7 @@ _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
 
 def let_wait(parameter: Tensor, total: Tensor) -> None:
-    """Take a parameter's gradient away, to be added to ``total`` when the backward pass that runs ends."""
+    """Defer a parameter's gradient: add it to ``total`` when the current backward pass ends."""
     assert parameter.grad is not None
     _let_wait(parameter, total, parameter.grad)
     parameter.grad = None
@@ -39,7 +39,7 @@ def may_wait(parameter: Any) -> None:
 
 
 def keep(parameter: Any, grad: Tensor) -> bool:
-    """Take an fp32 gradient that autograd need not see, as its sum is what upstream wants; False if not.
+    """Accumulate an fp32 gradient without autograd; return False if that is not possible.
 
     In fp32, which the buffer has as a rule: what autograd is given is rounded to the parameter's dtype first.
     """

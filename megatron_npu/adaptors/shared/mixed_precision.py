@@ -1,4 +1,4 @@
-"""16-bit training of the older trees: what crosses the model's border, and the device's overflow flag."""
+"""16-bit training in older Megatrons: conversions at the model's inputs and outputs, the overflow flag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect(recorder: Recorder, optimizer: str) -> None:
     """Record all of it for a tree with ``megatron/schedules.py``.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         optimizer: the class in ``megatron.optimizer.optimizer`` that unscales gradients.
     """
     for convert in (fp32_to_float16, float16_to_fp32):

@@ -1,4 +1,4 @@
-"""The mixed-precision optimizers of both trees: loops over parameters that copy or cast one at a time."""
+"""Mixed-precision optimizers of both Megatrons: loops that copy or cast one parameter at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHY = "upstream copies or casts in a launch for each parameter" + LAUNCHES_COUNT
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:
-    """Let every copy of upstream's loop wait for its end, and do them in one call.
+    """Collect the copies of upstream's loop, and execute them in one call.
 
     Gradients outside of a buffer, which upstream frees one by one, are left to it.
     """

@@ -1,4 +1,4 @@
-"""What a stock script writes is its user's and his group's: files 640, folders 750."""
+"""Make the output of stock scripts private to the user and group: files 640, folders 750."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHY = (
 
 
 def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let new files be private (``files.tighten_umask``).
+    """Make new files private (``files.tighten_umask``).
 
     At the start of a training, evaluation or inference, and not where Megatron is imported: a program that
     uses it as a library keeps its umask. Processes that the script starts inherit it.
@@ -26,7 +26,7 @@ def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let what ``original`` opens be private, and no more: a tool that writes datasets begins no run."""
+    """Make files that ``original`` creates private."""
     mask = files.tighten_umask()
     try:
         return original(*args, **kwargs)
@@ -35,10 +35,10 @@ def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
-    """Record that the .bin and .idx of a tree are private, whoever starts its tools.
+    """Record that .bin and .idx files of a checkout's tools are private.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         module: where its builders of datasets are.
         builders: their names; a builder opens the .bin when it is made, and the .idx at its end.
     """

@@ -1,4 +1,4 @@
-"""``tasks/orqa``: the questions of a file, whose answers upstream evaluates as Python."""
+"""``tasks/orqa``: read the answers in a question file, which upstream passes to ``eval``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") 
     """Record that answers are read, and not evaluated.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         module: the one that reads Natural Questions.
         until: when it may be removed.
         versions: of upstream, those that have it.
@@ -48,8 +48,8 @@ def _sample(row: list[str], place: str) -> dict[str, Any]:
         answers = None
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise UsageError(
-            f"{place}: no question and its answers",
+            f"{place}: not a question with answers",
             "a question, a tab, and a list of texts in Python's notation, ['Paris', 'the capital of France']",
-            "Correct the file; nothing in it is evaluated.",
+            "Correct the file; nothing was evaluated.",
         )
     return {"question": row[0], "answers": answers}

@@ -1,4 +1,4 @@
-"""The device's generator behind Megatron's RNG tracker."""
+"""Use the device's generator in Megatron's RNG tracker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def connect(recorder: Recorder, module: str) -> None:
     """Record that the generator's state is set at once in an older tree.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         module: where its RNG tracker is.
     """
     recorder.replace(

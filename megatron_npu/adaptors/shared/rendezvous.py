@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, when no launcher has said so."""
+"""Default rendezvous address of a run started without a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on with another schedule of learning rate and weight decay than it was saved with.
+"""Resume with another schedule of learning rate and weight decay than the checkpoint's.
 
 Training longer is the commonest case: ``--train-iters`` is a part of the schedule. All trees refuse it unless
 a flag says which of the two counts, in an assertion below some eight hundred lines of the script's output.
@@ -26,7 +26,7 @@ def refuse_in_one_line(
     *,
     flags: str = "opt_param-scheduler",
 ) -> float:
-    """Let upstream compare; say in one line what differs and which flags decide.
+    """Report upstream's comparison of schedules in one line, with the flags that decide.
 
     Args:
         original: upstream's ``_check_and_set``.
@@ -43,8 +43,8 @@ def refuse_in_one_line(
         return original(self, cls_value, sd_value, name)
     except AssertionError:
         raise UsageError(
-            f"{name} {cls_value} by the command line, {sd_value} in the checkpoint",
-            "one schedule of learning rate and weight decay",
-            f"Give --override-{flags} to go on with the command line's (to train longer, say), or "
-            f"--use-checkpoint-{flags} to keep the checkpoint's.",
+            f"{name} is {cls_value} on the command line and {sd_value} in the checkpoint",
+            "the same schedule of learning rate and weight decay",
+            f"Pass --override-{flags} to use the command line's schedule (for example to train longer), "
+            f"or --use-checkpoint-{flags} to keep the checkpoint's.",
         ) from None

@@ -1,4 +1,4 @@
-"""Runs on a simulated device say so where their logs could be read as those of hardware."""
+"""Mark runs on a simulated device wherever their logs could be mistaken for hardware results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def connect_old_tree(recorder: Recorder, line: str) -> None:
     """Record both for a tree with ``megatron/global_vars.py``.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
         line: what prints the lines of numbers.
     """
     recorder.around(line, devices=("npu",), condition=on_hardware, why=WHY_LINE)(mark_line)

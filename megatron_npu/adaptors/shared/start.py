@@ -1,4 +1,4 @@
-"""The start of a run, which the stock scripts of both Megatrons begin alike."""
+"""Start of a run, shared by the stock scripts of both Megatrons."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def connect_old_tree(recorder: Recorder) -> None:
     """Record what the trees with ``megatron/initialize.py`` need at their start; its arguments are alike.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
     """
     recorder.around(
         "megatron.initialize:initialize_megatron",

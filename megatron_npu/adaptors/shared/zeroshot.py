@@ -1,4 +1,4 @@
-"""``tasks/zeroshot_gpt``: passages longer than the model reads, and examples that are to be counted once."""
+"""``tasks/zeroshot_gpt``: truncate long passages, and count each example once."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
         if surplus >= max(len(tokens), 1):
             raise UsageError(
                 f"a last word of {len(answer)} tokens and --seq-length {dataset.seq_len}",
-                "positions for it and a token before it",
-                "Take a model that reads longer texts.",
+                "enough positions for the word and a token before it",
+                "Use a model with more positions.",
             )
         if surplus > 0:
             del tokens[:surplus]
             longer += 1
     if longer and torch.distributed.get_rank() == 0:
         print(
-            f" > {longer} passages are longer than {dataset.seq_len} tokens: the last ones of each are read"
+            f" > {longer} passages are longer than {dataset.seq_len} tokens and are truncated "
+            "to their last tokens"
         )
     return dataset
 

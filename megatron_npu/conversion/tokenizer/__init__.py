@@ -1,1 +1,1 @@
-"""The tokenizer of a converted checkpoint: its files, and the proof that it gives the ids of the original."""
+"""The tokenizer of a converted checkpoint: its files, and a check that it gives the original's ids."""

@@ -1,4 +1,4 @@
-"""Texts that tokenizers are compared on: scripts, numbers, blanks, code, each special token in between."""
+"""Texts for comparing tokenizers: scripts, numbers, spaces, code, and special tokens in between."""
 
 from __future__ import annotations
 

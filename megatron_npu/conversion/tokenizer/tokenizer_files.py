@@ -1,4 +1,4 @@
-"""Which tokenizer goes with a converted model: found in its files, named in flags, and proven."""
+"""Find the tokenizer of a converted model in its files, write its flags, and verify it."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
             with contextlib.suppress(UsageError):  # a byte-level BPE of others has these two files, too
                 return _gpt2(folder, theirs)
     elif kind == "GPT2BPETokenizer":
-        raise UsageError(
-            f"{folder}: no vocab.json and merges.txt", "both for --tokenizer-type", "Leave it out."
-        )
+        raise UsageError(f"{folder}: no vocab.json and merges.txt", "both for --tokenizer-type", "Remove it.")
     return _hugging_face(folder, theirs)
 
 
@@ -151,7 +149,7 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
         raise UsageError(
             f"{folder}: transformers has no tokenizer.json for a {type(theirs).__name__}",
             "a tokenizer of the tokenizers library",
-            "Give --tokenizer-type NullTokenizer to leave it out.",
+            "Pass --tokenizer-type NullTokenizer to convert without a tokenizer.",
         )
     files.write(path, theirs.backend_tokenizer.to_str(pretty=True))
     if why is None:
@@ -172,9 +170,9 @@ def _settle_end(folder: Path, theirs: Any) -> None:
         _name_end(folder, theirs.eos_token)
         return
     raise UsageError(
-        f"{folder} does not say which token ends a text (no eos_token in {hf.CONFIG})",
+        f"{folder} does not define the end-of-text token (no eos_token in {hf.CONFIG})",
         "its name",
-        "Give it with --eos-token, or --tokenizer-type NullTokenizer to leave the tokenizer out.",
+        "Pass it with --eos-token, or --tokenizer-type NullTokenizer to convert without a tokenizer.",
     )
 
 
@@ -212,8 +210,9 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
     if size > vocabulary:
         raise UsageError(
             f"a tokenizer of {size} tokens for a model of {vocabulary}",
-            "at most as many",
-            "Get the tokenizer of this model, or give --tokenizer-type NullTokenizer to leave it out.",
+            "a tokenizer with at most as many tokens as the model",
+            "Use this model's tokenizer, or pass --tokenizer-type NullTokenizer to convert "
+            "without a tokenizer.",
         )
     more = ["--vocab-size", str(vocabulary)] if size < vocabulary else []
     return Chosen([*candidate.flags, *more], candidate.said)

@@ -1,6 +1,6 @@
-"""The proof of a tokenizer: the driver's and that of transformers read and write the same.
+"""Check that the trainer's tokenizer and transformers' encode and decode alike.
 
-A model whose weights are right to the bit talks gibberish, or never ends, if its text becomes other ids.
+A model whose weights are right bit for bit talks gibberish, or never ends, if its text becomes other ids.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def reference(folder: Path) -> Any:
         raise UsageError(
             f"transformers cannot read the tokenizer in {folder}: {reason}",
             "a tokenizer that it can read",
-            "Get a fresh copy of its files, or give --tokenizer-type NullTokenizer to leave it out.",
+            "Get a fresh copy of its files, or pass --tokenizer-type NullTokenizer to "
+            "convert without a tokenizer.",
         ) from error
 
 
 def require_equal(ours: Tokenizer, theirs: Any) -> str:
-    """Return the line that says that both tokenizers are the same.
+    """Check that both tokenizers are equal, and return a log line about it.
 
     Raises:
         UsageError: they are not; with an example.
@@ -54,7 +55,7 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
         raise UsageError(
             f"the {type(ours).__name__} and that of transformers differ: {found}",
             "the same tokens on both sides",
-            "Nothing was written: the model would read and write other text than it was trained on.",
+            "Nothing was written, because the model would read and write different text than in training.",
         )
     line = (
         f"the tokenizers of both sides agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
@@ -63,7 +64,7 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
 
 
 def difference(ours: Tokenizer, theirs: Any) -> str | None:
-    """Return an example of what two tokenizers do differently; None if there is none.
+    """Return an example on which two tokenizers differ, or None.
 
     Megatron's GPT2BPETokenizer never takes ``<|endoftext|>`` inside a text for the token: that is left out.
 

@@ -1,4 +1,4 @@
-"""``--skip-bad-rows N``: rows that are no documents are left out, counted, and named in a file."""
+"""``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_flag(add: Callable[..., Any]) -> None:
         type=whole,
         default=0,
         metavar="N",
-        help="leave out up to N rows that are no documents, and write which (0: the first one is an error)",
+        help="skip up to N malformed rows and list them (0: stop at the first one)",
     )
 
 
@@ -52,13 +52,13 @@ class Skipped:
             raise UsageError(
                 f"{last.file}:{last.line}: {last.why}; it is bad row {self._most + 1}",
                 f"at most {self._most} of them ({FLAG})",
-                "Correct the files, or give a larger number; nothing was written.",
+                "Correct the files, or pass a larger number; nothing was written.",
             )
 
     def publish(self) -> None:
-        """Write the file and say so; without bad rows there is none, not one of an earlier run either."""
+        """Write the file and log it; without bad rows there is none, not one of an earlier run either."""
         if not self._rows:
             self.path.unlink(missing_ok=True)
             return
         files.write(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
-        print(f"megatron-npu preprocess: {len(self._rows)} rows left out: {self.path}", file=sys.stderr)
+        print(f"megatron-npu preprocess: {len(self._rows)} rows skipped: {self.path}", file=sys.stderr)

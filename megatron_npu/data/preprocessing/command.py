@@ -41,17 +41,17 @@ def parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="JSON lines, plain text (.txt, each a document), tables (.parquet, .arrow, .csv); folders; "
-        "patterns; .gz, .xz, .bz2, .zst",
+        help="input files, folders or patterns: JSON lines, plain text (.txt, one document per file) or "
+        "tables (.parquet, .arrow, .csv); .gz, .xz, .bz2 and .zst are decompressed",
     )
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of a row that hold text")
     add(
         "--hf-dataset",
         metavar="NAME",
-        help="instead of --input: a dataset of Hugging Face, or csv, json, parquet, arrow files",
+        help="read a Hugging Face dataset, or csv, json, parquet or arrow files, instead of --input",
     )
-    add("--hf-name", metavar="PART", help="the part of a --hf-dataset that has several")
-    add("--hf-split", default="train", metavar="SPLIT", help="of a --hf-dataset")
+    add("--hf-name", metavar="PART", help="configuration of a --hf-dataset that has several")
+    add("--hf-split", default="train", metavar="SPLIT", help="split of the --hf-dataset")
     bad_rows.add_flag(add)
     _add_tokenizer(result.add_argument_group("tokenizer").add_argument)
     _add_shape(result.add_argument_group("dataset").add_argument)
@@ -70,11 +70,15 @@ def _add_tokenizer(add: flags.Add) -> None:
     add(
         "--tokenizer-hf-include-special-tokens",
         action="store_true",
-        help="with the tokens that a HuggingFaceTokenizer puts around every text, such as <s>",
+        help="keep the special tokens that a HuggingFaceTokenizer adds to each text, such as <s>",
     )
-    add("--vocab-size", type=positive, help="ids of the NullTokenizer, without its end of document")
+    add(
+        "--vocab-size",
+        type=positive,
+        help="vocabulary size of the NullTokenizer, without its end-of-document token",
+    )
     flags.add_null_end(add)
-    add("--append-eod", action="store_true", help="end each document with the token that ends a text")
+    add("--append-eod", action="store_true", help="append the end-of-document token to each document")
 
 
 def _add_shape(add: flags.Add) -> None:
@@ -82,37 +86,47 @@ def _add_shape(add: flags.Add) -> None:
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="writes PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences",
+        help="prefix of the output files: PREFIX_KEY_document.bin and .idx, or "
+        "PREFIX_KEY_sentence with --split-sentences",
     )
     add(
         "--dataset-impl",
         choices=["mmap", "lazy", "cached"],
         default="mmap",
-        help="format of the index: Megatron's of today, or that of 2019 to 2023, one under two names",
+        help="format of the index: mmap of current Megatron; lazy and cached, one format, of 2019 to 2023",
     )
-    add("--split-sentences", action="store_true", help="each sentence is a sequence: for BERT and T5")
-    add("--keep-newlines", action="store_true", help="with the blanks and line ends behind each sentence")
-    add("--lang", default="english", metavar="LANGUAGE", help="of the sentences")
-    add("--seq-length", type=positive, metavar="TOKENS", help="cut documents to windows of this length")
-    add("--stride", type=positive, metavar="TOKENS", help="from one window's beginning to the next one's")
+    add("--split-sentences", action="store_true", help="store each sentence as a sequence, for BERT and T5")
+    add("--keep-newlines", action="store_true", help="keep the white space that follows each sentence")
+    add("--lang", default="english", metavar="LANGUAGE", help="language of the sentence splitter")
+    add("--seq-length", type=positive, metavar="TOKENS", help="split documents into windows of N tokens")
+    add("--stride", type=positive, metavar="TOKENS", help="tokens between the starts of two windows")
 
 
 def _add_work(add: flags.Add) -> None:
-    add("--workers", type=positive, default=1, help="CPU workers, none of which changes the output")
-    add("--chunk-size", type=positive, help="taken as Megatron's tool takes it; changes nothing")
+    add(
+        "--workers",
+        type=positive,
+        default=1,
+        help="number of worker processes; it does not change the output",
+    )
+    add("--chunk-size", type=positive, help="accepted for compatibility with Megatron's tool; has no effect")
     add(
         "--partitions",
         type=positive,
         default=1,
-        help="taken as Megatron's tool takes it; the order is the input's",
+        help="accepted for compatibility with Megatron's tool; the output always has the input's order",
     )
-    add("--keep-sequential-samples", action="store_true", help="that order, which is kept anyway")
+    add(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="accepted for compatibility; the output always has the input's order",
+    )
     add(
         "--log-interval",
         type=positive,
         default=100_000,
         metavar="DOCUMENTS",
-        help="documents between two log lines where there is no terminal for a bar",
+        help="documents between two log lines when no progress bar is shown",
     )
 
 
@@ -135,13 +149,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    result = Parser("megatron-npu preprocess", description="Compare datasets with their checksums.")
-    result.add_argument(_VERIFY, nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
+    result = Parser("megatron-npu preprocess", description="Compare datasets with their checksum files.")
+    result.add_argument(
+        _VERIFY, nargs="+", metavar="PREFIX", help="path prefixes of datasets, without .bin and .idx"
+    )
     return data_command.verify(result.parse_args(argv).verify)
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
-    """Encode all documents into one dataset a key; either all of them appear or none.
+    """Encode all documents into one dataset per key; write all of them or none.
 
     Args:
         arguments: what ``parser()`` gives.
@@ -160,8 +176,8 @@ def preprocess(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UsageError(
             f"{error.filename or f'--output-prefix {arguments.output_prefix}'}: {error.strerror}",
-            "files that can be read, and room to write the dataset",
-            "Free some room, or name another place; nothing was written.",
+            "readable files, and enough disk space for the dataset",
+            "Free some space, or use another folder; nothing was written.",
         ) from error
 
 
@@ -214,7 +230,7 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
     if sentences is not None:
         sentences.splitter()
     elif arguments.keep_newlines:
-        raise UsageError("--keep-newlines without --split-sentences", "both or neither", "Leave it out.")
+        raise UsageError("--keep-newlines without --split-sentences", "both or neither", "Remove it.")
     cut, skips = windows.named_by(arguments), arguments.skip_bad_rows > 0
     return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, cut, skips)
 
@@ -222,8 +238,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
     if short := writer.count_shorter(cut.length):
         print(
-            f"windows shorter than --seq-length {cut.length}, since their documents are: {short}; behind each"
-            " of them samples of that length no longer begin where windows begin"
+            f"windows shorter than --seq-length {cut.length}, because their documents are: {short}; after "
+            "each of them samples are no longer aligned with windows"
         )
 
 
@@ -246,7 +262,7 @@ class _Progress:
             print(self._line(), file=sys.stderr, flush=True)
 
     def watch(self, results: Iterator[Result]) -> Iterator[Result]:
-        """Yield the results on, reporting them."""
+        """Pass on the results and report progress."""
         for result in results:
             yield result
             before, self._documents = self._documents, self._documents + result.documents
@@ -269,7 +285,7 @@ def _check_place(prefix: str) -> None:
         raise UsageError(
             f"--output-prefix {prefix}: no directory {directory}",
             "an existing directory",
-            "Make it first, or correct the path.",
+            "Create it first, or correct the path.",
         )
 
 
@@ -278,7 +294,7 @@ def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
         raise UsageError(
             f"--input: no text under {key!r} in any document",
             "at least one document with text",
-            "Look at the files and --json-keys; nothing was written.",
+            "Check the files and --json-keys; nothing was written.",
         )
 
 

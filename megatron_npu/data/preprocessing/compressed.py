@@ -1,4 +1,4 @@
-"""Files of text as they lie on disk: plain, ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
+"""Open text files: plain, ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ENDINGS = (".gz", ".xz", ".bz2", ".zst")
 
 
 def plain_name(path: str) -> str:
-    """Return the name of a file without what says how it is compressed."""
+    """Return the name of a file without its compression extension."""
     name = Path(path).name
     return Path(name).stem if Path(name).suffix in ENDINGS else name
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
-    """Return the stream of the text; the ending of the name says how it is compressed.
+    """Return the decompressed stream; the extension selects the method.
 
     Args:
         path: the name.

@@ -1,4 +1,4 @@
-"""Where the documents come from: files, folders and patterns of ``--input``, or rows of ``--hf-dataset``."""
+"""Sources of documents: files, folders and patterns of ``--input``, or rows of ``--hf-dataset``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     if (arguments.input is None) == (arguments.hf_dataset is None):
         given = "neither" if arguments.input is None else "both"
         raise UsageError(
-            f"{given} --input and --hf-dataset", "one of the two", "Name the files, or the dataset."
+            f"{given} --input and --hf-dataset", "only one of the two", "Name the files, or the dataset."
         )
     if arguments.hf_dataset is not None:
         return _rows(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys, "--hf-dataset")
@@ -125,5 +125,5 @@ def _below(folder: Path) -> list[str]:
             f"Name the files themselves, for example {folder}/*.",
         )
     if others := len(files) - len(taken):
-        print(f"--input {folder}: files of other kinds left out: {others}", file=sys.stderr)
+        print(f"--input {folder}: ignored files of other kinds: {others}", file=sys.stderr)
     return taken

@@ -69,14 +69,25 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="print one JSON object per dataset")
     elif action == "merge":
         parser.add_argument(
-            "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .sums.json"
+            "--output-prefix",
+            required=True,
+            metavar="PREFIX",
+            help="prefix of the output files PREFIX.bin, .idx and .sums.json",
         )
     elif action == "decode":
-        parser.add_argument("--document", type=whole, default=0, metavar="N", help="the first one, from 0 on")
-        parser.add_argument("--count", type=positive, default=1, metavar="N", help="of documents")
+        parser.add_argument(
+            "--document",
+            type=whole,
+            default=0,
+            metavar="N",
+            help="index of the first document to print, counted from 0",
+        )
+        parser.add_argument(
+            "--count", type=positive, default=1, metavar="N", help="number of documents to print"
+        )
         group = parser.add_argument_group("tokenizer, for text; without one the ids are shown")
         flags.add_tokenizer(group.add_argument, tokenizer_files.KINDS, "which one the dataset was made with")
-        group.add_argument("--vocab-size", type=positive, help="ids of the NullTokenizer")
+        group.add_argument("--vocab-size", type=positive, help="vocabulary size of the NullTokenizer")
         flags.add_null_end(group.add_argument)
         parser.set_defaults(tokenizer_hf_include_special_tokens=False)
 
@@ -167,7 +178,7 @@ def _decode(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--document {options.document} of {data.summary.documents}",
             f"0 to {data.summary.documents - 1}",
-            "`megatron-npu data count` says how many there are.",
+            "`megatron-npu data count` prints their number.",
         )
     tokenizer = tokenizer_files.named_by(options).build() if _names_a_tokenizer(options) else None
     starts = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])[data.documents]
@@ -195,8 +206,8 @@ def _merge(options: argparse.Namespace) -> int:
     if len(kinds) > 1:
         told = ", ".join(f"{part.prefix} ({part.summary.dtype.name})" for part in parts)
         raise UsageError(
-            f"datasets of different types: {told}",
-            "tokens of one type, of one tokenizer",
+            f"datasets with different token dtypes: {told}",
+            "the same token dtype and tokenizer",
             "Preprocess them again with the same tokenizer.",
         )
     _require_new(options.output_prefix, parts)
@@ -216,7 +227,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
     if not place.parent.is_dir():
         raise UsageError(f"--output-prefix {prefix}: no directory {place.parent}", "one", "Make it first.")
     if any(place.exists() and place.samefile(f"{part.prefix}.bin") for part in parts):
-        raise UsageError(f"--output-prefix {prefix}, which is merged", "another name", "Give one.")
+        raise UsageError(f"--output-prefix {prefix}, which is merged", "another name", "Pass one.")
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
@@ -231,7 +242,7 @@ def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
 
 
 def verify(prefixes: Sequence[str]) -> int:
-    """Compare datasets with their checksums, all bytes of them; return 1 where one is damaged or has none."""
+    """Compare datasets with their checksums; return 1 if one is damaged or has none."""
     code = 0
     for prefix in prefixes:
         try:

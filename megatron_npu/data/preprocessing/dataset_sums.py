@@ -1,4 +1,4 @@
-"""Checksums beside a dataset, ``<prefix>.sums.json``: written with it, compared when it is first read.
+"""Checksums of a dataset, ``<prefix>.sums.json``: written with it, verified when it is first read.
 
 A bit that flips in a ``.bin`` is another token, which nothing else notices. They find damage, not malice.
 XXH3 with 64 bits for each block of 4 MiB, so that of a large file a part can be compared.
@@ -98,7 +98,7 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
         raise UsageError(
             f"the data are damaged: {'; '.join(faults)}",
             f"files as they were written ({found})",
-            f"Copy or preprocess them again. Remove {found} if another program has made them anew.",
+            f"Copy or preprocess them again. Remove {found} if another program has rewritten them.",
         )
     return True
 

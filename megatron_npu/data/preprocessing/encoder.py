@@ -1,4 +1,4 @@
-"""From batches of lines to token bytes, in this process or in several, always in the order of the input."""
+"""Encode batches of lines to token bytes, in one or several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         return
     pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
     # A worker that has just been forked would take both for its own. A SIGTERM waits until it can end it:
-    # with the handler of this process it could be lost, and a pool waits for ever for whom it has ended.
+    # with the handler of this process it could be lost, and a pool waits forever for whom it has ended.
     with interruption.deferred(), _holding(signal.SIGTERM):
         pool.submit(os.getpid)  # the first task starts all of them
     try:
@@ -198,7 +198,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         raise UsageError(
             "a worker process was killed",
             f"{workers} workers that stay alive",
-            "Is the machine out of memory? Give fewer --workers; nothing was written.",
+            "If the machine is out of memory, pass fewer --workers; nothing was written.",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

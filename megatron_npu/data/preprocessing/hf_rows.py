@@ -1,4 +1,4 @@
-"""Reading documents: rows of a dataset of Hugging Face, or of csv, json, parquet, arrow files.
+"""Read documents from rows of a Hugging Face dataset, or of csv, json, parquet and arrow files.
 
 The library `datasets` reads them as a stream: nothing is downloaded as a whole, nothing is kept in a cache.
 """
@@ -103,7 +103,7 @@ class Rows:
             raise UsageError(
                 f"{self.flag} {self.name}: {_first_line(error)}",
                 "rows that can be read",
-                "Look at the file or the connection; nothing was written.",
+                "Check the file or the connection; nothing was written.",
             ) from error
 
     def _line(self, row: Mapping[str, Any], number: int) -> str:

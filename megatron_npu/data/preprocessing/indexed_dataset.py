@@ -44,7 +44,7 @@ _REMEDY = "Make the dataset again with `megatron-npu preprocess`."
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return the type that Megatron takes for a vocabulary: uint16 below 65500 entries, else int32."""
+    """Return the dtype that Megatron uses for a vocabulary: uint16 below 65500 entries, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
@@ -131,7 +131,7 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Give finished datasets their names, all or none; the ``.idx`` comes last, for it never stands alone.
+    """Rename finished datasets, all or none; the ``.idx`` comes last.
 
     Their checksums come behind it: without them nothing is compared.
 
@@ -210,8 +210,8 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
         if not path.is_file():
             raise UsageError(
                 f"{path}: no such file",
-                "a dataset's .bin and .idx beside each other",
-                "Give the path without its ending, or make the dataset with `megatron-npu preprocess`.",
+                "a .bin and an .idx file in the same folder",
+                "Pass the path without its extension, or create the dataset with `megatron-npu preprocess`.",
             )
     with lazy_index.mapped(index) as path:
         dtype, sequences, boundaries = _read_header(Path(path))
@@ -299,7 +299,7 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
         raise UsageError(
             f"{path}: token id {smallest if smallest < 0 else largest}",
             "ids from 0" + (f" to {vocab_size - 1}, the vocabulary's last" if vocab_size else ""),
-            "Give the --vocab-file and --merge-file that the dataset was made with, or make it again.",
+            "Pass the --vocab-file and --merge-file of the dataset, or preprocess it again.",
         )
     return largest, sampled
 

@@ -1,4 +1,4 @@
-"""Reading documents: files of JSON lines, plain or compressed, in batches of whole lines."""
+"""Read documents from JSON-lines files, plain or compressed, in batches of whole lines."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def documents(
                 continue
             raise LineError(
                 f"{batch.path}:{number}: {fault}",
-                f"one JSON object a line with text under {', '.join(map(repr, keys))}",
-                "Correct the line, or name the keys with --json-keys, or leave such lines out with "
+                f"one JSON object per line with text under {', '.join(map(repr, keys))}",
+                "Correct the line, name the keys with --json-keys, or skip such lines with "
                 "--skip-bad-rows N; nothing was written.",
             ) from fault
 

@@ -1,4 +1,4 @@
-"""Reading documents: files of plain text (``.txt``), each of which is one document."""
+"""Read documents from plain-text files (``.txt``), one document per file."""
 
 from __future__ import annotations
 

@@ -32,9 +32,11 @@ class Sentences:
             model = punkt.PunktTokenizer(self.language)
         except (LookupError, ValueError) as error:
             raise UsageError(
-                f"--split-sentences --lang {self.language}: nltk has no model of its sentences here",
+                f"--split-sentences --lang {self.language}: nltk has no sentence model for this "
+                "language here",
                 "a language of nltk's data punkt_tab, such as english",
-                "Fetch the data: python -m nltk.downloader punkt_tab (NLTK_DATA may name the folder).",
+                "Download the data: python -m nltk.downloader punkt_tab (set NLTK_DATA to its "
+                "folder if needed).",
             ) from error
         if not self.keep_newlines:
             return model.tokenize
@@ -47,7 +49,7 @@ def _punkt() -> Any:
     except ImportError as error:
         raise UsageError(
             f"--split-sentences ({error})",
-            "the package nltk from 3.9 on, which splits them",
+            "the package nltk 3.9 or newer, which splits sentences",
             "Install it: pip install nltk, and its data: python -m nltk.downloader punkt_tab.",
         ) from error
     return punkt

@@ -1,4 +1,4 @@
-"""Which tokenizer a run has, as its flags name it: small enough to be sent to each worker."""
+"""Tokenizer settings from the flags, small enough to be sent to each worker."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
         if getattr(arguments, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} with --tokenizer-type {kind}",
-                f"it with {NULL} alone",
-                "Drop it.",
+                f"it only with {NULL}",
+                "Remove it.",
             )
     if kind == HUGGING_FACE:
         _require(arguments, "tokenizer_model")
@@ -135,6 +135,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
     if missing:
         raise UsageError(
             f"--tokenizer-type {arguments.tokenizer_type} without {' and '.join(missing)}",
-            "what it is made of",
+            "the files of this tokenizer",
             "Name it.",
         )

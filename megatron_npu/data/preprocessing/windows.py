@@ -47,15 +47,19 @@ def named_by(arguments: argparse.Namespace) -> Windows | None:
         return None
     if length is None or stride is None:
         given, absent = ("--stride", "--seq-length") if length is None else ("--seq-length", "--stride")
-        raise UsageError(f"{given} without {absent}", "both", "Windows need their length and their distance.")
+        raise UsageError(
+            f"{given} without {absent}",
+            "both",
+            "Pass both the length of a window and the distance between windows.",
+        )
     if stride > length:
         raise UsageError(
             f"--stride {stride}",
             f"at most --seq-length {length}",
-            "Tokens between windows would be lost; windows side by side have a stride of their length.",
+            "A larger stride would lose tokens; for windows without overlap use a stride of --seq-length.",
         )
     if arguments.split_sentences:
         raise UsageError(
-            "--stride with --split-sentences", "one of the two", "A window would not keep the sentences."
+            "--stride with --split-sentences", "only one of the two", "A window would split sentences."
         )
     return Windows(length, stride)

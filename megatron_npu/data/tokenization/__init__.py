@@ -1,1 +1,1 @@
-"""Tokenizers of our own commands: GPT-2's byte-pair encoding and Hugging Face's files. Knows no torch."""
+"""Tokenizers of this package's commands: GPT-2's BPE and Hugging Face's files. Does not import torch."""

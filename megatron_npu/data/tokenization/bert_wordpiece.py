@@ -97,7 +97,7 @@ class BertWordPieceTokenizer:
         self._tokenizer.decoder = decoders.WordPiece(cleanup=True)
 
     def words(self, text: str) -> list[str]:
-        """Return the words of a text, cleaned; each sign of punctuation and each ideograph is one."""
+        """Split a text into cleaned words; each punctuation mark and ideograph is a word."""
         text = text.translate(self._cleaned)
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower())
@@ -117,7 +117,7 @@ class BertWordPieceTokenizer:
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return token to id of a ``vocab.txt``; of a token that stands there twice the last counts.
+    """Return token to id of a ``vocab.txt``; for a repeated token the last id counts.
 
     Raises:
         UsageError: not a vocabulary of BERT.

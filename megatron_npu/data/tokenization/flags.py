@@ -1,4 +1,4 @@
-"""The flags that name a tokenizer and its files: Megatron's, the same in every command."""
+"""Flags for a tokenizer and its files: Megatron's, the same in every command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def add_tokenizer(
     """
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
     add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
-    add("--tokenizer-model", metavar="DIR", help="with the tokenizer.json of a HuggingFaceTokenizer")
+    add(
+        "--tokenizer-model",
+        metavar="DIR",
+        help="folder or file that holds the tokenizer.json of a HuggingFaceTokenizer",
+    )
 
 
 def add_null_end(add: Add) -> None:
@@ -39,7 +43,7 @@ def add_null_end(add: Add) -> None:
         "--null-tokenizer-eod-id",
         type=whole,
         metavar="ID",
-        help="the id that ends a document of the NullTokenizer (default: the last one, --vocab-size)",
+        help="end-of-document id of the NullTokenizer (default: its last id, --vocab-size)",
     )
 
 

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE by the package gigatoken, where it is installed: the ids of ``gpt2_bpe``, faster.
+"""GPT-2's byte-level BPE with the package gigatoken, if installed: the ids of ``gpt2_bpe``, faster.
 
 Texts are cut by two tables of Unicode, that of ``regex`` and that of gigatoken. The tests encode every
 character of the planes that have letters by both, between letters, digits, blanks and itself.
@@ -21,7 +21,7 @@ TRIED = SpecifierSet("~=0.10.0")
 
 
 def version() -> str | None:
-    """Return which gigatoken is installed, None: none."""
+    """Return the version of the installed gigatoken, or None."""
     try:
         return importlib.metadata.version("gigatoken")
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def is_used() -> bool:
 
 
 def said() -> str:
-    """Return what encodes, and why it is not gigatoken if it is not."""
+    """Return the name of the encoder, and the reason if it is not gigatoken."""
     if is_used():
         return f"GPT-2's tokens by gigatoken {version()}"
     there = f"{version()} is installed" if version() else "it is not installed"

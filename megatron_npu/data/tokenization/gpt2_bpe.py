@@ -57,8 +57,8 @@ class GPT2Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UsageError(
                 f"--merge-file {merge_file} with --vocab-file {vocab_file}: {error}",
-                "merges of which every part and product is in the vocabulary",
-                "Give the two files of the same model.",
+                "merges whose parts and products are all in the vocabulary",
+                "Use the two files of the same model.",
             ) from error
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ class GPT2Tokenizer:
 
     @staticmethod
     def words(text: str) -> list[str]:
-        """Return the words of a text, blanks included: joined, they are the text again."""
+        """Split a text into words including spaces; joined, they are the text again."""
         return (_ASCII_WORDS if text.isascii() else _WORDS).findall(text)
 
     def encode_word(self, word: str) -> list[int]:
@@ -107,7 +107,7 @@ def _read(path: Path, flag: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(
-            f"{flag} {path}: {reason}", "a readable text file", f"Give the path of GPT-2's file with {flag}."
+            f"{flag} {path}: {reason}", "a readable text file", f"Pass the path of GPT-2's file with {flag}."
         ) from error
 
 
@@ -156,7 +156,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         elif pair:
             raise UsageError(
                 f"{path}:{number}: {line[:60]!r}",
-                "two symbols with a blank between",
-                "Give the merges.txt of a GPT-2 model with --merge-file.",
+                "two symbols separated by a space",
+                "Pass the merges.txt of a GPT-2 model with --merge-file.",
             )
     return merges

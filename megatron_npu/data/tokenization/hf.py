@@ -1,4 +1,4 @@
-"""A tokenizer of Hugging Face from its ``tokenizer.json``, through the ``tokenizers`` library alone."""
+"""A Hugging Face tokenizer from its ``tokenizer.json``, using only the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
             raise UsageError(
                 f"{folder}: tokenizer_config.json names {end!r} as eos_token",
                 "a token of tokenizer.json",
-                "Name the token that ends a text there.",
+                "Set eos_token there to the end-of-text token.",
             )
         self.eod: int = eod
         self.unknown: int | None = self._unknown(Path(folder))

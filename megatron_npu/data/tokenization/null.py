@@ -1,4 +1,4 @@
-"""Megatron's NullTokenizer: for text that is numbers already."""
+"""Megatron's NullTokenizer, for text that consists of numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NullTokenizer:
             raise UsageError(
                 f"the text {shown!r}",
                 f"numbers from 0 to {self.vocab_size - 1}, as the NullTokenizer has no words",
-                "Give ids, for example 5 17 3.",
+                "Pass ids, for example 5 17 3.",
             )
         return [int(word) for word in words]
 

@@ -1,4 +1,4 @@
-"""What our commands ask of a tokenizer, whichever one it is."""
+"""The tokenizer interface of this package's commands."""
 
 from __future__ import annotations
 

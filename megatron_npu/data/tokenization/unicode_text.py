@@ -1,4 +1,4 @@
-"""Text that can be encoded at all: a command line can hold bytes that are none."""
+"""Check that text from a command line can be encoded: it may contain invalid bytes."""
 
 from __future__ import annotations
 

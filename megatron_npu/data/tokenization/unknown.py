@@ -1,4 +1,4 @@
-"""A vocabulary that does not fit its data: most words become the one token for what is not known."""
+"""Detect a vocabulary that does not fit its data: most words become the unknown token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.cuda``, ``"cuda"`` and ``nccl`` mean on a device that is not CUDA.
+"""Map ``torch.cuda``, ``"cuda"`` and ``nccl`` to a device that is not CUDA.
 
 Megatron names CUDA in some 750 lines (core 0.16.1), so patching each is hopeless; torch itself is told
 once what is meant. Three rules keep the lie small: only devices of type cuda are mapped; torch's own

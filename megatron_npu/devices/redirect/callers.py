@@ -1,4 +1,4 @@
-"""The redirected names whose answer depends on the module that asks: all of them, and why.
+"""Redirected names whose result depends on the calling module: all of them, with the reason.
 
 torch, Megatron and other packages put the same question for different purposes. A name that is not listed
 here gives everybody the same answer.

@@ -1,4 +1,4 @@
-"""Process groups and collectives of ``torch.distributed``, asked for by NCCL's name and with its habits."""
+"""Process groups and collectives of ``torch.distributed`` under NCCL's name and with its behavior."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where else torch is told a device: loading, storages, generators, default types, meshes, DDP."""
+"""Other functions with device arguments: loading, storages, generators, default types, meshes, DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``device="cuda"`` of the functions that make tensors."""
+"""``device="cuda"`` in functions that create tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLoaders on a CPU draw from the host's generator, as they do on a machine with a GPU."""
+"""Let DataLoaders on a CPU use the host's generator, as on a machine with a GPU."""
 
 from __future__ import annotations
 

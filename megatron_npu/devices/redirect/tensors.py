@@ -1,4 +1,4 @@
-"""Where a tensor or module is, and where it is moved to: ``to``, ``cuda``, ``type``, ``is_cuda``."""
+"""Device queries and moves of tensors and modules: ``to``, ``cuda``, ``type``, ``is_cuda``."""
 
 from __future__ import annotations
 

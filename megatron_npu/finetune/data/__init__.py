@@ -1,1 +1,1 @@
-"""Data sets of ``megatron-npu train``: read, checked, made into batches."""
+"""Datasets of ``megatron-npu train``: loading, checks, batches."""

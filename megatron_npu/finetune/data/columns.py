@@ -1,4 +1,4 @@
-"""Which column is what: by their usual names, or as ``--columns ROLE=NAME`` says."""
+"""Map columns to roles: by their usual names, or with ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _said(said: Collection[tuple[str, str]], roles: Collection[str]) -> dict[str
             raise UsageError(
                 f"--columns {role}={name}",
                 f"roles of this task: {', '.join(roles)}",
-                "Correct the role, or leave it out.",
+                "Correct the role, or remove it.",
             )
     return dict(said)
 
@@ -60,6 +60,6 @@ def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, 
             if name not in names:
                 raise UsageError(
                     f"no column {name!r} in the part {part!r} (it has {', '.join(map(repr, names))})",
-                    f"the {role} under the same name in every part",
+                    f"the {role} under the same name in every split",
                     f"Name it: --columns {role}=NAME.",
                 )

@@ -1,4 +1,4 @@
-"""The flags that tasks declare, and the check that a task reads every flag that is given."""
+"""Flags that tasks declare, and a check that the task uses every given flag."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         action="extend",
         default=[],
         metavar="ROLE=NAME",
-        help=f"columns that have other names than usual; the roles are {_roles()}",
+        help=f"map columns with unusual names to roles; the roles are {_roles()}",
     )
     bad_rows.add_flag(add)
     for flag in _flags():
@@ -103,6 +103,6 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
                 f"it with {' or '.join(f'--task {task}' for task in readers)}"
                 if readers
                 else "it in a script",
-                "Leave it out, or give --user-script FILE.",
+                "Remove it, or pass --user-script FILE.",
             )
     tasks.every()[args.task].check(args)

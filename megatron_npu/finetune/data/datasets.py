@@ -1,4 +1,4 @@
-"""The parts of a data set: of the hub's cache, of files, of a folder. Read by the package ``datasets``."""
+"""Splits of a dataset from the hub's cache, from files or a folder, loaded with ``datasets``."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
         parts.tell_rows(part, rows[part])
     if "train" not in parts:
         raise UsageError(
-            f"--data-path {name} has the parts {', '.join(map(repr, found))}",
+            f"--data-path {name} has the splits {', '.join(map(repr, found))}",
             "a part 'train'",
-            "Give a file to train on, or a folder with train.csv, train.jsonl, … in it.",
+            "Pass a file to train on, or a folder that contains train.csv, train.jsonl, ...",
         )
     if "validation" not in parts:
         test = parts.pop("test", None)  # parts are in their order, train first
@@ -94,7 +94,7 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
         raise UsageError(
             f"--data-path {' '.join(args.data_path)}",
             "one path",
-            "Give a folder with the files, or one file.",
+            "Use a folder with the files, or one file.",
         )
     return args.data_path, args.data_name
 
@@ -151,8 +151,8 @@ def _require_configurations(name: str, config: str) -> None:
         raise UsageError(
             f"--data-name {config} with --data-path {name}, "
             f"{'a folder of save_to_disk' if saved else 'a file'}",
-            "a data set that has configurations",
-            "Leave --data-name out.",
+            "a dataset with configurations",
+            "Remove --data-name.",
         )
 
 
@@ -171,7 +171,7 @@ def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset
 
 @contextlib.contextmanager
 def _without_remarks(library: Any) -> Iterator[None]:
-    """Keep ``datasets`` from telling, in lines of its own, what its error says, too."""
+    """Keep ``datasets`` from telling, in lines of its own, what its error says too."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.CRITICAL)
     try:
@@ -240,9 +240,9 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
         parts["train"] = every
     if not parts:
         raise UsageError(
-            f"--data-path {folder}: no file of a part",
+            f"--data-path {folder}: no file of a split",
             f"train, validation or test as {', '.join(_FORMATS)}",
-            "Name the files train.csv and so on, or give one file.",
+            "Name the files train.csv and so on, or pass one file.",
         )
     return parts
 
@@ -276,8 +276,8 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
         raise UsageError(
             f"--data-path {name}: {count} rows to train on and none to validate on, with "
             f"--validation-fraction {fraction:g}",
-            "a part 'validation', or a fraction that leaves both parts some rows",
-            "Add a file validation.csv, or give a larger --validation-fraction.",
+            "a split 'validation', or a fraction that leaves rows in both splits",
+            "Add a file validation.csv, or pass a larger --validation-fraction.",
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})
     both = numbered.train_test_split(test_size=rows, seed=seed)
@@ -336,8 +336,8 @@ def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | 
     below = f" below {where}" if paths[0].suffix in (".csv", ".tsv") else ""
     return UsageError(
         f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}",
-        "a row at least",
-        "Add rows, or leave the file out.",
+        "at least one row",
+        "Add rows, or remove the file.",
     )
 
 

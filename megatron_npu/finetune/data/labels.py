@@ -1,4 +1,4 @@
-"""The labels of a data set: classes as whole numbers, as names, or numbers to come close to."""
+"""Labels of a dataset: classes as integers or names, or numbers for a regression."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def require_lists(rows: Dataset, column: str) -> Any:
         raise UsageError(
             f"the column {column!r} has one label a row",
             "a list with one label a token",
-            "Name another: --columns tags=NAME; or is it --task sequence_classification?",
+            "Use another column with --columns tags=NAME, or use --task sequence_classification.",
         )
     return feature
 
@@ -179,7 +179,7 @@ def _of_trained(
         return names, names
     if len(kinds) > 1:
         row, label = _first_text(pairs)
-        raise _odd(place("train", row), label, "numbers alone, or names alone")
+        raise _odd(place("train", row), label, "only numbers or only names")
     return _of_numbers({label for label in trained if isinstance(label, int)}, own)
 
 
@@ -200,7 +200,7 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
         raise UsageError(
             f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
             f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
-            "Leave out none, write them as texts, or name all in id2label of the model's config.json.",
+            "Use all of them, write them as text, or name all in id2label of the model's config.json.",
         )
     if absent:
         line = "no row to train on has the label %s, of the model's %d"
@@ -235,7 +235,7 @@ def _single(known: Sequence[Any]) -> UsageError:
     return UsageError(
         f"one label in all rows: {_few(known)}",
         "two classes or more",
-        "Is this the column meant? Name another: --columns label=NAME.",
+        "If this is not the label column, name another: --columns label=NAME.",
     )
 
 

@@ -1,9 +1,9 @@
-"""Batches of a data set for one rank, on its device: a batch is a function of seed, epoch and number alone.
+"""Batches of a dataset for one rank on its device, determined by seed, epoch and number.
 
 Micro-batch ``m`` of an epoch holds the samples ``m * size`` to ``(m + 1) * size`` of the epoch's order, and
 rank ``r`` of ``n`` takes the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
 samples on any number of ranks, and a run that goes on in the middle of an epoch sees what it would have seen.
-What a collate function draws follows the number of its micro-batch, too, however many worker processes there
+What a collate function draws follows the number of its micro-batch too, however many worker processes there
 are, and leaves the generators of dropout alone; with ``sample_seeds`` it follows the sample (the masks of
 ``--task masked_lm``).
 """
@@ -163,7 +163,7 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the place in the order of the first sample of a batch; it may be behind the last one."""
+        """Return the place in the order of the first sample of a batch; it may be after the last one."""
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 
     def _size_of(self, number: int) -> int:
@@ -217,12 +217,12 @@ def require_length(dataset: Any, what: str) -> None:
         try:
             len(dataset)
             return
-        except (TypeError, ValueError) as error:  # of a length that is none
+        except (TypeError, ValueError) as error:  # of a length that is not one
             reason = f" whose length is none ({error})"
     raise UsageError(
         f"{what}: a {type(dataset).__name__}{reason}",
-        "a data set with a length, whose samples have numbers (torch.utils.data.Dataset)",
-        "Let the provider return one; what is streamed has to be kept first.",
+        "a dataset with a length and indexed samples (torch.utils.data.Dataset)",
+        "Let the provider return one; save streamed data first.",
     )
 
 
@@ -279,9 +279,9 @@ def _stacked(rows: list[Any]) -> Any:
         return default_collate(rows)
     except (TypeError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"samples that make no batch: {str(error).strip().splitlines()[0]}",
+            f"samples that cannot be collated: {str(error).strip().splitlines()[0]}",
             "tensors of one shape, numbers, or dictionaries and tuples of them",
-            "Return a collate_fn that makes a batch of a list of samples.",
+            "Return a collate_fn that makes a batch from a list of samples.",
         ) from error
 
 

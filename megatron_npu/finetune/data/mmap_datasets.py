@@ -1,4 +1,4 @@
-"""``.bin/.idx`` as data of Transformers' models: BERT's masked pairs of sentences, GPT's windows.
+"""``.bin/.idx`` data for Transformers models: BERT's masked sentence pairs, GPT's windows.
 
 Samples are those of megatron-core's own datasets, whose indices lie beside the data or in
 ``--data-cache-path``; here they get Transformers' names. A pair comes from sentence-split data
@@ -236,8 +236,8 @@ def _windows(
         _require_parts(prefix, summary.sequences, split, sizes)
         if summary.sequences > summary.documents and args.rank == 0:
             print(
-                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows take in any "
-                "order; data without --split-sentences keep documents whole",
+                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows mix in "
+                "any order; data without --split-sentences keep documents whole",
                 flush=True,
             )
     config = GPTDatasetConfig(
@@ -269,14 +269,14 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
             f"--data-impl {data_impl}", "mmap, lazy, cached or infer", "Make the data with preprocess."
         )
     if not given:
-        raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Give one.")
+        raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Pass one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))
     tell_of_repeated(prefixes)
     return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
 
 
 def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> None:
-    """Refuse data in which every document is one sequence: a pair needs two, and upstream looks for ever."""
+    """Refuse data in which every document is one sequence: a pair needs two, and upstream looks forever."""
     if found.sequences <= found.documents:
         raise UsageError(
             f"{prefix} has {found.documents} documents and as many sequences",
@@ -286,7 +286,7 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
 
 
 def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) -> None:
-    """Refuse a part that is read, has a share and yet no document: upstream looks for its tokens for ever."""
+    """Refuse a part that is read, has a share and yet no document: upstream looks for its tokens forever."""
     shares = split_shares(split)
     for name, share, part, size in zip(PARTS, shares, sizes_of_parts(shares, count), sizes, strict=True):
         if size and share and not part:

@@ -1,4 +1,4 @@
-"""Batches of few lengths: padded up to buckets, so that a graph is not compiled for each length anew."""
+"""Pad batches to a few lengths, so that a graph is not compiled for each length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def buckets(longest: int, multiple: int = 8) -> list[int]:
         UsageError: ``longest`` is not positive.
     """
     if longest < 1:
-        raise UsageError(f"a longest text of {longest} tokens", "at least 1", "Give --seq-length.")
+        raise UsageError(f"a longest text of {longest} tokens", "at least 1", "Pass --seq-length.")
     lengths, length = [], 2 * multiple
     while length < longest:
         lengths.append(length)
@@ -92,5 +92,5 @@ def bucketed(
         UsageError: no length, or one that is not positive.
     """
     if not lengths or min(lengths) < 1:
-        raise UsageError(f"lengths {list(lengths)}", "positive numbers of tokens", "Take those of buckets().")
+        raise UsageError(f"lengths {list(lengths)}", "positive numbers of tokens", "Use those of buckets().")
     return Bucketed(collate_fn, sorted(lengths), pad_token_id, left)

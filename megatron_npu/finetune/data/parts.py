@@ -1,4 +1,4 @@
-"""The parts of a data set, and where in the user's files each of their rows stands."""
+"""Splits of a dataset, and the position of each row in the user's files."""
 
 from __future__ import annotations
 

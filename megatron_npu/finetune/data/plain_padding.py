@@ -1,4 +1,4 @@
-"""Batches of tokenized samples where no tokenizer is named that would pad them."""
+"""Pad batches of tokenized samples without a tokenizer."""
 
 from __future__ import annotations
 

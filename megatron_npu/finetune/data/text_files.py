@@ -1,4 +1,4 @@
-"""Files of text that tasks read: in UTF-8, with something in them; else one line says where not."""
+"""Check text files of tasks: UTF-8 and not empty, or a one-line error with the position."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def require(path: Path) -> None:
         UsageError: it is empty or packed, or a byte in it is of another encoding.
     """
     if not path.stat().st_size:
-        raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Give another file.")
+        raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Use another file.")
     with path.open("rb") as file:
         begin = file.read(8)
     for magic, tool in _PACKED.items():
         if begin.startswith(magic):
             raise UsageError(
-                f"--data-path: {path}, which is packed",
+                f"--data-path: {path}, which is compressed",
                 "text in UTF-8",
-                f"Unpack it with {tool}, and give what comes out.",
+                f"Decompress it with {tool}, and pass the result.",
             )
     found = _first_stranger(path)
     if found is None:
@@ -50,7 +50,7 @@ def require(path: Path) -> None:
         f"--data-path: {path} {what}",
         "text in UTF-8",
         f"Convert it: iconv -f {'UTF-16' if marked else 'LATIN1'} -t UTF-8 {path.name}"
-        + ("." if marked else ", if Latin-1 is what it is in."),
+        + ("." if marked else ", if it is encoded in Latin-1."),
     )
 
 
@@ -73,7 +73,7 @@ def require_head(path: Path, separator: str) -> None:
 
 def _first_stranger(path: Path) -> tuple[int, int] | None:
     """Return line and value of the first byte that UTF-8 does not have there; None: there is none."""
-    lines, rest = 1, b""  # the bytes of a character that goes on in the next chunk
+    lines, rest = 1, b""  # the bytes of a character that continues in the next chunk
     with path.open("rb") as file:
         while True:
             chunk = file.read(_CHUNK)

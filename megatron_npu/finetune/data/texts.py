@@ -1,4 +1,4 @@
-"""What the columns of a task hold: texts, or lists of words, in every row; else one line says where not."""
+"""Check the columns of a task: text or word lists in every row, or a one-line error with the position."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
                 f"{len(words)} words and {len(own)} tags in {parts.place(part, row)}, "
                 f"which begins {' '.join(map(str, words[:5]))!r}",
                 "a tag for each word",
-                "Correct the row, or leave it out.",
+                "Correct the row, or remove it.",
             )
         if None in words:
             raise UsageError(
                 f"no {words.index(None) + 1}. word in {parts.place(part, row)}, column {tokens!r}",
                 "a text for each word",
-                "Correct the row, or leave it out.",
+                "Correct the row, or remove it.",
             )
 
 
@@ -69,7 +69,7 @@ def _require_kind(feature: Any, part: str, role: str, column: str, expected: str
         raise UsageError(
             f"the column {column!r} of the part {part!r} {holds}",
             expected,
-            f"Name another: --columns {role}=NAME; or write what it holds as {expected}.",
+            f"Use another: --columns {role}=NAME; or write what it holds as {expected}.",
         )
 
 
@@ -81,7 +81,7 @@ def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
             raise UsageError(
                 f"no {role} in {parts.place(part, row)}, column {column!r}",
                 "one in every row",
-                "Correct the row, or leave it out.",
+                "Correct the row, or remove it.",
             )
 
 

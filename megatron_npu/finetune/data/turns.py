@@ -1,4 +1,4 @@
-"""Work whose result a cache keeps: the first of several processes does it, and the others find it done."""
+"""Work with a cached result: the first of several processes computes it, the others read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def first_alone(file: Path) -> Iterator[None]:
-    """Let whoever comes first be alone in the block; the others follow when it is out, all at once.
+    """Run the block first in one process; the others follow together when it has finished.
 
     There is no barrier, which would end a run whose first rank works for longer than collectives may take.
     The lock is the kernel's and ends with its process, however that ends. Where the file system has none,

@@ -1,4 +1,4 @@
-"""Tokens that a model has no embedding for: told in one line, before a step uses them.
+"""Detect tokens without an embedding before a step uses them, with a one-line error.
 
 On a CPU the embedding of such a token is an IndexError in the middle of a step, on a device a kernel that
 reads other memory.
@@ -70,5 +70,5 @@ def _unknown(what: str, token: int, size: int) -> UsageError:
     return UsageError(
         f"{what} with the token {token}, and a model of {size}",
         f"tokens from 0 to {size - 1}",
-        "Take the tokenizer that the model was trained with, or resize_token_embeddings(len(tokenizer)).",
+        "Use the tokenizer that the model was trained with, or resize_token_embeddings(len(tokenizer)).",
     )

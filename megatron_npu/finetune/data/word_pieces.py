@@ -1,4 +1,4 @@
-"""The vocabulary of word pieces that masked pairs of sentences are made of, as the flags name it."""
+"""The word-piece vocabulary for masked sentence pairs, from the flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WordPieces:
     """A vocabulary of word pieces, as megatron-core's dataset asks for it.
 
     Attributes:
-        inv_vocab: id to piece; one that goes on a word begins with ``##``.
+        inv_vocab: id to piece; one that continues a word begins with ``##``.
         cls, sep, mask, pad: ids.
         unknown: the id of what the vocabulary does not have; None: it has none.
     """
@@ -51,9 +51,7 @@ def word_pieces(args: Namespace) -> WordPieces:
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
-            raise UsageError(
-                f"--tokenizer-type {args.tokenizer_type}", "--vocab-file together with it", "Add it."
-            )
+            raise UsageError(f"--tokenizer-type {args.tokenizer_type}", "--vocab-file with it", "Add it.")
         ids = bert_wordpiece.read_vocabulary(args.vocab_file)
         special = {name: ids[f"[{name.upper()}]"] for name in ("cls", "sep", "mask", "pad")}
         kind, unknown = args.tokenizer_type, ids.get(bert_wordpiece.UNKNOWN)
@@ -66,7 +64,7 @@ def word_pieces(args: Namespace) -> WordPieces:
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type}",
             "word pieces with [CLS], [SEP], [MASK] and [PAD], which a masked pair is made of",
-            "Give --tokenizer-type BertWordPieceLowerCase and --vocab-file vocab.txt.",
+            "Pass --tokenizer-type BertWordPieceLowerCase and --vocab-file vocab.txt.",
         )
     pieces = {number: piece for piece, number in ids.items()}
     names = OrderedDict(type=kind, size=len(pieces), **special)
@@ -84,5 +82,5 @@ def _of_transformers(args: Namespace) -> Any:
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type} without a tokenizer in {name}",
             "the tokenizer that made the data",
-            "Give --tokenizer-model DIR, or --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.",
+            "Pass --tokenizer-model DIR, or --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.",
         ) from error

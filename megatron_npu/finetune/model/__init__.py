@@ -1,1 +1,1 @@
-"""A user's model as the switches want it: sharded, compiled, in 16 bits."""
+"""Prepare a user's model for the switches: sharded, compiled, in 16 bits."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps its input alone, and its backward pass computes the rest again."""
+"""Activation checkpointing: keep only a block's input, and recompute the rest in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.finetune.model.blocks import repeated_blocks
 def checkpoint_activations(model: nn.Module) -> str:
     """Let the model's blocks compute their activations again; return what was done, one line.
 
-    A model of Transformers does so by its own switch, which keeps caches of keys and values out of it, too.
+    A model of Transformers does so by its own switch, which keeps caches of keys and values out of it too.
     Random generators are set back for the second pass: dropout drops the same values.
     """
     inner: Any = model

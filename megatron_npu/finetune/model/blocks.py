@@ -1,4 +1,4 @@
-"""The repeated blocks of a Transformer, found by structure: units of sharding, recomputing and compiling."""
+"""Find the repeated blocks of a Transformer, the units of sharding, recomputation and compilation."""
 
 from __future__ import annotations
 

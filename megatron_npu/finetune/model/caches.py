@@ -1,4 +1,4 @@
-"""Caches of keys and values, which generation needs and training does not."""
+"""Disable KV caches, which generation needs and training does not."""
 
 from __future__ import annotations
 

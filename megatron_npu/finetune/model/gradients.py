@@ -1,4 +1,4 @@
-"""The norm of the gradients of all ranks, and their scaling: the same for whole and for sharded weights.
+"""The gradient norm over all ranks, and gradient scaling, for whole and sharded weights.
 
 Not ``torch.nn.utils.get_total_norm``: its norm has the gradients' own dtype. In fp16 it is inf where no
 gradient is, which a loss scale takes for an overflow; in bf16 it is off by 3e-3, and of 38 million numbers in

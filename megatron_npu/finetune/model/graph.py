@@ -1,4 +1,4 @@
-"""Compiling the repeated blocks of a model: one graph for all equal layers, whatever their number."""
+"""Compile the repeated blocks of a model: one graph for all equal layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.options.switch_rules import need_compiler
 from megatron_npu.process import graph_cache
 
 # Lengths and modes (training, evaluation, with a mask and without) of one block's graphs; torch's own limit
-# is 8, behind which it runs uncompiled without a word that a user sees.
+# is 8, behind which it runs uncompiled silently that a user sees.
 _GRAPHS_OF_A_BLOCK = 64
 # Under these names configs of Transformers have the dropout of attention's weights.
 _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
@@ -39,7 +39,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
     Raises:
         UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache cannot be
-            written to, or can be by others, too.
+            written to, or can be by others too.
     """
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
     graph_cache.claim()

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) through peft: every weight is frozen but theirs and a new head's."""
+"""Low-rank adapters (Hu et al. 2021) through peft: only they and a new head are trained."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
     if sides and rank >= max(sides):
         raise UsageError(
             f"--lora-rank {rank} with matrices of rank {max(sides)} at most",
-            "a rank below it: 4 to 64, as a rule",
-            "Give a smaller one, or train all weights.",
+            "a smaller rank: usually 4 to 64",
+            "Use a smaller one, or train all weights.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The weights that an optimizer steps where they are not the model's own: shards (ZeRO-1), or on the host."""
+"""Weights that an optimizer updates if not the model's own: shards (ZeRO-1), or copies on the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MainWeights:
 
     Args:
         trained: name -> parameter of the model.
-        mesh: the ranks that share out; None: each keeps all.
+        mesh: the ranks that shard; None: each keeps all.
         host: keep main weights, and with them the optimizer's states, in the host's memory.
     """
 
@@ -68,13 +68,13 @@ class MainWeights:
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let each step of the optimizer begin with ``pull`` and end with ``push``."""
+        """Run ``pull`` before and ``push`` after each step of the optimizer."""
         optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
         optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the optimizer step without the model, as when its state is made."""
+        """Step the optimizer without the model, for example to create its state."""
         self._follows = False
         yield
         self._follows = True

@@ -1,4 +1,4 @@
-"""Settings of an optimizer at a resume: those that it was made with, not what a checkpoint's run had.
+"""Optimizer settings on resume: those of the current flags, not the checkpoint's.
 
 torch keeps them in the groups of parameters, which are loaded with the moments, and ``LambdaLR`` keeps the
 highest learning rate of each.

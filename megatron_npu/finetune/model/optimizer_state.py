@@ -1,8 +1,8 @@
-"""An optimizer over other weights than it was made for, and its state under their names for checkpoints.
+"""An optimizer over replaced weights, with its state under the original names for checkpoints.
 
 Not ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it knows weights of the model alone, and
 those of ZeRO-1 and of an offloaded optimizer are others; it leaves out what no step has changed yet, which a
-reader then looks for in vain; and it counts the step that makes the state of a fresh optimizer.
+reader then looks for without success; and it counts the step that makes the state of a fresh optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Named = dict[str, nn.Parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
-    """Let an optimizer that was made for a model's weights step those that took their places.
+    """Make an optimizer update the tensors that replaced a model's weights.
 
     Groups keep their options. A weight that is trained no longer leaves its group; a new one (an adapter's)
     joins the first; one that was in no group stays out.
@@ -64,7 +64,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Give weights that no step has changed yet their state, as a step does that changes nothing.
 
     They get gradients of zero and no learning rate, and the step is not counted. torch's own
-    ``_init_optim_state`` does so, too, for an optimizer without any state, and leaves the counts at 1.
+    ``_init_optim_state`` does so too, for an optimizer without any state, and leaves the counts at 1.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if parameter not in optimizer.state]

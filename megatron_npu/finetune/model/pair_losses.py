@@ -1,4 +1,4 @@
-"""Models that are asked for masked words and for the next sentence: one loss, which is two means.
+"""Models with a masked-word head and a next-sentence head: one loss that is the sum of two means.
 
 A batch has as many pairs of sentences as samples, and another number of masked words: the two means count by
 labels of their own. Transformers' models return their sum; the second head's logits say what part it has.

@@ -1,4 +1,4 @@
-"""A model, an optimizer and a schedule as the switches want them, and one step of their training."""
+"""Prepare a model, an optimizer and a schedule for the switches, and run one training step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Prepared:
     user's own loop do the same, without clipping.
 
     Attributes:
-        model: called like the user's own, whose attributes it has, too.
+        model: called like the user's own, whose attributes it has too.
         module: the user's own module in it, with its weights' own names: what an export saves.
         optimizer: of ``weights``.
         lr_scheduler: None where none was asked for.
@@ -215,7 +215,7 @@ def prepare(
     weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not weights:
         raise UsageError(
-            "a model without weights to train", "a parameter that requires a gradient", "Give another model."
+            "a model without weights to train", "a parameter that requires a gradient", "Use another model."
         )
     main_weights, line = _main_weights(weights, switches, device)
     if main_weights is not None:
@@ -283,9 +283,11 @@ def optimizer_of(
         known = {id(parameter) for parameter in before.values()}
         if not any(id(parameter) in known for group in given.param_groups for parameter in group["params"]):
             raise UsageError(
-                f"an optimizer that is made already ({type(given).__name__}), of another model's parameters",
-                "one of the model that is trained, or a function that makes one of parameters",
-                "Return functools.partial(torch.optim.AdamW, lr=...), say.",
+                f"an optimizer that was already created ({type(given).__name__}) for another "
+                "model's parameters",
+                "an optimizer of the trained model's parameters, or a function that creates one "
+                "from parameters",
+                "Return for example functools.partial(torch.optim.AdamW, lr=...).",
             )
         rebind(given, before, weights)
         return given
@@ -308,7 +310,7 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
         raise UsageError(
             f"a function for the {what} that returned {'nothing' if made is None else type(made).__name__}",
             f"the {what}",
-            "Let it return what it makes.",
+            "Let the function return the object.",
         )
     return made
 
@@ -320,7 +322,7 @@ def _require_argument(function: Callable[..., Any], what: str) -> None:
     except TypeError as error:
         takes = "parameters" if what == "optimizer" else "optimizer"
         raise UsageError(
-            f"a function for the {what}: {error}", f"one argument, the {takes}", "Correct what it takes."
+            f"a function for the {what}: {error}", f"one argument, the {takes}", "Correct its parameters."
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return
@@ -334,7 +336,7 @@ def _adam(parameters: Iterable[nn.Parameter], *, options: AdamOptions) -> torch.
 def _distribute(
     model: nn.Module, switches: Switches, device: torch.device
 ) -> tuple[nn.Module, nn.Module, str]:
-    """Return the model to call and the user's own in it, on the device and shared out; and one line."""
+    """Return the model to call and the user's own in it, on the device and sharded; and one line."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:
         line = shard_fully(model, switches, device)

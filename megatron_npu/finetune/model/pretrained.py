@@ -1,4 +1,4 @@
-"""A model's configuration, tokenizer and weights: from a folder, or from the hub's cache by name.
+"""Load a model's configuration, tokenizer and weights from a folder or the hub's cache.
 
 Transformers is imported when one of them is asked for: flags and help texts know of tasks without it.
 """
@@ -133,15 +133,15 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     entries = getattr(config.get_text_config(), "vocab_size", None)
     if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
         raise UsageError(
-            f"{_FLAG} {name}: a tokenizer without a word",
-            "tokenizer.json, or the files of the model's own kind of tokenizer",
+            f"{_FLAG} {name}: a tokenizer without vocabulary",
+            "tokenizer.json, or the tokenizer files of this kind of model",
             "Put them into the folder, as save_pretrained writes them.",
         )
     if entries is not None and len(found) > entries:
         raise UsageError(
             f"{_FLAG} {name}: a tokenizer of {len(found)} tokens and a model of {entries}",
-            "a model that knows every token",
-            "Take the tokenizer that the model was trained with.",
+            "a model with an embedding for every token",
+            "Use the tokenizer that the model was trained with.",
         )
     if found.pad_token is None:
         found.pad_token = found.eos_token or found.unk_token
@@ -186,13 +186,13 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
         raise UsageError(
             f"--seq-length {asked} with {name}",
             f"more than the {around} special tokens of a text",
-            "Give more.",
+            "Provide more.",
         )
     limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
     most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)
     if asked and most and asked > most:
         raise UsageError(
-            f"--seq-length {asked} with {name}", f"at most {most}", "Give fewer tokens, or another model."
+            f"--seq-length {asked} with {name}", f"at most {most}", "Use fewer tokens, or another model."
         )
     return asked or most or otherwise
 
@@ -263,6 +263,6 @@ def _refused(name: str, reason: str) -> UsageError:
     return UsageError(
         f"{_FLAG} {name}: {reason.rstrip('.')}",
         "a folder with config.json, a tokenizer and model.safetensors, or a name of the hub",
-        "Correct the name; a model of the hub needs a connection to it, or to be in its cache already "
-        "(HF_HUB_OFFLINE=1 looks nowhere else).",
+        "Correct the name; a model on the hub needs a connection, or must be in the cache "
+        "(HF_HUB_OFFLINE=1 uses only the cache).",
     )

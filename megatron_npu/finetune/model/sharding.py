@@ -1,4 +1,4 @@
-"""What data-parallel ranks share out, through torch's DDP and FSDP2 (``fully_shard``)."""
+"""Shard over data-parallel ranks with torch's DDP and FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``RapidformerEngine``: the processes, the device, and what accelerates a model on them."""
+"""``RapidformerEngine``: process group, device, and acceleration of a model."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class RapidformerEngine:
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
                 "--mixed-precision fp16 with engine.compose",
-                "bf16, or a template: fp16 scales the loss, which a loop of one's own does not",
-                "Give --mixed-precision bf16, or train with a Finetuner.",
+                "bf16, or a template: fp16 needs loss scaling, which a custom loop does not do",
+                "Pass --mixed-precision bf16, or train with a Finetuner.",
             )
         prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)
         if self.switches.mixed_precision:
@@ -222,7 +222,9 @@ class RapidformerEngine:
         lengths = buckets(self.args.seq_length or LONGEST)
         if not self._told_lengths:
             self._told_lengths = True
-            state.get_logger().info("dynamic shape: batches are padded to one of %s tokens", lengths)
+            state.get_logger().info(
+                "dynamic shape: batches are padded to one of these lengths in tokens: %s", lengths
+            )
         tokenizer = getattr(collate, "tokenizer", None)
         return bucketed(
             collate,
@@ -282,9 +284,9 @@ def join(args: Namespace) -> None:
             dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(
-            f"rank {args.rank} cannot join the others: {str(error).partition(chr(10))[0]}",
-            f"{args.world_size} ranks that reach each other",
-            "See what the other ranks say.",
+            f"rank {args.rank} cannot connect to the others: {str(error).partition(chr(10))[0]}",
+            f"{args.world_size} ranks that can connect to each other",
+            "Check the messages of the other ranks.",
         ) from error
     watchdog.begin()
     save_folder.require_shared(args)

@@ -1,4 +1,4 @@
-"""Names that scripts of 2022 import from datasets and transformers, whose newer versions have them no more.
+"""Names that scripts of 2022 import from datasets and transformers and that these have removed.
 
 They are put where such a script looks for them, for a script that names them, and only where they are absent.
 """

@@ -1,4 +1,4 @@
-"""Tensors of all ranks put together, as metrics need them."""
+"""Gather the tensors of all ranks for metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
         UsageError: it is no tensor.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Give torch.tensor(...) of it.")
+        raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Pass torch.tensor(...) of it.")
     tensor = tensor.detach()
     if tensor.dim() == 0:
         tensor = tensor[None]

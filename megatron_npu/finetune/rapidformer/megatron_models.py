@@ -1,4 +1,4 @@
-"""Megatron's models under ``PreTrainer``: tensor and pipeline parallel, through the embedded driver.
+"""Megatron models in ``PreTrainer``: tensor and pipeline parallel, with the built-in trainer.
 
 A template whose model is one of megatron-core's is trained by ``training``: its process groups, schedules,
 optimizer, checkpoints and log. The template brings data, model and loss. ``run_forward_step`` may be that
@@ -92,7 +92,7 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace) -> Namespace:
-    """Return the embedded driver's flags for those of ``train``: both have the same names.
+    """Return the built-in trainer's flags for those of ``train``: both have the same names.
 
     Args:
         args: the flags of ``train``, with its ranks.
@@ -129,13 +129,13 @@ def train(
     if not is_megatron(module):
         raise UsageError(
             f"a {type(module).__name__} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            "a model of megatron-core, which knows how to be cut",
-            "Return one (megatron_gpt(), say), or leave the flags out.",
+            "a model of megatron-core, which supports model parallelism",
+            "Return one (for example megatron_gpt()), or remove the flags.",
         )
     if optimizer is not None or scheduler is not None:
         raise UsageError(
-            "an optimizer or scheduler of one's own for a Megatron model",
-            "model, None, None: megatron-core makes its own, of the flags",
+            "a custom optimizer or scheduler for a Megatron model",
+            "model, None, None: megatron-core creates its own from the flags",
             "Return None for both.",
         )
     args, config = flags(), module.config
@@ -168,15 +168,15 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
         if own != asked:
             raise UsageError(
                 f"a model whose configuration has {name} {own}, with --{name.replace('_', '-')} {asked}",
-                "the same in both",
-                "Make it by megatron_config(), or change the flag.",
+                "the same value in both",
+                "Build the model with megatron_config(), or change the flag.",
             )
     for name in _OF_FLAGS:
         setattr(config, name, getattr(ours, name))
 
 
 class _Journal(training_log.Log):
-    """The log of the embedded driver, which keeps losses and norms besides."""
+    """The log of the built-in trainer, which keeps losses and norms besides."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -228,7 +228,7 @@ class _Stage:
     """A stage of the model as ``run_forward_step`` calls it.
 
     Args:
-        chunk: the stage in its wrappers, whose other attributes are there, too.
+        chunk: the stage in its wrappers, whose other attributes are there too.
         last: whether it is the last one, whose output comes back.
     """
 
@@ -258,7 +258,7 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
         raise UsageError(
             f"{type(template).__name__}.run_forward_step has not called model(...) on a pipeline stage",
             "a call of the model, whose output the next stage needs",
-            "Call it, or give --pipeline-model-parallel-size 1.",
+            "Call it, or pass --pipeline-model-parallel-size 1.",
         )
     loss = providers.loss(template, returned, training=torch.is_grad_enabled())
     return loss, _mean_of_ranks if counts is None else counts.weighed
@@ -307,7 +307,7 @@ def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flags() -> Flags:
-    """Return the embedded driver's flags of the run that this process is in.
+    """Return the built-in trainer's flags of the run that this process is in.
 
     Raises:
         UsageError: it is in none.
@@ -315,7 +315,7 @@ def flags() -> Flags:
     run = state.run()
     if run is None or run.driver is None:
         raise UsageError(
-            "a Megatron model outside a template's train(), or without its flags",
+            "a Megatron model outside of a template's train(), or without its flags",
             "model_optimizer_lr_scheduler_provider of a PreTrainer, --num-layers and the other sizes",
             "Build it there, and import its class at the top of the script.",
         )

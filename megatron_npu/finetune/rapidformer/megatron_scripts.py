@@ -1,4 +1,4 @@
-"""What a script of a Megatron model imports: the model as the flags say it, tokenizer, masks."""
+"""Imports of a Megatron model's script: the model from the flags, tokenizer, masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that the document's scripts use and do not import: they are given to a script that uses them so."""
+"""Supply names that the document's scripts use without importing them."""
 
 from __future__ import annotations
 

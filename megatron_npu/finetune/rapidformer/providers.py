@@ -1,4 +1,4 @@
-"""What the methods of a template give back, compared with what they were asked for.
+"""Check the return values of a template's methods.
 
 The methods are a user's: whatever is wrong is named with the class, the method and what was expected.
 """
@@ -145,13 +145,13 @@ def as_module(given: Any) -> nn.Module:
         raise UsageError(
             f"engine.compose(model_obj=...) of a {type(given).__name__}",
             "a torch.nn.Module",
-            "Give the model.",
+            "Pass the model.",
         )
     empty = next((name for name, weight in given.named_parameters() if weight.is_meta), None)
     if empty is not None:
         raise UsageError(
-            f"a {type(given).__name__} whose weight {empty!r} is on the device meta, where it has no numbers",
-            "a model with its weights, on the host as a rule",
+            f"a {type(given).__name__} whose weight {empty!r} is on the meta device and has no values",
+            "a model with initialized weights, usually on the host",
             "Build it outside of torch.device('meta').",
         )
     return given
@@ -167,9 +167,9 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
         return given
     if getattr(given, "optimizer", None) is not optimizer:
         raise UsageError(
-            f"a scheduler that is made already ({type(given).__name__}), of another optimizer",
-            "both, or a function that makes the scheduler of an optimizer",
-            "Return functools.partial(get_linear_schedule_with_warmup, ...), say.",
+            f"a scheduler that was already created ({type(given).__name__}) for another optimizer",
+            "both, or a function that creates the scheduler for an optimizer",
+            "Return for example functools.partial(get_linear_schedule_with_warmup, ...).",
         )
     return lambda made: given
 
@@ -204,7 +204,7 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
             raise UsageError(
                 f"{_name(method)}{inspect.signature(method)}: {error}",
                 f"{len(arguments)} argument{'s' * (len(arguments) != 1)} beside self",
-                "Write it as the template has it.",
+                "Use the signature of the template.",
             ) from None
 
 
@@ -216,7 +216,7 @@ def _require_one_argument(method: Any, collate: Any) -> None:
         raise UsageError(
             f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}",
             "one argument, the samples of a batch",
-            "Give others with functools.partial.",
+            "Bind other arguments with functools.partial.",
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return

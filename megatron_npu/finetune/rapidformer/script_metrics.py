@@ -1,4 +1,4 @@
-"""``load_metric`` for scripts that had it of ``datasets``, which dropped it in version 3."""
+"""``load_metric``, which ``datasets`` removed in version 3."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Metric:
             UsageError: there were none.
         """
         if not self._predictions:
-            raise UsageError("a metric of no batch", "add_batch before compute", "Evaluate some data.")
+            raise UsageError(
+                "compute() of a metric without batches", "add_batch before compute", "Evaluate some data."
+            )
         predictions, references = np.concatenate(self._predictions), np.concatenate(self._references)
         self._predictions, self._references = [], []
         if self._glue == "stsb":

@@ -1,4 +1,4 @@
-"""What a user's script asks this process for: its flags, a logger, timers."""
+"""Flags, logger and timers for a user's script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as the document's scripts read them; what a script writes holds for the run, too.
+    """The flags as the document's scripts read them; what a script writes holds for the run too.
 
     ``load`` is what they give to ``from_pretrained``: the model's name, or else the folder of ``--load``,
     which ``load_from`` is.
@@ -52,7 +52,7 @@ class Run:
         args: its flags.
         for_scripts: the same as a script reads them; made when one asks.
         engines: that were made in it; a script that makes none trains nothing.
-        driver: the flags of the embedded driver, while it trains a Megatron model.
+        driver: the flags of the built-in trainer, while it trains a Megatron model.
         tokenizer: that the flags name; made when a script asks.
     """
 
@@ -75,7 +75,7 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Begin a run with these flags, if it has not begun; None: there is none any more."""
+    """Start a run with these flags if there is none; None ends the run."""
     run = _process.run
     if args is None:
         _process.run = None
@@ -84,7 +84,7 @@ def set_args(args: Namespace | None) -> None:
 
 
 def run() -> Run | None:
-    """Return the run that this process is in; None: there is none."""
+    """Return the current run of this process, or None."""
     return _process.run
 
 

@@ -1,4 +1,4 @@
-"""The templates that a user, and every task of this project, fills in: ``Finetuner`` and ``PreTrainer``."""
+"""Templates to subclass, by users and by every task of this project: ``Finetuner`` and ``PreTrainer``."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Template:
         if not hasattr(engine, "args"):
             raise UsageError(
                 f"{type(self).__name__} with {'no' if engine is None else type(engine).__name__} engine",
-                "a RapidformerEngine, which its __init__ hands on: super().__init__(engine=engine)",
-                "Make it so: Mine(engine=RapidformerEngine()).",
+                "a RapidformerEngine, passed by its __init__: super().__init__(engine=engine)",
+                "Create it so: Mine(engine=RapidformerEngine()).",
             )
         self.engine.used = True
 
@@ -254,9 +254,9 @@ class PreTrainer(Template):
         args = self.engine.args
         if args.epochs is not None and layout.is_cut(args):
             raise UsageError(
-                f"--epochs {args.epochs} with a model that is cut",
-                "--train-iters N alone",
-                "Leave --epochs out.",
+                f"--epochs {args.epochs} with a model-parallel model",
+                "only --train-iters N",
+                "Remove --epochs.",
             )
         if args.train_iters is None:
             raise UsageError("a pre-training without --train-iters", "--train-iters N", "Add it.")

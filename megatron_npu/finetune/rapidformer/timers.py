@@ -1,4 +1,4 @@
-"""Timers that are called as Megatron's: ``timers("forward").start()``, ``.stop()``, ``.elapsed()``."""
+"""Timers with Megatron's interface: ``timers("forward").start()``, ``.stop()``, ``.elapsed()``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Timer:
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds so far; a timer that runs goes on.
+        """Return the seconds so far; a running timer continues.
 
         Args:
             reset: forget them.
@@ -78,7 +78,7 @@ class Timers:
         Args:
             names: which; None: all.
             normalizer: what each is divided by: the number of iterations, say.
-            reset: let them begin anew.
+            reset: let them begin again.
         """
         chosen = [name for name in names or self._timers if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) * 1e3 / normalizer:.2f}" for name in chosen]

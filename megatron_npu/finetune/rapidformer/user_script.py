@@ -1,7 +1,7 @@
-"""``--user-script FILE``: a file is run as ``python FILE`` would.
+"""``--user-script FILE``: run a file like ``python FILE``.
 
 What the document's scripts use and do not import, and what newer packages have no more, is given to it.
-``from megatron import mpu``, of a Megatron that has it no more, finds a stand-in.
+``from megatron import mpu``, of a Megatron that has it no more, finds a stub.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def run(script: str) -> None:
         none = "makes no RapidformerEngine" if engine.made() == made else "trains nothing"
         raise UsageError(
             f"--user-script {script} {none}",
-            "a template's train(), or engine.compose",
-            "End it with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
+            "a call of a template's train(), or of engine.compose",
+            "End the script with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
         )
 
 
@@ -73,7 +73,7 @@ def _require_python(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Let ``from megatron import mpu`` find a stand-in where Megatron has it no more."""
+    """Let ``from megatron import mpu`` find a stub where Megatron has it no more."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 
@@ -87,10 +87,14 @@ def _supplied(path: Path) -> dict[str, Any]:
     names = missing_imports.given(text, path.name)  # type: ignore[arg-type]  # bytes say their encoding
     log = state.get_logger()
     if former:
-        log.info("--user-script %s: supplied, as newer versions lack it: %s", path.name, ", ".join(former))
+        log.info(
+            "--user-script %s: supplied, because newer versions lack it: %s", path.name, ", ".join(former)
+        )
     if names:
         log.info(
-            "--user-script %s: supplied, as it imports them from nowhere: %s", path.name, ", ".join(names)
+            "--user-script %s: supplied, because the script does not import them: %s",
+            path.name,
+            ", ".join(names),
         )
     return names
 
@@ -104,8 +108,8 @@ def _told(path: Path, error: BaseException) -> BaseException:
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return UsageError(
         f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
-        "a script that runs",
-        "Correct it there; --log-level debug prints the whole way.",
+        "a script that runs without an exception",
+        "Correct it there; --log-level debug prints the whole traceback.",
     )
 
 

@@ -86,7 +86,7 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
             f"{args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}",
             f"a number of processes that {model_parallel} divides",
-            "Start so many with --nproc-per-node.",
+            "Start that number with --nproc-per-node.",
         )
     args.data_parallel_size = place.world_size // model_parallel
     together = args.micro_batch_size * args.data_parallel_size
@@ -109,9 +109,9 @@ def _derive(args: argparse.Namespace) -> None:
         args.data_path = args.data_path[0]
     args.dataset_path, args.dataset_name = args.data_path, args.data_name
     if args.load_last_good and not args.load:
-        raise UsageError("--load-last-good", "--load DIR together with it", "Add --load.")
+        raise UsageError("--load-last-good", "--load DIR with it", "Add --load.")
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval without --save", "both", "Say with --save where to.")
+        raise UsageError("--save-interval without --save", "both", "Add --save DIR.")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -146,9 +146,11 @@ def _check_task(args: argparse.Namespace) -> None:
 
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.epochs is None and args.train_iters is None and args.user_script is None:
-        raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
+        raise UsageError("no end of training", "--epochs N or --train-iters N", "Pass one of them.")
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
-        raise UsageError("--lr-warmup-iters and --lr-warmup-fraction", "one of them", "Drop one of the two.")
+        raise UsageError(
+            "--lr-warmup-iters and --lr-warmup-fraction", "only one of them", "Remove one of the two."
+        )
     if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
         raise UsageError(
             f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
@@ -162,8 +164,8 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
     if any(not word.strip() and word for word in argv):
         raise UsageError(
             "a backslash with a blank or a comment behind it",
-            "a backslash as the last letter of a line that goes on",
-            "Remove what stands behind it; the shell ends the command there.",
+            "a backslash as the last character of a continued line",
+            "Remove the characters after it, because the shell ends the command there.",
         )
 
 
@@ -174,56 +176,81 @@ def _refuse_empty(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} with an empty value",
                 "a value, or not this flag",
-                "Is a variable of the shell not set?",
+                "A shell variable in the command may not be set.",
             )
 
 
 def _task(add: Add) -> None:
-    add("--task", choices=list(tasks.every()), help="what the model is to learn")
+    add("--task", choices=list(tasks.every()), help="task to train the model for")
     add(
         "--user-script",
         metavar="FILE",
-        help="run this file, which fills in a template (Finetuner, PreTrainer) or calls engine.compose",
+        help="run this Python file, which subclasses a template (Finetuner, PreTrainer) or "
+        "calls engine.compose",
     )
     add(
         "--pretrained-model-name-or-path",
         metavar="NAME_OR_DIR",
-        help="where the model begins: a name of Hugging Face's hub, or a folder of save_pretrained",
+        help="model to start from: a name on the Hugging Face hub or a folder written by save_pretrained",
     )
     add(
         "--data-path",
         "--dataset-path",
         nargs="+",
         metavar="NAME_OR_FILE",
-        help="a data set of the hub, a csv, json, jsonl, parquet or txt file, a folder of them; with --task "
-        "pretraining the prefix of .bin and .idx",
+        help="training data: a dataset on the hub, a csv, json, jsonl, parquet or txt file or a folder "
+        "of them; with --task pretraining the prefix of .bin and .idx files",
     )
-    add("--data-name", "--dataset-name", metavar="NAME", help="configuration of the data set, such as mrpc")
+    add("--data-name", "--dataset-name", metavar="NAME", help="configuration of the dataset, such as mrpc")
 
 
 def _model(add: Add) -> None:
-    add("--num-layers", type=positive, help="transformer layers (default: the model's own)")
-    add("--hidden-size", type=positive, help="size of the residual stream (default: the model's own)")
-    add("--num-attention-heads", type=positive, help="heads of a layer (default: the model's own)")
-    add("--seq-length", type=positive, help="tokens of the longest sample (default: the tokenizer's limit)")
-    add("--max-position-embeddings", type=positive, help="positions that a model knows (default: its own)")
-    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share a Megatron layer")
-    add("--pipeline-model-parallel-size", type=positive, default=1, help="stages of a Megatron model")
+    add("--num-layers", type=positive, help="number of transformer layers (default: the model's own)")
+    add("--hidden-size", type=positive, help="hidden size (default: the model's own)")
+    add("--num-attention-heads", type=positive, help="number of attention heads (default: the model's own)")
+    add(
+        "--seq-length",
+        type=positive,
+        help="maximum number of tokens in a sample (default: the tokenizer's limit)",
+    )
+    add(
+        "--max-position-embeddings",
+        type=positive,
+        help="maximum number of positions (default: the model's own)",
+    )
+    add(
+        "--tensor-model-parallel-size",
+        type=positive,
+        default=1,
+        help="tensor-parallel size of a Megatron model",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        type=positive,
+        default=1,
+        help="number of pipeline stages of a Megatron model",
+    )
 
 
 def _training(add: Add) -> None:
-    add("--micro-batch-size", type=positive, default=8, help="samples of a rank that are computed together")
+    add("--micro-batch-size", type=positive, default=8, help="number of samples per rank and forward pass")
     add(
         "--global-batch-size",
         type=positive,
-        help="samples of an iteration, of all ranks and micro-batches (default: one micro-batch a rank)",
+        help="number of samples per iteration over all ranks and micro-batches (default: one "
+        "micro-batch per rank)",
     )
     add(
         "--epochs",
         type=positive,
-        help="passes through the training data; with --train-iters, what comes first ends the training",
+        help="number of passes over the training data; with --train-iters, training ends at "
+        "whichever limit is reached first",
     )
-    add("--train-iters", type=positive, help="iterations; with --epochs, what comes first ends the training")
+    add(
+        "--train-iters",
+        type=positive,
+        help="number of iterations; with --epochs, training ends at whichever limit is reached first",
+    )
     add_shared(add, "--seed", "--exit-interval", "--exit-signal-handler")
     add_shared(add, "--check-weight-hash-across-dp-replicas-interval")
 
@@ -231,10 +258,17 @@ def _training(add: Add) -> None:
 def _optimizer(add: Add) -> None:
     add_shared(add, "--lr", type=_rate, default=5e-5)
     add_shared(add, "--min-lr", type=_rate)
-    add("--lr-decay-style", choices=_DECAYS, default="linear", help="shape of the decay after the warm-up")
+    add(
+        "--lr-decay-style",
+        choices=_DECAYS,
+        default="linear",
+        help="shape of the learning-rate decay after the warm-up",
+    )
     add_shared(add, "--lr-decay-iters")
-    add_shared(add, "--lr-warmup-iters", help="iterations from 0 up to --lr")
-    add("--lr-warmup-fraction", type=_fraction, help="the same as a part of the decay iterations")
+    add_shared(
+        add, "--lr-warmup-iters", help="number of iterations in which the learning rate rises from 0 to --lr"
+    )
+    add("--lr-warmup-fraction", type=_fraction, help="warm-up length as a fraction of the decay iterations")
     add_shared(add, "--weight-decay", "--clip-grad", type=_rate)
     add_shared(add, "--adam-beta1", "--adam-beta2")
     add_shared(add, "--adam-eps", type=_above_0)
@@ -247,52 +281,70 @@ def _data(add: Add) -> None:
         "of --task pretraining; the other tasks take the model's own",
         vocab_file="BERT's vocab.txt or GPT-2's vocab.json",
     )
-    add("--vocab-size", type=positive, help="of the NullTokenizer, without its end of document")
+    add(
+        "--vocab-size",
+        type=positive,
+        help="vocabulary size of the NullTokenizer, without its end-of-document token",
+    )
     add_shared(add, "--data-cache-path")
     add(
         "--data-impl",
         choices=["mmap", "lazy", "cached", "infer"],
         default="mmap",
-        help="format of .bin and .idx, which the files tell by themselves",
+        help="format of the .bin and .idx files, which is detected from the files",
     )
-    add("--mmap-warmup", action="store_true", help="accepted: the operating system reads ahead by itself")
+    add(
+        "--mmap-warmup",
+        action="store_true",
+        help="accepted for compatibility; has no effect, because the operating system reads ahead",
+    )
     add(
         "--split",
         metavar="A,B[,C]",
         default="969,30,1",
-        help="parts of the data of --task pretraining for training, validation and test",
+        help="proportions of the --task pretraining data for training, validation and test",
     )
     add(
         "--mask-prob",
         type=_fraction,
         default=0.15,
-        help="part of the tokens that a masked model is asked for",
+        help="fraction of the tokens that are masked in a masked language model",
     )
-    add("--short-seq-prob", type=_fraction, default=0.1, help="part of the samples that are shorter")
+    add("--short-seq-prob", type=_fraction, default=0.1, help="fraction of the samples that are shortened")
     add_shared(add, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-    add("--num-workers", type=whole, default=0, help="processes beside each rank that prepare batches")
+    add("--num-workers", type=whole, default=0, help="number of data-loading processes per rank")
 
 
 def _checkpoints(add: Add) -> None:
-    add_shared(add, "--save", help="where checkpoints, the log and the trained model are written")
+    add_shared(add, "--save", help="folder for checkpoints, the log and the trained model")
     add_shared(add, "--load", "--load-last-good", "--save-interval")
 
 
 def _logging(add: Add) -> None:
     add_shared(add, "--log-interval", default=10)
-    add("--log-level", choices=["debug", "info", "warning"], default="info", help="of get_logger()")
+    add(
+        "--log-level",
+        choices=["debug", "info", "warning"],
+        default="info",
+        help="level of the loggers that get_logger() returns",
+    )
     add(
         "--eval-interval",
         type=positive,
-        help="iterations between two evaluations (default: after each epoch, and at the end)",
+        help="iterations between two evaluations (default: evaluate after each epoch and at the end)",
     )
-    add("--eval-iters", type=whole, default=100, help="global batches of an evaluation of a pre-training")
+    add(
+        "--eval-iters",
+        type=whole,
+        default=100,
+        help="number of global batches in an evaluation of --task pretraining",
+    )
     add_shared(add, "--tensorboard-dir", "--json-log")
     add_shared(
         add,
         "--plot",
-        help="a PNG of loss and learning rate (default: with --save or --tensorboard-dir, if matplotlib is "
-        "installed)",
+        help="PNG file for a plot of loss and learning rate (default: written with --save or "
+        "--tensorboard-dir, if matplotlib is installed)",
     )
 
 
@@ -300,7 +352,7 @@ def _launch(add: Add) -> None:
     add(
         "--nproc-per-node",
         type=positive,
-        help="processes to start on this machine (default: one for each device that it may use)",
+        help="number of processes to start on this machine (default: one per available device)",
     )
     add_shared(add, "--distributed-timeout-minutes")
 

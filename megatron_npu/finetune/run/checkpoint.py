@@ -1,4 +1,4 @@
-"""Checkpoints of a run, by ``torch.distributed.checkpoint``: it goes on to the bit, also within an epoch.
+"""Checkpoints with ``torch.distributed.checkpoint``: bitwise identical resume, also within an epoch.
 
 Each is written into a hidden folder beside its place and renamed when every rank is done; the tracker
 follows, as in Megatron. Names of weights are those of the user's module, so that a run may go on with another
@@ -98,13 +98,12 @@ def require_there(args: Namespace) -> None:
     of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
     begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Give another.")
+        raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Use another.")
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
             f"--load {folder}: no checkpoint there",
-            f"a folder with {checkpoint_files.TRACKER}, or that of --save, where the run will put one",
-            "Correct the path, or leave --load out; weights to begin with are named by "
-            "--pretrained-model-name-or-path.",
+            f"a folder with {checkpoint_files.TRACKER}, or the folder of --save",
+            "Correct the path, or remove --load; pass initial weights with --pretrained-model-name-or-path.",
         )
 
 
@@ -113,7 +112,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
 
     Returns:
-        The iteration that the run goes on from, 0 without a checkpoint; and what there is to say about it.
+        The iteration that the run resumes from, 0 without a checkpoint; and what there is to say about it.
 
     Raises:
         UsageError: it is damaged, or of another model or other data.
@@ -161,7 +160,7 @@ def _description(place: Path) -> dict[str, Any]:
         raise UsageError(
             f"--load: {path}: {reason}",
             "a checkpoint that `megatron-npu train` has saved",
-            "To begin with trained weights, give their folder to --pretrained-model-name-or-path.",
+            "To start from trained weights, pass their folder to --pretrained-model-name-or-path.",
         ) from error
 
 
@@ -170,8 +169,8 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
         if name in saved and saved[name] != getattr(args, name):
             raise UsageError(
                 f"{flag} {getattr(args, name)}, and {saved[name]} in {place}",
-                "the same: they decide which samples an iteration has",
-                "Give the flags that the run began with, or begin anew with the trained weights.",
+                "the same values, because they determine the samples of an iteration",
+                "Pass the flags of the original run, or start again from the trained weights.",
             )
 
 
@@ -209,10 +208,10 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
     if differing:
         name = differing[0]
         raise UsageError(
-            f"{place} holds another model: {name} is {saved.get(name, 'not there')} there and "
-            f"{wanted.get(name, 'not there')} here",
+            f"{place} holds another model: {name} is {saved.get(name, 'missing')} there and "
+            f"{wanted.get(name, 'missing')} here",
             "the model and the switches of the run that saved it",
-            "Give its flags, or another --load.",
+            "Pass its flags, or another --load.",
         )
 
 
@@ -237,8 +236,8 @@ def _reading(place: Path) -> Iterator[None]:
         refused = torch_readers.last_refusal()
         raise refused or UsageError(
             f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}",
-            "one whose files are whole, of the same model",
-            f"Name an older one, by its iteration, in {place.parent / checkpoint_files.TRACKER}.",
+            "a complete checkpoint of the same model",
+            f"Write the iteration of an older one into {place.parent / checkpoint_files.TRACKER}.",
         ) from error
     finally:
         if guards:

@@ -1,4 +1,4 @@
-"""``megatron-npu train``: read the flags, start the ranks; on each, run the task or the user's script."""
+"""``megatron-npu train``: read the flags, start the ranks, and run the task or script on each."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def _refuse(args: Namespace, *, tells: bool = False) -> None:
     if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
-            "replicas to compare: each rank has its own part of every weight there",
-            "Leave it out, or use --zero-1-memory-optimization.",
+            "replicas to compare: with this sharding each rank has a different part of every weight",
+            "Remove it, or use --zero-1-memory-optimization.",
         )

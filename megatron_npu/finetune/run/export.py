@@ -1,6 +1,6 @@
 """The trained model as a folder for ``from_pretrained``: weights, configuration, tokenizer, model card.
 
-A model that is none of Transformers' is written as ``model.safetensors`` beside the card.
+A model that is not one of Transformers' is written as ``model.safetensors`` beside the card.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How much the loss of a micro-batch counts: as much as it has labels among those of the global batch.
+"""Weight of a micro-batch's loss: its share of the global batch's labels.
 
 A loss is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels: of
 targets, of masked tokens, of words. So that the loss of a global batch is the mean over all its labels,
-however it is cut into micro-batches and shared out over ranks, the labels of all of them are counted before
+however it is cut into micro-batches and sharded over ranks, the labels of all of them are counted before
 the first one goes backward.
 """
 
@@ -141,8 +141,9 @@ class MicroBatches:
         elif self._each != self._number:
             raise UsageError(
                 f"run_forward_step took {self._each} batches for a loss, and {self._number} for the next one",
-                "as many each time: labels are counted before a global batch is trained on",
-                "Take one batch for each loss.",
+                "the same number for each loss, because labels are counted before a global batch "
+                "is trained on",
+                "Use one batch for each loss.",
             )
         shares = zip(self._totals, counts, strict=True)
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]

@@ -1,4 +1,4 @@
-"""The ranks of this machine, started by ``train`` itself through torch's elastic agent.
+"""Start the ranks of this machine with torch's elastic agent.
 
 ``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` say where the ranks of several machines
 meet. Each rank is the same command again, in a process of its own.
@@ -58,7 +58,7 @@ def machines() -> int:
         raise UsageError(
             f"NNODES={count} without MASTER_ADDR and MASTER_PORT",
             "all three, and NODE_RANK on each machine",
-            "Export where the first machine listens.",
+            "Export the address and port that the first machine listens on.",
         )
     return count
 
@@ -161,7 +161,7 @@ def _exit_code(failed: object) -> int:
     code = first.exitcode
     if code == -signal.SIGKILL:
         print(
-            f"megatron-npu train: rank {first.local_rank} was killed; did the machine run out of memory?",
+            f"megatron-npu train: rank {first.local_rank} was killed; the machine may be out of memory",
             file=sys.stderr,
         )
     return code if code >= 0 else 128 - code

@@ -1,4 +1,4 @@
-"""Whether the flags cut a model among ranks, as only those of megatron-core can be."""
+"""Check whether the flags request model parallelism, which only megatron-core models support."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def cannot_be_cut(args: Namespace, what: str) -> UsageError:
     return UsageError(
         f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
         f"{args.pipeline_model_parallel_size} with {what}",
-        "1 for both: there each rank has all layers, or its share of each weight (--zero-3-...)",
-        "Models of Megatron are cut: those of `megatron-npu pretrain`, or of a PreTrainer.",
+        "1 for both: with these switches each rank has all layers, or a shard of each weight (--zero-3-...)",
+        "Model parallelism is for Megatron models: those of `megatron-npu pretrain`, or of a PreTrainer.",
     )

@@ -163,7 +163,7 @@ class Loop:
         self.iteration += 1
         if compares:
             replicas.require_equal("weight", prepared.module.named_parameters())
-            self.report.say(f" the replicas are the same after iteration {self.iteration}")
+            self.report.say(f" the replicas are identical after iteration {self.iteration}")
         if norm is None:
             self._overflowed(scale)
         elif not math.isfinite(norm):
@@ -184,11 +184,11 @@ class Loop:
         Raises:
             DivergedError: it was that.
         """
-        self.report.say(f" iteration {self.iteration}: the gradient overflowed, update left out")
+        self.report.say(f" iteration {self.iteration}: the gradient overflowed, update skipped")
         if scale <= SMALLEST:
             raise DivergedError(
                 f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
-                f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, give "
+                f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, pass "
                 "--mixed-precision bf16, or look at the data."
             )
 
@@ -200,8 +200,9 @@ class Loop:
         """Refuse, at the first step, a loss that no weight of the model has a part in."""
         if next(self._gradients(), None) is None:
             raise UsageError(
-                f"{type(self.template).__name__}.run_forward_step returned a loss of other weights",
-                "one that depends on those of the model it is given",
+                f"{type(self.template).__name__}.run_forward_step returned a loss that does not "
+                "depend on the model",
+                "a loss computed with the model that it is given",
                 "Call that model.",
             )
 
@@ -308,7 +309,7 @@ class Loop:
     def _export(self) -> None:
         tokenizer = getattr(self.template, "tokenizer", None)
         self.outcome.exported = export.write(self.args, self.prepared, self.outcome, tokenizer)
-        self.report.say(f" the trained model is in {self.outcome.exported}")
+        self.report.say(f" the trained model was written to {self.outcome.exported}")
 
 
 @contextlib.contextmanager

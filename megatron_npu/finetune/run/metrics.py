@@ -1,4 +1,4 @@
-"""What evaluations report: the metrics of GLUE, entities, answers and overlaps, computed here.
+"""Evaluation metrics, computed here: GLUE's, entities, answers and overlaps.
 
 They are formulas of a few lines, held against scikit-learn, seqeval and others where these are installed.
 The hub's ``evaluate`` is not asked: it fetches a program for each metric, and runs it.

@@ -1,4 +1,4 @@
-"""The model card of a trained model: ``README.md`` of its folder."""
+"""Write the model card ``README.md`` of a trained model."""
 
 from __future__ import annotations
 

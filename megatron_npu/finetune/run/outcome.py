@@ -1,4 +1,4 @@
-"""How a training went: what its loop leaves, and what a model card and a template's caller read."""
+"""The result of a training, for model cards and callers of a template."""
 
 from __future__ import annotations
 

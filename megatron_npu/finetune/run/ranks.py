@@ -1,4 +1,4 @@
-"""Which of all processes this one is, as a launcher has put it into the environment."""
+"""The rank of this process, from a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def require_as_many(asked: int | None) -> None:
     there = os.environ.get("LOCAL_WORLD_SIZE")
     if asked is not None and there is not None and there != str(asked):
         raise UsageError(
-            f"--nproc-per-node {asked}, and a launcher has started {there} on this machine",
-            "one of them to start the ranks",
+            f"--nproc-per-node {asked}, but a launcher has already started {there} on this machine",
+            "only one of them to start the ranks",
             "Leave the flag out.",
         )
 

@@ -1,4 +1,4 @@
-"""What a training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
+"""Log output of a training: lines like Megatron's, JSON lines and TensorBoard curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``training.history`` reads both), with samples per
 second beside tokens, and metrics beside the loss of an evaluation.

@@ -1,4 +1,4 @@
-"""How long a training is: settled once, when its data are there, and not changed after that."""
+"""The length of a training, computed once when its data are loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunPlan:
         of_epochs = None if args.epochs is None else args.epochs * epoch
         ends = [end for end in (args.train_iters, of_epochs) if end is not None]
         if not ends:
-            raise UsageError("no end of training", "--epochs N or --train-iters N", "Give one of them.")
+            raise UsageError("no end of training", "--epochs N or --train-iters N", "Pass one of them.")
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:

@@ -1,4 +1,4 @@
-"""The learning rate by iteration, as Megatron's scheduler has it: warm up from 0, decay to a least rate."""
+"""The learning rate per iteration, like Megatron's scheduler: warm-up from 0, decay to a minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``--task`` names: one template a task, filled in for models of Transformers. One file a task."""
+"""Tasks of ``--task``: one template for Transformers models per task, one file each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]
     task = every().get(args.task)
     if task is None:
         raise UsageError(
-            f"--task {args.task}", " or ".join(every()), "Give one of them, or --user-script FILE."
+            f"--task {args.task}", " or ".join(every()), "Pass one of them, or --user-script FILE."
         )
     try:
         import transformers  # noqa: F401

@@ -1,4 +1,4 @@
-"""Texts one behind the other, cut into blocks of one length: the examples of language models."""
+"""Concatenate texts and split them into blocks of equal length, the samples of language models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class BlocksOfText(Task):
     roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
     flags = (
         Flag(
-            "--append-eod", action="store_true", help="end each text of a language model's with the end token"
+            "--append-eod",
+            action="store_true",
+            help="append the end token to each text of a language-modeling dataset",
         ),
     )
     marked = False  # whether special tokens are put around each text, and a mask says where they are
@@ -58,7 +60,7 @@ class BlocksOfText(Task):
             raise UsageError(
                 f"the part {part!r} has {count} tokens",
                 f"a block of {self.longest} at least",
-                "Give more text, or a smaller --seq-length.",
+                "Provide more text, or a smaller --seq-length.",
             )
         return blocks
 

@@ -1,4 +1,4 @@
-"""``--task causal_lm``: the next token of a text."""
+"""``--task causal_lm``: predict the next token."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ class CausalLM(BlocksOfText):
     def check(cls, args: Namespace) -> None:
         """Refuse blocks in which no token follows another."""
         if args.seq_length == 1:
-            raise UsageError("--seq-length 1", "a token, and one that follows it: 2 or more", "Give more.")
+            raise UsageError(
+                "--seq-length 1", "at least 2: a token and the one that follows it", "Provide more."
+            )
 
     def require_fit(self, config: Any) -> None:
-        """Refuse an encoder, too."""
+        """Refuse an encoder too."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
             raise UsageError(
-                f"--task {self.name} with {name}, a {config.model_type} that sees what it is to predict",
+                f"--task {self.name} with {name}, a {config.model_type} whose attention sees the "
+                "tokens it has to predict",
                 "a decoder",
-                "Give --task masked_lm, or a model such as GPT-2.",
+                "Pass --task masked_lm, or a model such as GPT-2.",
             )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:

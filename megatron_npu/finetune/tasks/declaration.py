@@ -1,6 +1,6 @@
-"""What a task says of itself: flags, checks, help texts and the model card have it from nowhere else.
+"""Declaration of a task, from which its flags, checks, help texts and model card are derived.
 
-A task's file is imported for a help text, too, and by the process that starts the ranks: it imports
+A task's file is imported for a help text too, and by the process that starts the ranks: it imports
 Transformers and ``datasets`` inside the functions that need them.
 """
 
@@ -33,7 +33,7 @@ class Declaration:
 
     Attributes:
         name: as ``--task`` has it.
-        template: which of the two that a user fills in, too, it fills in.
+        template: which of the two that a user fills in too, it fills in.
         head: the Auto class of Transformers that it trains; None: that depends on the model.
         pipeline: of Transformers, that runs the trained model; None: there is none.
         roles: of its columns, each with the names that it usually has, the likeliest first.

@@ -1,4 +1,4 @@
-"""``--task masked_lm``: the tokens of a text that are masked."""
+"""``--task masked_lm``: predict masked tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MaskedLM(BlocksOfText):
     def check(cls, args: Namespace) -> None:
         """Refuse to mask nothing."""
         if not args.mask_prob:
-            raise UsageError("--mask-prob 0", "some tokens to ask for", "Give 0.15, say.")
+            raise UsageError("--mask-prob 0", "at least some tokens to mask", "Pass 0.15, say.")
 
     @functools.cached_property
     def _masking(self) -> DataCollatorForLanguageModeling:
@@ -50,7 +50,7 @@ class MaskedLM(BlocksOfText):
             raise UsageError(
                 f"--task masked_lm with {self.args.pretrained_model_name_or_path}",
                 "a tokenizer with a mask token",
-                "Give --task causal_lm, or a model such as BERT.",
+                "Pass --task causal_lm, or a model such as BERT.",
             )
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
 

@@ -48,8 +48,8 @@ class PreTraining(Declaration):
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} with --task pretraining",
-                "--train-iters N alone: as many samples are drawn as the iterations need",
-                "Give --train-iters in its place.",
+                "only --train-iters N: the number of samples is computed from it",
+                "Pass --train-iters instead.",
             )
 
     def __init__(self, engine: Any) -> None:
@@ -90,8 +90,8 @@ class PreTraining(Declaration):
             raise UsageError(
                 f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model of {known} tokens, with a "
                 f"vocabulary of {vocabulary.vocab_size}",
-                "a model that knows every token",
-                "Give the vocabulary that the model was trained with, or another model.",
+                "a model with an embedding for every token",
+                "Use the vocabulary that the model was trained with, or another model.",
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
@@ -141,8 +141,8 @@ class PreTraining(Declaration):
         if not (causal or masked) or config.is_encoder_decoder:
             raise UsageError(
                 f"--task pretraining with {self.args.pretrained_model_name_or_path}, a {config.model_type}",
-                "a BERT, or a causal model such as GPT-2",
-                "Give another model.",
+                "a BERT, another masked model, or a causal model such as GPT-2",
+                "Use another model.",
             )
         return masked and not getattr(config, "is_decoder", False)
 
@@ -168,7 +168,7 @@ class PreTraining(Declaration):
             raise UsageError(
                 f"--seq-length {args.seq_length} with {args.pretrained_model_name_or_path}",
                 f"at most its {most} positions",
-                "Give fewer tokens, or a larger --max-position-embeddings.",
+                "Use fewer tokens, or a larger --max-position-embeddings.",
             )
         return args.seq_length or most or 512
 

@@ -1,4 +1,4 @@
-"""``--task question_answering``: the piece of a context that answers a question."""
+"""``--task question_answering``: find the span of a context that answers a question."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ class QuestionAnswering(Task):
         "answers": ("answers", "answer"),
     }
     flags = (
-        Flag("--doc-stride", type=positive, default=128, help="tokens that two windows of a context share"),
-        Flag("--max-answer-length", type=positive, default=30, help="tokens of the longest answer"),
+        Flag(
+            "--doc-stride",
+            type=positive,
+            default=128,
+            help="number of tokens shared by two consecutive windows of a context",
+        ),
+        Flag("--max-answer-length", type=positive, default=30, help="maximum number of tokens in an answer"),
     )
 
     def tokenizer_options(self) -> dict[str, Any]:
@@ -92,8 +97,8 @@ class QuestionAnswering(Task):
         if free < 2:
             raise UsageError(
                 f"a question of {own} tokens in the part {part!r}",
-                f"fewer than the {self.longest} of --seq-length, and room for the context",
-                "Leave the question out, or give a larger --seq-length.",
+                f"fewer than the {self.longest} of --seq-length, with space for the context",
+                "Remove the question, or pass a larger --seq-length.",
             )
         return min(self.args.doc_stride, free // 2)
 
@@ -268,7 +273,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
         raise UsageError(
             f"the answer {text!r} to {question!r}",
-            "a piece of the context, at its place",
+            "a part of the context, at the given position",
             "Correct the row.",
         )
 

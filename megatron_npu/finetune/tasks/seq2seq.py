@@ -1,4 +1,4 @@
-"""``--task seq2seq``: a text for a text: a translation, a summary."""
+"""``--task seq2seq``: generate a text from a text, such as a translation or a summary."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Seq2Seq(Task):
         "target": ("target", "output", "highlights", "summary", "answer", "label"),
     }
     flags = (
-        Flag("--source-prefix", default="", metavar="TEXT", help="what each source begins with"),
-        Flag("--max-target-length", type=positive, default=128, help="tokens of the longest output"),
-        Flag("--predict-with-generate", action="store_true", help="write targets when evaluating, too"),
-        Flag("--num-beams", type=positive, default=1, help="beams of these outputs"),
+        Flag("--source-prefix", default="", metavar="TEXT", help="text to prepend to each source"),
+        Flag("--max-target-length", type=positive, default=128, help="maximum number of tokens in an output"),
+        Flag("--predict-with-generate", action="store_true", help="generate outputs during evaluation too"),
+        Flag("--num-beams", type=positive, default=1, help="number of beams for generated outputs"),
     )
 
     @classmethod
@@ -49,8 +49,8 @@ class Seq2Seq(Task):
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams without --predict-with-generate",
-                "both: beams are of outputs",
-                "Add or drop one.",
+                "both flags: beams are used for generated outputs",
+                "Add or remove one.",
             )
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Seq2Seq(Task):
                 max_new_tokens=self.args.max_target_length,
                 num_beams=self.args.num_beams,
                 do_sample=False,
-                # where weights are shared out, all ranks go through the model as often as the slowest
+                # where weights are sharded, all ranks go through the model as often as the slowest
                 synced_gpus=self.args.world_size > 1,
             )
         return outputs

@@ -1,4 +1,4 @@
-"""``--task sequence_classification``: a class, or a number, for each text or pair of texts."""
+"""``--task sequence_classification``: predict a class or a number for a text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def columns_of_texts(
     said = [pair for pair in said if pair[0] != "label"]
     given = dict(said)
     if "pair" in given and "text" not in given:
-        raise UsageError("--columns pair=… alone", "text=… too", "Name the text that it is the pair of.")
+        raise UsageError(
+            "--columns pair=… without text=…", "text=… too", "Name the column of the first text too."
+        )
     both = next((two for two in _PAIRS if {*two} <= {*there["train"]} and label not in two), None)
     if both is not None and not given:
         said = list(zip(("text", "pair"), both, strict=True))

@@ -1,4 +1,4 @@
-"""What all tasks share: where data and models come from, and evaluations that count each example once."""
+"""Code shared by all tasks: data and model loading, and evaluations that count each example once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Task(Declaration):
             "--validation-fraction",
             type=_fraction,
             default=0.1,
-            help="what is taken from the training part, where no part is there to validate on",
+            help="fraction of the training split to validate on if the data has no validation split",
         ),
     )
 
@@ -142,8 +142,8 @@ class Task(Declaration):
             ]
             raise UsageError(
                 f"--task {self.name} with {name}, a {config.model_type}",
-                f"a task that it has a head for: {', '.join(fitting) or 'it has none'}",
-                "Give another task or another model.",
+                f"a task that the model has a head for: {', '.join(fitting) or 'it has none'}",
+                "Use another task or another model.",
             )
 
     def own_labels(self) -> tuple[str, ...]:
@@ -241,8 +241,8 @@ class Task(Declaration):
         if not self.tokenizer.is_fast:
             raise UsageError(
                 f"the tokenizer of {self.args.pretrained_model_name_or_path}",
-                "one that says where in a text a token is (a fast one)",
-                "Take a model that has a tokenizer.json.",
+                "a fast tokenizer, which returns the position of each token",
+                "Use a model with a tokenizer.json.",
             )
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
@@ -258,7 +258,7 @@ class Task(Declaration):
     ) -> dict[str, np.ndarray]:
         """Return what is read off every example of all ranks, each once and in the order of their numbers.
 
-        Ranks see an example twice where the number of all cannot be shared out evenly.
+        Ranks see an example twice where the number of all cannot be sharded evenly.
 
         Args:
             model: the model, in a list.

@@ -1,4 +1,4 @@
-"""``--task token_classification``: a tag for each word, such as names of persons and places."""
+"""``--task token_classification``: predict a tag per word, such as names of persons and places."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint."""
+"""Text generation with a GPT in memory: token selection and the Sampler. Independent of checkpoints."""

@@ -1,4 +1,4 @@
-"""The rules by which tokens are chosen from logits: greedy, temperature, top-k and top-p (nucleus) sampling.
+"""Select tokens from logits: greedy, temperature, top-k and top-p (nucleus) sampling.
 
 Top-p is from arXiv:1904.09751, section 3.1.
 """

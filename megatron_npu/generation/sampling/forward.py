@@ -1,4 +1,4 @@
-"""The logits of what follows a batch of texts, from all stages of a live GPT and all ranks that share it.
+"""Compute the next-token logits for a batch of texts, over all stages and ranks of a model.
 
 Three ways to get them, chosen by how the model is laid out: with keys and values of the past kept (the fast
 one), without (``--recompute``), and whole texts as in training, for models whose sequence is cut among ranks.
@@ -119,7 +119,7 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
     """Return the logits behind every token of a batch, [b, s, padded vocabulary], on the device.
 
     All ranks of the model must call this. None on those without the output layer. Not for a model whose
-    sequence is cut among ranks.
+    sequence is partitioned over ranks.
 
     Args:
         chunks: this process's GPTModels, without wrappers, in their order.

@@ -1,4 +1,4 @@
-"""A text that grows token by token: which characters each new token adds."""
+"""Incremental decoding: the characters that each new token adds to a text."""
 
 from __future__ import annotations
 

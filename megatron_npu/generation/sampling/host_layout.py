@@ -1,4 +1,4 @@
-"""Weights of a model that only draws, laid out in memory as a processor reads them fastest."""
+"""Memory layout of weights that is fastest for generation on a CPU."""
 
 from __future__ import annotations
 

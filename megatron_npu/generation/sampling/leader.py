@@ -1,4 +1,4 @@
-"""One rank that decides, and others that follow: a Sampler for prompts that come one by one to rank 0."""
+"""A Sampler for prompts that arrive on rank 0: it broadcasts each request to the other ranks."""
 
 from __future__ import annotations
 

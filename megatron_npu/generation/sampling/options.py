@@ -1,4 +1,4 @@
-"""How text is drawn from a model: the numbers that a user chooses, and what they may be."""
+"""Sampling options, and their valid ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Sampler: texts drawn from a live GPT, in a command, a server or in the middle of training."""
+"""The Sampler generates text with a GPT in memory, for commands, the server and during training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sampler:
 
     Works in any layout: with tensor, sequence, context and pipeline parallelism, interleaved or not. Every
     rank makes one and calls ``sample`` with the same arguments; every rank gets the same texts. Data-parallel
-    replicas draw the same texts, too.
+    replicas draw the same texts too.
 
     Args:
         model: this process's chunk of a GPTModel or all of them in their order, in wrappers or not.
@@ -160,12 +160,12 @@ class Sampler:
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             raise UsageError(
                 f"a prompt with ids from {min(prompt)} to {max(prompt)}",
-                f"from 0 to {self.vocabulary - 1}, which the model knows",
-                "Take the tokenizer that the model was trained with.",
+                f"from 0 to {self.vocabulary - 1}, the ids of the model",
+                "Use the tokenizer that the model was trained with.",
             )
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Refuse a prompt that cannot be gone on from.
+        """Reject a prompt that cannot be continued.
 
         Raises:
             UsageError: it is empty, has ids that the model does not know, or leaves no position free.

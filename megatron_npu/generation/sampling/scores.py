@@ -1,4 +1,4 @@
-"""How likely the tokens of texts that are there are, whole texts at once: log-likelihoods, nothing drawn."""
+"""Log-likelihoods of the tokens of given texts, without sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of a model get to know of the last pipeline stage's logits."""
+"""Broadcast results of the last pipeline stage's logits to all ranks of a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def not_numbers() -> UsageError:
-    """Return what is said of logits that are NaN or infinite."""
+    """Return the message about logits that are NaN or infinite."""
     return UsageError(
-        "the model's logits are not numbers (NaN or infinite)",
-        "a model whose training did not diverge, in a precision that can hold its numbers",
+        "the model's logits are NaN or infinite",
+        "a model whose training did not diverge, in a sufficient precision",
         "Load an earlier checkpoint, or compute in another precision.",
     )

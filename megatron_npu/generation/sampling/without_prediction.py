@@ -1,4 +1,4 @@
-"""A GPT without its layers of multi-token prediction, which ask for labels: they are for training alone."""
+"""A GPT without its multi-token prediction layers, which are used only in training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_prediction(chunks: Sequence[Any]) -> Iterator[None]:
-    """Leave these layers out inside the block.
+    """Skip the multi-token prediction layers in the block.
 
     Args:
         chunks: this process's GPTModels, without wrappers; they share one configuration.

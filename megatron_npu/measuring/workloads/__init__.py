@@ -1,1 +1,1 @@
-"""What a row trains: functions that take a ``Job`` and a ``Meter``, train, and return the parameters."""
+"""Workloads: functions that take a ``Job`` and a ``Meter``, train, and return the parameters."""

@@ -1,4 +1,4 @@
-"""Hugging Face's BERT under the switches of ``megatron-npu train``, on made-up tokens."""
+"""Hugging Face's BERT with the switches of ``megatron-npu train``, on random tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Fail where torch.compile has run everything as it was, which it may do without a word."""
+    """Fail where torch.compile has run everything as it was, which it may do silently."""
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:

@@ -1,4 +1,4 @@
-"""Megatron's GPT by the embedded driver: tensor, pipeline and data parallel, sharded, on made-up tokens."""
+"""Megatron's GPT with the built-in trainer: tensor, pipeline, data parallel and sharded, on random tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flags(job: Job) -> list[str]:
         "vocab-size": size.vocabulary - 1,  # it adds one of its own
         "make-vocab-size-divisible-by": max(1, PAD // scheme.tensor),
         "eval-iters": 0,
-        "num-workers": 0,  # made-up tokens cost next to nothing
+        "num-workers": 0,  # generated tokens cost next to nothing
         "log-interval": job.steps_in_all,
         "seed": job.seed,
     }

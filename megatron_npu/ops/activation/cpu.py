@@ -1,4 +1,4 @@
-"""GELU after a bias on the CPU: the curve and its slope from one exponential, by row tiles."""
+"""GELU after a bias on the CPU: value and derivative from one exponential, in row tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations by torch's own kernels, with nothing kept but the inputs: for cpu, and cuda without ours."""
+"""Activations with torch's own kernels that save only the inputs: for cpu, and for cuda without Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations by torch_npu's kernels that are told their form.
+"""Activations with torch_npu's kernels for each form.
 
 ``npu_fast_gelu`` is not used: x·sigmoid(1.702·x) is up to 0.02 away from either form of GELU, and a model
 trained with it is another model.

@@ -1,4 +1,4 @@
-"""The activations written out in plain torch, in fp32: what every device must agree with."""
+"""Reference activations in plain torch, in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: softmax(q·kᵀ·scale + mask)·v, one meaning for every layout and mask.
+"""Attention: softmax(q·kᵀ·scale + mask)·v, with the same meaning for every layout and mask.
 
 ``spec`` says what a call asks for, ``checks`` refuses contradictions, ``reference`` is the formula; ``cpu``,
 ``cuda`` and ``npu`` compute it, the cpu with ``blockwise`` where torch has no kernel. ``block`` is attention

@@ -1,4 +1,4 @@
-"""What ``attention`` refuses: arguments that contradict each other or the tensors."""
+"""Checks of ``attention``'s arguments against each other and the tensors."""
 
 from __future__ import annotations
 

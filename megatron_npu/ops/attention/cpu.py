@@ -1,4 +1,4 @@
-"""Attention on the CPU: torch's flash kernel where it applies and is the faster, else tile by tile."""
+"""Attention on the CPU: torch's flash kernel where it applies and is faster, else tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on CUDA: cuDNN's or flash-attn's, else torch's SDPA; FlexAttention for windows and packing.
+"""Attention on CUDA: cuDNN or flash-attn, else torch's SDPA; FlexAttention for windows and packing.
 
 On Hopper and later cuDNN's kernel is the fastest for what it takes, a triangle or everything, in 16 bits.
 

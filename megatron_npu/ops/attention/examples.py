@@ -1,4 +1,4 @@
-"""The calls of attention that ``megatron-npu doctor`` makes."""
+"""Calls of attention that ``megatron-npu doctor`` checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the layouts of a call and ``[b, n, s, d]``. All of it is views unless said otherwise."""
+"""Convert between the layouts of a call and ``[b, n, s, d]``; these are views unless stated otherwise."""
 
 from __future__ import annotations
 

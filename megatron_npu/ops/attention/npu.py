@@ -1,4 +1,4 @@
-"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, one table from a spec to its arguments.
+"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, and the table from specs to its arguments.
 
 What is checked is what torch_npu's own documentation of the operation states (torch_npu 2.13.0,
 ``_op_plugin_docs.py``): a call outside it may be wrong without an error, so it is refused beforehand.

@@ -1,4 +1,4 @@
-"""From a mask ``[b, 1, s, s]`` back to what it was made of: causal sequences, packed into the rows."""
+"""Recover packed causal sequences from a mask ``[b, 1, s, s]``."""
 
 from __future__ import annotations
 

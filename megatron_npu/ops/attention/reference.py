@@ -1,4 +1,4 @@
-"""Attention written out in plain torch: what every device must agree with."""
+"""Reference attention in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with a sink: one more score for each head, which takes a share of the weights and has no value.
+"""Attention with a sink: one more score per head, which takes probability and has no value.
 
 A query may so attend to nothing. With a sink of zero this is softmax off by one (Miller 2023): one is added
 to its divisor; a learned sink is that of gpt-oss. Given the lse of the scores without it, the sink scales the

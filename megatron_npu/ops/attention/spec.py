@@ -1,4 +1,4 @@
-"""What one call of attention asks for, in the form that every device reads."""
+"""Specification of one attention call, in the form that every device uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of our own for a CPU: what torch takes several passes over memory for, in one.
+"""Compiled CPU kernels that do in one pass over memory what torch does in several.
 
 ``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` all of attention; ``building``
 compiles where there is a g++, and ``abi`` calls: it refuses what a kernel would misread. The functions here

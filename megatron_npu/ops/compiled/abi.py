@@ -1,4 +1,4 @@
-"""What crosses into the compiled kernels: the one place that calls them, and knows what each of them takes.
+"""Interface to the compiled kernels: the only caller, with the argument checks of each.
 
 A kernel is given addresses and sizes, and believes both. So every tensor is looked at here first: its memory,
 dtype, shape and strides. What a kernel would misread, or write beyond, raises. Who calls makes sure that it

@@ -1,4 +1,4 @@
-"""Compiles the sources beside it for this processor, once for a user and a compiler, and loads it."""
+"""Compile the kernels for this CPU, once per user and compiler, and load them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Symbol(ctypes.Structure):
 def _openmp() -> Path:
     """Return the OpenMP library that libtorch is linked to: another one would start threads of its own.
 
-    Others may be there, too: scikit-learn's wheel brings one, which no code of torch's ever calls.
+    Others may be there too: scikit-learn's wheel brings one, which no code of torch's ever calls.
 
     Raises:
         UsageError: libtorch has threads of another kind, to which g++ does not compile.
@@ -90,7 +90,7 @@ def _openmp() -> Path:
     found = _file_of(torch[0], "GOMP_parallel") if torch else ""
     if "gomp" not in Path(found).name:
         raise UsageError(
-            f"torch's threads are those of {found or 'no OpenMP that is known'}, not of libgomp",
+            f"torch uses the threads of {found or 'an unknown library'}, not of libgomp",
             "a torch that is linked to libgomp, as its wheels for Linux are",
             f"Install such a torch, or {_WITHOUT}",
         )

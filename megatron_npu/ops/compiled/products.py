@@ -1,4 +1,4 @@
-"""Products of bf16 matrices with sums in fp32 (``products.cpp``), on processors where they are worth it."""
+"""Products of bf16 matrices with fp32 sums (``products.cpp``), on CPUs where they are faster."""
 
 from __future__ import annotations
 

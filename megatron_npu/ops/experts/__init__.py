@@ -1,1 +1,1 @@
-"""Mixtures of experts: who takes which token, and the grouped products."""
+"""Mixtures of experts: routing, permutation and grouped products."""

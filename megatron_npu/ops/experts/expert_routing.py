@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which of them each token goes to, with which weight.
+"""The router of a mixture of experts: the experts and weights of each token.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.

@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each with a weight of its own: the experts of a mixture."""
+"""Grouped matrix products: each group of rows has its own weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and back: the two ends of a mixture of experts.
+"""Sort tokens by expert, and back.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), where every
 token goes to the same number of experts and none is dropped.

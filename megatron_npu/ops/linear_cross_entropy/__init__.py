@@ -1,4 +1,4 @@
-"""Output layer and cross-entropy in one: the logits over a vocabulary are never whole in memory."""
+"""Fused output layer and cross-entropy: the full logits are never in memory."""
 
 from __future__ import annotations
 

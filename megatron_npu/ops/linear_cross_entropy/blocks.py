@@ -1,4 +1,4 @@
-"""Blocks of the vocabulary, multiplied again in backward: nothing of the size of the logits is ever kept."""
+"""Blocks of the vocabulary that are recomputed in backward, so that nothing of the logits' size is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exponentials instead of logits: kept from forward to backward, which is two products for each block."""
+"""Keep exponentials instead of logits from forward to backward: two products per block."""
 
 from __future__ import annotations
 

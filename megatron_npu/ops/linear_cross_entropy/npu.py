@@ -1,4 +1,4 @@
-"""The kernels of torch_npu 2.13 that multiply with the vocabulary and keep no logits (Atlas A2 and later)."""
+"""Kernels of torch_npu 2.13 for the vocabulary product that keep no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 

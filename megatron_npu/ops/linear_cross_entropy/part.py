@@ -1,4 +1,4 @@
-"""Which part of the vocabulary a rank has, and where the gradient of its weight goes."""
+"""A rank's part of the vocabulary, and the destination of its weight gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formula in plain torch: all logits at once."""
+"""Reference in plain torch, with all logits at once."""
 
 from __future__ import annotations
 

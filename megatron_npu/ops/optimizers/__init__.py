@@ -1,1 +1,1 @@
-"""Optimizers, and whole lists of tensors in one call."""
+"""Optimizers, and multi-tensor operations."""

@@ -27,7 +27,7 @@ class FusedAdam(FusedOptimizer):
     ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
     torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
     parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part, and has the
-    state of those of which it holds nothing, too, in one order: saving ranks exchange the shapes of each.
+    state of those of which it holds nothing too, in one order: saving ranks exchange the shapes of each.
 
     Args:
         params: parameters or groups.
@@ -45,14 +45,14 @@ class FusedAdam(FusedOptimizer):
         master_weight_dtype: fp32, or fp16 with a scale per tensor.
         exp_avg_dtype, exp_avg_sq_dtype: of the moments: fp32, bf16, or fp16 with a scale per tensor.
         store_param_remainders: of bf16 parameters with fp32 main weights keep the 16 bits that the
-            parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers to the bit.
+            parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers bit for bit.
         others: further options of TransformerEngine's class, which are refused unless they are off.
 
     Attributes:
         copies: of 16-bit tensors, by their fp32 parameters: what a step is to round these to, where a kernel
             does both at once; ``written`` are those that have been.
         swap_moments: whether fp32 moments rest in the host's memory, where the NPU's kernel updates them: 8
-            bytes a parameter less on the device, the same numbers to the bit. Of the class it is what the
+            bytes a parameter less on the device, the same numbers bit for bit. Of the class it is what the
             next ones begin with: who builds them, Megatron, has no argument for it.
 
     Raises:
@@ -131,7 +131,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Give shards of which this rank holds nothing their state, too, in one order: all ranks save it."""
+        """Give shards of which this rank holds nothing their state too, in one order: all ranks save it."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)

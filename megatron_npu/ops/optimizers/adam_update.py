@@ -109,7 +109,7 @@ def _adam_cuda(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """The same kernel for narrow states: they give the numbers of wide ones to the bit."""
+    """The same kernel for narrow states: they give the numbers of wide ones bit for bit."""
     rows = [Tensors(*row, None) for row in zip(targets, grads, first, second, strict=True)]
     if rows and takes_kernel("adam", targets[0]) and all(map(takes, rows)):
         update_by_kernel(rows, step, 1.0)

@@ -1,4 +1,4 @@
-"""What the optimizers of apex have in common: closures, refused options, exact state dicts, fused updates."""
+"""Code shared by apex-style optimizers: closures, rejected options, exact state dicts, fused updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_grad_none: whether ``zero_grad()`` drops gradients (True) or zeroes them in place.
     """
 
-    # What a constructor sets in addition to the groups; a copy or a pickle has it, too.
+    # What a constructor sets in addition to the groups; a copy or a pickle has it too.
     _options: tuple[str, ...] = ("set_grad_none",)
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whole lists of tensors in one call: norm and scale, with the calling convention of ``amp_C``.
+"""Multi-tensor norm and scale, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
 apex's convention and not used; ``overflow`` is one integer on the device, set to 1 where a function checks

@@ -1,4 +1,4 @@
-"""Optimizer state that rests in 16 bits and is computed with in fp32, a block of parameters at a time.
+"""Optimizer states stored in 16 bits and updated in fp32, a block of parameters at a time.
 
 What a parameter has is cut into blocks, so that the fp32 numbers of one block alone exist at a time, and each
 block is one call of every kernel, however many tensors it is made of:

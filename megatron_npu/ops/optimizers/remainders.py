@@ -1,4 +1,4 @@
-"""An fp32 number as its bf16 rounding and the 16 bits that the rounding took away, exactly.
+"""Split an fp32 number exactly into its bf16 rounding and the 16 remaining bits.
 
 With ``weight`` the bf16 nearest to ``main`` (ties to even, as ``Tensor.to`` rounds) and both read as
 integers, ``main = (weight << 16) + remainder`` with a remainder from -32768 to 32768. That is one value more

@@ -1,4 +1,4 @@
-"""Tensors of an NPU whose memory is the host's, which the NPU's kernels read and write where it is.
+"""NPU tensors in host memory, which NPU kernels access in place.
 
 torch_npu documents them for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN their memory for copies;
 what else takes them is for who has tried it on hardware.

@@ -1,4 +1,4 @@
-"""A linear layer: products by a CPU's faster library, and rows without a gradient left out of backward."""
+"""A linear layer: faster CPU products, and no backward work for rows without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of tensor parallelism with sequence parallelism, their collective and product in one.
+"""Linear layers with tensor and sequence parallelism, with fused product and collective.
 
 For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have come while
 others are on their way. What is exchanged is what Megatron's layers exchange (Korthikanti et al. 2022,

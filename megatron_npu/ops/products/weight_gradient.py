@@ -1,4 +1,4 @@
-"""Weight gradient of a linear layer, added straight into the gradient buffer."""
+"""Weight gradient of a linear layer, accumulated directly into the gradient buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This project's operations in a model of Transformers or of a user, and out of it again."""
+"""Swap this project's operations into a Transformers or custom model, and out again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Entry:
     Attributes:
         where: its path in the model; empty for the model itself.
         what: norm, attention, activation, gated MLP, rotary, loss, output layer, linear or dropout.
-        by: the operation in its place; empty where it stays.
+        by: the operation instead; empty where it stays.
         why_not: why it stays; empty where it does not.
     """
 

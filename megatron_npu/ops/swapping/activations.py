@@ -1,4 +1,4 @@
-"""Activation functions and gated MLPs, recognised by what they compute."""
+"""Activation functions and gated MLPs, recognized by their results."""
 
 from __future__ import annotations
 

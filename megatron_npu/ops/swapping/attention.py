@@ -1,4 +1,4 @@
-"""Attention of Transformers' models, through its registries.
+"""Attention of Transformers models, through its registries.
 
 A model of Transformers asks a registry for its attention function by the name in its config, and another one
 for the masks that this function takes. Both know ``NAME`` from the first swap on.

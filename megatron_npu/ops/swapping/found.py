@@ -1,4 +1,4 @@
-"""What a recogniser says of a module, and what every replacement asks first."""
+"""The result of recognizing a module, and checks shared by all replacements."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterato
     """Let a function of ``torch.nn.functional`` be ours in the forward of a module, in this thread.
 
     It is no ``TorchFunctionMode``: every call of torch would go through one, those in the guards of compiled
-    blocks, too, and for each number that these compare dynamo (torch 2.13) would compile a graph.
+    blocks too, and for each number that these compare dynamo (torch 2.13) would compile a graph.
 
     Args:
         name: of the function.
@@ -94,7 +94,7 @@ def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterato
         setattr(_ours, name, outer)
 
 
-_ours = threading.local()  # by the name of a function, what a thread calls in its place
+_ours = threading.local()  # by the name of a function, what a thread calls instead
 _ASKS = "megatron_npu_asks"  # a function that asks has itself there: who wraps it copies its attributes
 _lock = threading.Lock()  # of the counter below
 _blocks: collections.Counter[tuple[int, str]] = collections.Counter()  # which overlap where threads do
@@ -115,7 +115,7 @@ def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], 
 
 @functools.cache
 def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that asks, each time, what this thread calls in its place."""
+    """Return the function that asks, each time, what this thread calls instead."""
 
     @functools.wraps(theirs)
     def asking(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The output layer of a language model, put into its loss: training makes no logits unless somebody asks."""
+"""Fuse a language model's output layer with its loss: training computes logits only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers and dropout: operations of a CPU that are faster than torch's there."""
+"""Linear layers and dropout, with operations that are faster than torch's on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary: Transformers' loss functions, torch's module, and what forwards call."""
+"""Losses over a vocabulary: Transformers' loss functions, torch's module, and calls in forward methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a user's own model, known by what it calls."""
+"""Attention of a custom model, recognized by its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of Transformers' layers: a function of their file, recognised by what it computes."""
+"""Rotary embeddings in Transformers layers: a function of their file, recognized by its results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
     """Return ``forward`` with our function under the global name of theirs; nobody else's globals change.
 
-    Functions around it (Transformers 5.24 renames arguments so) are copied, too; None: one of them does not
+    Functions around it (Transformers 5.24 renames arguments so) are copied too; None: one of them does not
     hold what it wraps as a variable of its own, and no copy of it would call ours.
     """
     wrapped = getattr(forward, "__wrapped__", None)

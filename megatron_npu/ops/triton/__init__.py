@@ -1,4 +1,4 @@
-"""Triton kernels of our own for NVIDIA GPUs: what torch takes several passes over memory for, in one.
+"""Triton kernels for NVIDIA GPUs that do in one pass over memory what torch does in several.
 
 ``kernels`` has them, the other modules launch them; results differ from torch's by roundings, which are fewer
 here. They run where triton is installed (it comes with torch's wheels for CUDA) on compute capability 8.0 and

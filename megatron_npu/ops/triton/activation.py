@@ -1,4 +1,4 @@
-"""Activations with a bias, in a kernel for each way; nothing is kept but the inputs."""
+"""Activations with a bias, one kernel per direction; only the inputs are saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam over many tensors in one launch, which scales gradients and writes 16-bit copies of weights."""
+"""Multi-tensor Adam in one launch, which also scales gradients and writes 16-bit weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, a kernel forward and one backward; the autograd functions are the operations'."""
+"""Cross-entropy of logits, one kernel per direction; the autograd functions are the operations'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dropout has drawn, so that backward draws it again."""
+"""The random state of a dropout, so that the backward pass reproduces its mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(p: float, device: torch.device) -> Dropped | None:
     """Return a new draw for probability ``p``; None for 0.
 
     The seed comes from torch's generator of the device, on the device: Megatron's RNG tracker decides about
-    it, a recomputation that has set the generator back draws the same, a graph of CUDA draws anew at every
+    it, a recomputation that has set the generator back draws the same, a graph of CUDA draws again at every
     replay, and the host waits for nothing.
     """
     if p == 0.0:

@@ -1,4 +1,4 @@
-"""How a kernel is launched, and into how many programs a tensor is cut."""
+"""Launch kernels, and choose the number of programs for a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, and both of a residual's sum: one pass over memory each way.
+"""Layer norm and RMS norm, also of a residual sum: one pass over memory per direction.
 
 Sums over rows, of the gradients of weight and biases, are partial ones of the same kernel, added up by a
 second one. ``bias`` None means RMS norm throughout.
@@ -132,7 +132,7 @@ def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = No
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or another one in its place, which the kernel does not read."""
+    """Return the tensor, or another one instead, which the kernel does not read."""
     return other if tensor is None else tensor
 
 

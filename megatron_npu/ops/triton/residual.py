@@ -1,4 +1,4 @@
-"""A residual's sum, with bias and dropout, alone and with the norm that reads it."""
+"""A residual sum with bias and dropout, alone or fused with the following norm."""
 
 from __future__ import annotations
 

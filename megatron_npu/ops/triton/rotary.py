@@ -1,4 +1,4 @@
-"""Rotary position embedding in a kernel each way; nothing is kept but the tables."""
+"""Rotary position embedding, one kernel per direction; only the tables are saved."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fused_attention(plain: list[str]) -> Iterator[None]:
-    """Let SDPA be the fused kernel that an H100 takes; a torch without CUDA takes the plain formula.
+    """Set SDPA to the fused kernel that an H100 takes; a torch without CUDA takes the plain formula.
 
     cuDNN's, whose output lies in memory as the queries do, comes first there (torch 2.11); then flash.
 

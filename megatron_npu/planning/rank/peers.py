@@ -112,7 +112,7 @@ def of_npu(asked: Any) -> str:
 
 
 def _join_hosts(group: Any) -> None:
-    """Let a group take tensors of the host, too, as gloo would.
+    """Let a group take tensors of the host too, as gloo would.
 
     Not by two backends in its name: torch keeps one of each type, and HCCL's and the fake one's are the same.
     """

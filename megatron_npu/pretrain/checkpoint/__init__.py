@@ -1,1 +1,1 @@
-"""The driver's checkpoints."""
+"""Checkpoints of the built-in trainer."""

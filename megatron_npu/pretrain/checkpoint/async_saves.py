@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on (``--async-save``): one at a time.
+"""Write checkpoints while training continues (``--async-save``), one at a time.
 
 megatron-core copies the state to the host and forks a process on each rank, which writes it. When all have
 ended, the ranks complete the checkpoint together: until then it has no name, and nobody takes it for one.

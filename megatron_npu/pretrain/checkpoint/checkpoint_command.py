@@ -1,4 +1,4 @@
-"""``megatron-npu checkpoint``: what a folder of checkpoints holds, whether it is whole, and which to keep."""
+"""``megatron-npu checkpoint``: list, verify and prune a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -55,17 +55,26 @@ def _parser() -> Parser:
         ("prune", "remove old ones"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("directory", metavar="DIR", help="what was given to --save")
+        action.add_argument("directory", metavar="DIR", help="folder given to --save")
         if name in ("inspect", "verify", "sum"):
-            action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration alone")
+            action.add_argument("--ckpt-step", type=whole, metavar="N", help="check only this iteration")
         if name == "inspect":
-            action.add_argument("--json", action="store_true", help="as JSON, with all arguments")
-        if name == "prune":
-            action.add_argument("--keep", type=positive, required=True, metavar="N", help="the newest N stay")
             action.add_argument(
-                "--keep-every", type=positive, metavar="M", help="those of every M iterations, too"
+                "--json", action="store_true", help="print one JSON object with all arguments"
             )
-            action.add_argument("--dry-run", action="store_true", help="say what would be removed")
+        if name == "prune":
+            action.add_argument(
+                "--keep", type=positive, required=True, metavar="N", help="keep the newest N checkpoints"
+            )
+            action.add_argument(
+                "--keep-every",
+                type=positive,
+                metavar="M",
+                help="also keep each checkpoint whose iteration is a multiple of M",
+            )
+            action.add_argument(
+                "--dry-run", action="store_true", help="print what would be removed, and remove nothing"
+            )
     return parser
 
 
@@ -123,7 +132,7 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
         samples = iteration * int(arguments.get("global_batch_size") or 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"{description}: {error}", "the description that `megatron-npu train` writes", "Name another one."
+            f"{description}: {error}", "the description that `megatron-npu train` writes", "Use another one."
         ) from error
     return checkpoint_description.CheckpointInfo(
         path=path,
@@ -173,7 +182,7 @@ def _prune(args: Namespace) -> int:
         faults = _faults(path)
         if faults:
             damaged.append(path)
-            print(f"{path.name} is damaged and does not count: {'; '.join(faults)}")
+            print(f"{path.name} is damaged and is not counted: {'; '.join(faults)}")
         return not faults
 
     for path in whole_checkpoints.surplus(args.directory, args.keep, args.keep_every, is_whole):

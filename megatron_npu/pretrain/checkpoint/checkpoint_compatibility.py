@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint: what its description and the run's flags must have in common."""
+"""Check whether a run can resume from a checkpoint, from its description and the flags."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path} holds another model: {', '.join(differing)}",
             "the checkpoint's values",
-            "Give the flags that it was trained with, or load another checkpoint.",
+            "Pass the flags that it was trained with, or load another checkpoint.",
         )
 
 
@@ -128,14 +128,14 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
     if into_fsdp and not of_fsdp:
         raise UsageError(
             f"--load {found.path} with --{args.sharding}-memory-optimization",
-            "a checkpoint of a run with zero-2 or zero-3: Megatron's FSDP reads its own format alone",
-            "Use --fsdp-memory-optimization, which goes on with all others.",
+            "a checkpoint of a run with zero-2 or zero-3, because Megatron's FSDP reads only its own format",
+            "Use --fsdp-memory-optimization, which can resume from all others.",
         )
     if of_fsdp and not into_fsdp and args.load_optim:
         raise UsageError(
-            f"--load {found.path}, whose optimizer Megatron's FSDP has shared out",
+            f"--load {found.path}, whose optimizer state Megatron's FSDP has sharded",
             "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
-            "Add it, or give --no-load-optim, or --finetune: any run reads the weights.",
+            "Add it, or pass --no-load-optim or --finetune, with which any run can load the weights.",
         )
     if into_fsdp:
         _require_same_precision(found, args)
@@ -144,7 +144,7 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
             f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens with "
             f"its padding, and this run {args.padded_vocab_size}",
             "the same",
-            "Give its --make-vocab-size-divisible-by.",
+            "Pass its --make-vocab-size-divisible-by.",
         )
 
 
@@ -156,8 +156,8 @@ def _require_same_precision(found: CheckpointInfo, args: Namespace) -> None:
     if saved != own:
         raise UsageError(
             f"--load {found.path} was trained in {saved}, and this run is in {own}",
-            "the same: another wrapper is in the names of all weights",
-            "Change --mixed-precision, or use --fsdp-memory-optimization from the beginning.",
+            "the same precision, because another wrapper changes the parameter names",
+            "Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
         )
 
 
@@ -170,13 +170,13 @@ def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
     if before != now:
         raise UsageError(
             f"--load {found.path} was saved in {before}, and this run is in {now}",
-            "the same: the optimizer keeps fp32 main weights beside those of 16 bits alone",
-            "Change --bf16 or --fp16, or give --no-load-optim.",
+            "the same precision, because the optimizer keeps fp32 main weights only for 16-bit weights",
+            "Change --bf16 or --fp16, or pass --no-load-optim.",
         )
 
 
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
-    """Check that the optimizer of a checkpoint can go on in a run's layout.
+    """Check that the optimizer of a checkpoint can continue in a run's layout.
 
     Args:
         found: the checkpoint, which has an optimizer.
@@ -190,7 +190,7 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path} was saved with --optimizer {saved}, this run has {args.optimizer}",
             "the same",
-            "Change --optimizer, or give --no-load-optim.",
+            "Change --optimizer, or pass --no-load-optim.",
         )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
@@ -198,8 +198,8 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path} was saved with {kinds[distributed]}, this run has "
             f"{kinds[args.use_distributed_optimizer]}",
-            "the same kind",
-            "Change --use-distributed-optimizer, or give --no-load-optim.",
+            "the same kind of optimizer",
+            "Change --use-distributed-optimizer, or pass --no-load-optim.",
         )
     if not distributed:  # which has fp32 weights of its own in each precision
         _require_same_main_weights(found, args)
@@ -209,8 +209,9 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, "
             f"this run is {words[not apart]} it",
-            "both with it, of any size, or both without: the optimizer keeps experts apart with it alone",
-            "Change it, or give --no-load-optim.",
+            "both with it, of any size, or both without, because the optimizer state of "
+            "experts is stored differently",
+            "Change it, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, args)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":
@@ -218,5 +219,5 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path}: its distributed optimizer can change the data-parallel size only",
             " and ".join(sizes),
-            "Give --no-load-optim, or save it with --dist-ckpt-optim-fully-reshardable.",
+            "Pass --no-load-optim, or save it with --dist-ckpt-optim-fully-reshardable.",
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, in ``arguments.json``: the run's flags, its position, and the format.
+"""The description of a checkpoint, ``arguments.json``: flags, position and format.
 
 Neither torch nor Megatron is needed to read it. A field may be added without harm: versions that do not know
 it pass over it, and newer ones have a default for descriptions without it. What an older version would read
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 FORMAT = "format"  # the field of the format's version; descriptions before 1.0 had none, and are alike
 VERSION = "1.0"
-# Of fields that a description may lack; without the others nobody knows where a run goes on, or with what.
+# Of fields that a description may lack; without the others nobody knows where a run continues, or with what.
 _DEFAULTS: dict[str, Any] = {
     "consumed_valid_samples": 0,
     "has_optimizer": True,  # one that lacks it after all says so when it is loaded
@@ -92,7 +92,7 @@ def _read(path: Path) -> CheckpointInfo:
         raise UsageError(
             f"{description}: {reason}",
             "the description that `megatron-npu pretrain` writes into each checkpoint",
-            "Load a checkpoint of this driver.",
+            "Load a checkpoint of `megatron-npu pretrain`.",
         ) from error
 
 
@@ -122,7 +122,7 @@ def require_known_format(description: Path, values: object) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``CheckpointInfo`` has but its path; other fields, of newer versions, are passed over.
+    """Return what ``CheckpointInfo`` has but its path; other fields, of newer versions, are skipped.
 
     Raises:
         ValueError: one is missing that has no default.

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written or read: what torch and megatron-core raise then, in one line."""
+"""One-line errors for checkpoints that cannot be written or read."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def _require_readable_common(path: Path) -> None:
         return
     raise UsageError(
         f"the checkpoint {path} is of megatron-core 0.19 or newer, and this is {package_info.__version__}",
-        f"{checkpoint_files.COMMON}, which older ones read and newer ones do not write",
-        "Install megatron-core 0.19 for it.",
+        f"{checkpoint_files.COMMON}, which older versions need and newer ones do not write",
+        "Install megatron-core 0.19 to load it.",
     )
 
 
 def _broken(path: str | Path, why: str) -> UsageError:
     return UsageError(
         f"the checkpoint {path} {why}",
-        "one whose files are whole",
-        f"Name an older one, by its iteration, in {Path(path).parent / checkpoint_files.TRACKER}.",
+        "a complete checkpoint",
+        f"Write the iteration of an older one into {Path(path).parent / checkpoint_files.TRACKER}.",
     )

@@ -1,4 +1,4 @@
-"""Checkpoints as files: names, and the tracker. Neither torch nor Megatron is needed to read them.
+"""Names of checkpoint files, and the tracker. Imports neither torch nor Megatron.
 
 ``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Beside
 what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json`` (``checkpoint_description``).
@@ -89,9 +89,9 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
     if not path.is_dir():
         raise UsageError(
-            f"{tracker} names {path.name}, which is not there",
+            f"{tracker} names {path.name}, which does not exist",
             "the name of a checkpoint in the same directory",
-            "Write the iteration of one that is complete into the file.",
+            "Write the iteration of a complete checkpoint into the file.",
         )
     trackers.tell_of_newer(path.resolve())
     return path
@@ -103,8 +103,10 @@ def _of_iteration(root: str | Path, step: int) -> Path:
         there = ", ".join(map(str, iterations(root))) or "none"
         raise UsageError(
             f"--ckpt-step {step}: no {path.name} in {root}",
-            f"the iteration of a checkpoint that is there: {there}",
-            "Give one of them, or leave --ckpt-step out for the newest." if there != "none" else "Drop it.",
+            f"the iteration of an existing checkpoint: {there}",
+            "Pass one of them, or remove --ckpt-step to load the newest."
+            if there != "none"
+            else "Remove it.",
         )
     return path
 

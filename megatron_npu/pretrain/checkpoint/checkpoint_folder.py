@@ -1,4 +1,4 @@
-"""The folder of a checkpoint while all ranks write it: hidden, until it is whole and has its name."""
+"""The folder of a checkpoint while ranks write it: hidden, and renamed when it is complete."""
 
 from __future__ import annotations
 

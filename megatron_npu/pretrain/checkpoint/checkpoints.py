@@ -1,4 +1,4 @@
-"""Saving and loading through ``megatron.core.dist_checkpointing``, so that the layout may change between.
+"""Save and load with ``megatron.core.dist_checkpointing``, which allows other layouts on resume.
 
 A checkpoint is written into a hidden directory beside its place and renamed when every rank is done; the
 tracker follows. The keys are those of Megatron-LM's own checkpoints.
@@ -141,7 +141,7 @@ def _description(
 
 @watchdog.phase("loading")
 def load(args: Namespace, state: State) -> Position:
-    """Load what the flags ask for into ``state``; return where the run goes on. All ranks must call this.
+    """Load what the flags ask for into ``state``; return where the run continues. All ranks must call this.
 
     Raises:
         UsageError: files of the checkpoint are missing or broken; the schedule differs from its schedule and

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, compared with what can be: a description may come from a stranger.
+"""Check the plausibility of a checkpoint's description, which may be untrusted.
 
 It is checked before anything is built of it: a layer number of 10⁹ would take all memory, and a text where a
 number belongs would end deep inside of megatron-core.
@@ -115,4 +115,4 @@ def _bytes(found: CheckpointInfo) -> int:
 
 
 def _unfit(found: CheckpointInfo, given: str, expected: str) -> UsageError:
-    return UsageError(f"the checkpoint {found.path}: {given}", expected, "Load one that is whole.")
+    return UsageError(f"the checkpoint {found.path}: {given}", expected, "Load a complete checkpoint.")

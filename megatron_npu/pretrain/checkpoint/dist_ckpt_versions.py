@@ -1,4 +1,4 @@
-"""How each version of megatron-core is told to cut the state of a checkpoint into shards."""
+"""How to request sharded state from each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _sharding_type(fully_reshardable: bool) -> str:
 
 
 def module_metadata(described: Metadata) -> Metadata:
-    """Return the metadata that modules are asked with: from 0.16 on it names the group, too."""
+    """Return the metadata that modules are asked with: from 0.16 on it names the group too."""
     return described | {"dp_cp_group": _group()}
 
 

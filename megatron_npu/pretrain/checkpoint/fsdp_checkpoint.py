@@ -1,7 +1,7 @@
 """Checkpoints of a model that Megatron's FSDP shards: upstream's format ``fsdp_dtensor``.
 
 ``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whatever rows of it each rank
-has: uneven ones, and of most tensors none at all. So a run goes on with another number of ranks. Names are
+has: uneven ones, and of most tensors none at all. So a run continues with another number of ranks. Names are
 those of Megatron-LM's own scripts, which give weights as the optimizer has them: in fp32, under the names of
 wrappers (``module.`` for the FSDP, another for 16 bits), a gated MLP's as its two halves (``_w``, ``_v``).
 """
@@ -75,7 +75,7 @@ def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
-    """Let all settings of a group be read, a fresh optimizer's missing ones, too: its count of steps."""
+    """Let all settings of a group be read, a fresh optimizer's missing ones too: its count of steps."""
     prefix = f"optimizer.{_GROUPS}."
     for key in reader.read_metadata().state_dict_metadata:
         name, _, setting = key.removeprefix(prefix).rpartition(".")
@@ -121,9 +121,9 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
     )
     if sizes != (1, 1) or any(isinstance(parameter, DTensor) for parameter in model[0].parameters()):
         raise UsageError(
-            f"{folder}, which was saved by Megatron's FSDP, for a model that is cut",
+            f"{folder}, which Megatron's FSDP saved, for a model-parallel model",
             "tensor and pipeline parallel size 1, without --fsdp-memory-optimization",
-            "Save its weights with one process (--load, --no-load-optim, --save) for other layouts.",
+            "For other layouts, save its weights with one process first (--load, --no-load-optim, --save).",
         )
     with checkpoint_failures.reading(folder):
         reader = FileSystemReader(folder)

@@ -1,4 +1,4 @@
-"""Random generators in a checkpoint: the states of a rank, and how they are cut and set."""
+"""Random generators in a checkpoint: collect, shard and restore the states of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model from its checkpoint, whole or shared by processes: for text, LAMBADA and conversion."""
+"""Load a trained model from its checkpoint, whole or partitioned: for generation, LAMBADA and conversion."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
         raise UsageError(
             f"a tokenizer of {tokenizer.vocab_size} tokens",
             f"the {expected} tokens that the model was trained with",
-            "Give the files of the training with --vocab-file and --merge-file.",
+            "Pass the files of the training with --vocab-file and --merge-file.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings of optimizer and schedule at a resume: the run's flags count, not what the checkpoint's run had.
+"""Settings of optimizer and schedule on resume: those of the current flags, not the checkpoint's.
 
 An optimizer's groups of parameters are saved with their settings (betas, epsilon, highest and least learning
 rate), and torch loads them with its moments. Upstream's schedule then asks the groups first, so that even
@@ -57,7 +57,7 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     args: Namespace, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Put the schedule where the run stands, if a flag says which one counts; else it begins anew.
+    """Put the schedule where the run stands, if a flag says which one counts; else it begins again.
 
     Args:
         args: the flags, with ``--no-load-optim``.
@@ -75,9 +75,9 @@ def go_on_without_optimizer(
         return
     if args.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, of which no schedule is read",
-            "a checkpoint that this driver has saved with its optimizer",
-            "Give --override-opt_param-scheduler, and the schedule's flags.",
+            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, which contains no schedule",
+            "a checkpoint that `megatron-npu pretrain` saved with its optimizer",
+            "Pass --override-opt_param-scheduler and the flags of the schedule.",
         )
     schedule.num_steps = 0
     schedule.step(samples)

@@ -1,4 +1,4 @@
-"""Parameters that torch's FSDP shares out, in megatron-core's checkpoints: each rank has rows of the whole.
+"""Parameters sharded by torch's FSDP in megatron-core's checkpoints: each rank has some rows.
 
 megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so that the checkpoint is the one
 of a run without FSDP: every layout goes on with it. Done here is what it leaves to its own scripts, or gets
@@ -31,8 +31,8 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
                 raise UsageError(
                     f"--fsdp-memory-optimization with --save or --load, and {parameter.size(0)} rows of "
                     f"{name.removeprefix('module.')} for {ranks} ranks",
-                    "rows that the ranks share alike, as the parts of megatron-core's checkpoints",
-                    "Use a number of ranks that divides them, or --zero-1-memory-optimization.",
+                    "the same number of rows on each rank, which megatron-core's checkpoints require",
+                    "Use a number of ranks that divides the rows, or --zero-1-memory-optimization.",
                 )
 
 

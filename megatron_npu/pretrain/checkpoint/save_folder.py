@@ -1,4 +1,4 @@
-"""The folder that a run saves into: one run at a time, and nothing in it of runs that were killed."""
+"""The ``--save`` folder: lock it for one run, and remove incomplete files of killed runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def owned(args: Namespace) -> Iterator[None]:
         lock = folder_lock.hold(folder)
     except OSError as error:
         raise UsageError(
-            f"--save {folder}: {error.strerror}", "a directory that can be made", "Give another path."
+            f"--save {folder}: {error.strerror}", "a directory that can be made", "Use another path."
         ) from None
     if lock is None:
         yield
@@ -58,4 +58,4 @@ def remove_unfinished(folder: Path) -> None:
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
-        print(f" removed {unfinished}, which a run that was killed left unfinished", flush=True)
+        print(f" removed {unfinished}, an incomplete checkpoint of a killed run", flush=True)

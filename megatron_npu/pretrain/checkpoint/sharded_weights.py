@@ -1,4 +1,4 @@
-"""The weights of a model as megatron-core's checkpoints take and give them, without a second copy in memory.
+"""A model's weights as megatron-core's checkpoints use them, without a second copy in memory.
 
 megatron-core cuts some parameters, such as both halves of a gated MLP, into several tensors of a checkpoint.
 It clones each of these views to write it, and puts new ones together when it has read them: of a Llama that
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def read_in_place(wanted: dict[str, Any]) -> None:
-    """Let what is read into views of a parameter be the parameter, and not be put together anew.
+    """Let what is read into views of a parameter be the parameter, and not be put together again.
 
     Args:
         wanted: what ``sharded_state_dict`` of a model has returned; changed.

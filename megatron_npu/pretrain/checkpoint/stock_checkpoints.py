@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-LM's own scripts have saved, as the driver describes its own.
+"""Describe checkpoints of Megatron-LM's own scripts like the trainer's own.
 
 Where the driver writes ``arguments.json``, they keep their argparse.Namespace in a pickle: in ``common.pt``
 beside shards (``torch_dist``), since 0.19 among them, or in the file of each rank (``torch``). It is read
@@ -82,7 +82,7 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
     if found.args.get("num_experts"):
         raise UsageError(
             f"{path} holds a model with experts in the format torch",
-            "the format torch_dist, which says where each expert is",
+            "the format torch_dist, which stores where each expert is",
             "Save it with --ckpt-format torch_dist.",
         )
     return _weights_alone(
@@ -152,5 +152,5 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Names
         raise UsageError(
             f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
             f"at least the {args.tokenizer_vocab_size} of the tokenizer",
-            "Give the files of the tokenizer that it was trained with.",
+            "Pass the files of the tokenizer that it was trained with.",
         )

@@ -1,4 +1,4 @@
-"""Rows that pad the vocabulary, where weights have fewer of them than this layout needs.
+"""Fill padding rows of the vocabulary if a checkpoint has fewer than the layout needs.
 
 megatron-core fills them with zeros. Their logit is 0 then, which is the likeliest token of a model whose
 other logits are far below, as those of OpenAI's GPT-2 are. Here they are the mean of the real rows: the

@@ -1,4 +1,4 @@
-"""Which checkpoints a run can go on from: whether they have all their files, and these are not damaged."""
+"""Find the checkpoints that a run can resume from: complete and undamaged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def surplus(
     Args:
         root: of all checkpoints.
         keep: how many whole ones stay.
-        every: those of iterations that it divides stay, too; None: no others do.
+        every: those of iterations that it divides stay too; None: no others do.
         is_whole: tells whether one is; asked from the newest on, until enough are.
         newest: the iteration to begin with; None: the last one. Later ones stay.
     """

@@ -1,1 +1,1 @@
-"""The driver's samples and tokenizer."""
+"""Samples and tokenizer of the built-in trainer."""

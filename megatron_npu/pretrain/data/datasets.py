@@ -1,4 +1,4 @@
-"""Training, validation and test samples: megatron-core's datasets, read from where a run stands.
+"""Training, validation and test samples: megatron-core's datasets, from the run's position on.
 
 Each process reads what it needs by itself (the files are mapped into memory), so no broadcast is needed
 between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
@@ -133,7 +133,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
         raise UsageError(
             f"the indices of the data cannot be written: {error.__cause__}",
             "a directory for them (default: one beside the data, with their name)",
-            "Give --data-cache-path DIR.",
+            "Pass --data-cache-path DIR.",
         ) from error
 
 
@@ -155,7 +155,7 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
 def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
     """Take the parts that no one reads out of the split; the others stay the documents they are.
 
-    megatron-core (0.12 to 0.16) looks for the first token of a part without documents for ever.
+    megatron-core (0.12 to 0.16) looks for the first token of a part without documents forever.
     """
     config.split_matrix = [
         None if size == 0 else bounds for size, bounds in zip(sizes, config.split_matrix, strict=True)

@@ -1,4 +1,4 @@
-"""The order of samples; epochs: passes through the training data, each sample once, each in another order.
+"""The order of samples, and epochs: each sample once per pass, in a new order.
 
 megatron-core has none: a dataset that is asked for more samples than its documents give shuffles several
 passes together. Here it is asked for one pass, and ``Passes`` says in which order each pass goes through it.
@@ -51,7 +51,7 @@ class Passes:
 
     Args:
         samples: of one epoch.
-        seed: of the orders; with an epoch's number it says everything, so that a run can go on anywhere.
+        seed: of the orders; with an epoch's number it says everything, so that a run can continue anywhere.
     """
 
     def __init__(self, samples: int, seed: int) -> None:

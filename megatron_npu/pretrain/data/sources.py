@@ -1,4 +1,4 @@
-"""Where samples come from: prefixes, their weights, and the parts of a split."""
+"""Sources of samples: prefixes, their weights, and the parts of a split."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None
     often = [place.removesuffix(".bin") for place, count in places.items() if count > 1]
     if often and os.environ.get("RANK", "0") == "0":
         print(
-            f"megatron_npu: warning: {flag} names {', '.join(often)} more than once; its samples count by "
-            "all of its weights together",
+            f"megatron_npu: warning: {flag} names {', '.join(often)} more than once; its weights are added",
             file=sys.stderr,
             flush=True,
         )

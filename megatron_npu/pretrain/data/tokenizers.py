@@ -1,4 +1,4 @@
-"""The tokenizer of a run: GPT-2's, one of Hugging Face, or none at all for data that is numbers already."""
+"""The tokenizer of a run: GPT-2's, a Hugging Face one, or none for numeric data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
         raise UsageError(
             f"--vocab-size {args.vocab_size}",
             f"at least the {tokenizer.vocab_size} tokens of the tokenizer",
-            "Leave it out.",
+            "Remove it.",
         )
     return args.vocab_size
 
@@ -50,24 +50,22 @@ def build(args: Namespace) -> Tokenizer:
     end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
-            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size together with it", "Add it.")
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size with it", "Add it.")
         return NullTokenizer(args.vocab_size, end)
     if end is not None:
         raise UsageError(
             f"--null-tokenizer-eod-id with --tokenizer-type {args.tokenizer_type}",
             "NullTokenizer",
-            "Drop it.",
+            "Remove it.",
         )
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
-            raise UsageError(
-                "--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model together with it", "Add it."
-            )
+            raise UsageError("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model with it", "Add it.")
         return HuggingFaceTokenizer(args.tokenizer_model)
     for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if value is None:
             raise UsageError(
-                f"no {flag}", "GPT-2's vocab.json and merges.txt", "Give both, or a NullTokenizer."
+                f"no {flag}", "GPT-2's vocab.json and merges.txt", "Pass both, or a NullTokenizer."
             )
     from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 

@@ -1,4 +1,4 @@
-"""What a validation reads: some samples behind those of the last one, or all; of one set, or of several."""
+"""Validation samples: the next ones after the last validation, or all; of one set or several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ValidationSet:
         name: its prefix, where there are several; else nothing.
         dataset: its samples.
         batches: global batches of one validation.
-        is_whole: whether each validation reads all of it; else it goes on where the last one has ended.
+        is_whole: whether each validation reads all of it; else it continues where the last one has ended.
     """
 
     name: str
@@ -49,7 +49,7 @@ def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
         raise UsageError(
             f"--full-validation of {name or 'validation data'} with less than {args.seq_length + 1} tokens",
             "at least one sample",
-            "Give more data, or leave the flag out.",
+            "Provide more data, or remove the flag.",
         )
     padded = Padded(dataset, args.global_batch_size)
     return ValidationSet(name, padded, len(padded) // args.global_batch_size, True)

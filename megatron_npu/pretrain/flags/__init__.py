@@ -1,1 +1,1 @@
-"""The driver's flags: declared, checked, resolved."""
+"""Flags of the built-in trainer: declaration, checks, derived values."""

@@ -1,4 +1,4 @@
-"""The driver's flags: Megatron's own names, meanings and defaults (megatron-core 0.16), and a few more.
+"""Flags of ``megatron-npu pretrain``: names, meanings and defaults of megatron-core 0.16, and a few more.
 
 ``parse`` only reads them; ``validation.check`` compares them with each other and with the machine.
 """
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of ``megatron-npu pretrain``."""
     result = Parser(
         "megatron-npu pretrain",
-        description="Pre-train a GPT on megatron-core; one process, or several under torchrun.",
+        description="Pre-train a GPT with megatron-core, in one process or in several under torchrun.",
         hint="`megatron-npu run` takes a stock script and its flags.",
         usage=_USAGE,
     )
@@ -66,64 +66,80 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _model(add: Add) -> None:
-    add("--num-layers", type=positive, required=True, help="transformer layers")
-    add("--hidden-size", type=positive, required=True, help="size of the residual stream [s, b, h]")
-    add("--num-attention-heads", type=positive, required=True, help="query heads of a layer")
+    add("--num-layers", type=positive, required=True, help="number of transformer layers")
+    add(
+        "--hidden-size",
+        type=positive,
+        required=True,
+        help="hidden size, the size of the residual stream [s, b, h]",
+    )
+    add("--num-attention-heads", type=positive, required=True, help="number of query heads per layer")
     add(
         "--ffn-hidden-size",
         type=positive,
         help="inner size of a feed-forward layer (default: 4 x hidden, with --swiglu 8/3 x hidden)",
     )
-    add("--kv-channels", type=positive, help="size of a head (default: hidden / heads)")
-    add("--group-query-attention", action="store_true", help="share keys and values between heads")
+    add("--kv-channels", type=positive, help="size of an attention head (default: hidden / heads)")
+    add(
+        "--group-query-attention", action="store_true", help="share keys and values between query heads (GQA)"
+    )
     add(
         "--num-query-groups",
         type=positive,
         default=1,
-        help="key and value heads with --group-query-attention; without it, one for each query head",
+        help="number of key and value heads with --group-query-attention; without it, one per query head",
     )
-    add("--seq-length", type=positive, required=True, help="tokens of a training sequence")
-    add("--max-position-embeddings", type=positive, required=True, help="tokens of the longest sequence")
+    add("--seq-length", type=positive, required=True, help="number of tokens in a training sequence")
+    add("--max-position-embeddings", type=positive, required=True, help="maximum number of positions")
     add(
         "--position-embedding-type",
         choices=["learned_absolute", "rope", "yarn", "none"],
         default="learned_absolute",
-        help="how positions enter; yarn: rope, stretched by --rotary-scaling-factor (arXiv:2309.00071)",
+        help="position encoding; yarn: rope extended by --rotary-scaling-factor (arXiv:2309.00071)",
     )
-    add("--use-rotary-position-embeddings", action="store_true", help="= --position-embedding-type rope")
+    add(
+        "--use-rotary-position-embeddings",
+        action="store_true",
+        help="use rotary position embeddings, like --position-embedding-type rope",
+    )
     rotary_flags.add(add)
-    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="of every norm")
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="type of all norms")
     add(
         "--norm-epsilon",
         type=number,
         default=1e-5,
         dest="layernorm_epsilon",
-        help="added to the variance (RMSNorm: the mean square)",
+        help="epsilon added to the variance in LayerNorm and to the mean square in RMSNorm",
     )
     add(
         "--apply-layernorm-1p",
         action="store_true",
         dest="layernorm_zero_centered_gamma",
-        help="keep a norm's scale as its difference to 1",
+        help="store each norm's scale as its difference from 1",
     )
-    add("--swiglu", action="store_true", help="gated SiLU instead of GELU")
+    add("--swiglu", action="store_true", help="use gated SiLU instead of GELU")
     add(
         "--disable-bias-linear",
         action="store_false",
         dest="add_bias_linear",
-        help="linear layers without bias",
+        help="use linear layers without bias",
     )
-    add("--add-qkv-bias", action="store_true", help="a bias for query, key and value even so")
+    add(
+        "--add-qkv-bias",
+        action="store_true",
+        help="add a bias to the QKV projection even with --disable-bias-linear",
+    )
     add(
         "--add-attention-bias",
         action="store_true",
-        help="the same, and one for the layer behind the attention, as a Llama's attention_bias",
+        help="add a bias to the QKV projection and to the attention's output projection, like "
+        "a Llama's attention_bias",
     )
-    add("--qk-layernorm", action="store_true", help="norm the queries and keys of each head")
+    add("--qk-layernorm", action="store_true", help="normalize the queries and keys of each head")
     add(
         "--untie-embeddings-and-output-weights",
         action="store_true",
-        help="an output layer of its own instead of the embedding's weight",
+        help="use a separate output layer instead of the embedding's weight",
     )
     add(
         "--make-vocab-size-divisible-by",
@@ -135,8 +151,8 @@ def _model(add: Add) -> None:
     add(
         "--use-cpu-initialization",
         action=argparse.BooleanOptionalAction,
-        help="draw the initial weights on the host, the same for every tensor-parallel size "
-        "(default: on the cpu device, without expert parallelism)",
+        help="initialize the weights on the host, so that they do not depend on the tensor-parallel size "
+        "(default: only on the cpu device without expert parallelism)",
     )
 
 
@@ -145,77 +161,96 @@ def _attention(add: Add) -> None:
         "--window-attn-skip-freq",
         type=expert_flags.layer_frequency,
         metavar="N|PATTERN",
-        help="no window of --pre-tockens in every Nth layer; or 1 for a layer with it and 0 for one without: "
-        "[0]*2+[1]*2 (default: all have it)",
+        help="use full attention without the window of --pre-tockens in every Nth layer, or a list with "
+        "1 for a layer with the window and 0 for one without: [0]*2+[1]*2 (default: all layers have "
+        "the window)",
     )
-    add("--attention-dropout", type=number, default=0.1, help="probability, on attention's probabilities")
-    add("--hidden-dropout", type=number, default=0.1, help="probability, before each residual sum")
+    add(
+        "--attention-dropout",
+        type=number,
+        default=0.1,
+        help="dropout probability of the attention probabilities",
+    )
+    add("--hidden-dropout", type=number, default=0.1, help="dropout probability before each residual sum")
     add(
         "--attention-softmax-in-fp32",
         action="store_true",
-        help="for the unfused path; the fused one always computes it in fp32",
+        help="compute the softmax of the unfused attention in fp32; the fused attention always does",
     )
     add(
         "--apply-query-key-layer-scaling",
         action="store_true",
-        help="divide the scores by the layer's number before they are rounded, for fp16",
+        help="divide the attention scores by the layer's number before rounding, for fp16",
     )
     add_shared(add, "--use-flash-attn")
     add(
         "--attention-backend",
         choices=["auto", "flash", "fused", "unfused", "local"],
         default="auto",
-        help="auto, flash and fused: the device's fused attention; unfused and local: Megatron's own",
+        help="attention implementation; auto, flash and fused: the device's fused attention; "
+        "unfused and local: Megatron's own",
     )
     add(
         "--softmax-type",
         choices=["vanilla", "off-by-one", "learnable"],
         default="vanilla",
-        help="off-by-one: attention's probabilities may sum to less than 1, as if a key of score 0 took the "
-        "rest; learnable: of a score that each head learns; megatron-core 0.15 or later",
+        help="softmax variant; off-by-one: attention probabilities may sum to less than 1, as if a key "
+        "with score 0 took the rest; learnable: each head learns that score; needs megatron-core "
+        "0.15 or later",
     )
 
 
 def _parallel(add: Add) -> None:
-    add("--tensor-model-parallel-size", type=positive, default=1, help="ranks that share each layer")
-    add("--pipeline-model-parallel-size", type=positive, default=1, help="ranks that share the layers")
+    add("--tensor-model-parallel-size", type=positive, default=1, help="tensor-parallel size")
+    add("--pipeline-model-parallel-size", type=positive, default=1, help="number of pipeline stages")
     add(
         "--num-layers-per-virtual-pipeline-stage",
         type=positive,
-        help="layers of each of the pieces that a rank interleaves (default: one piece)",
+        help="number of layers in each model chunk of the interleaved pipeline schedule "
+        "(default: one chunk per rank)",
     )
     add(
         "--num-virtual-stages-per-pipeline-rank",
         type=positive,
-        help="the same as a number of pieces of each rank (default: 1)",
+        help="number of model chunks per rank in the interleaved pipeline schedule (default: 1)",
     )
-    add("--context-parallel-size", type=positive, default=1, help="ranks that share each sequence")
+    add(
+        "--context-parallel-size",
+        type=positive,
+        default=1,
+        help="context-parallel size: number of ranks that split each sequence",
+    )
     add(
         "--cp-comm-type",
         choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
         default="p2p",
-        help="how context-parallel ranks share keys: in a ring, gathered, exchanged for heads, or exchanged "
-        "among near ones and in a ring of far ones",
+        help="how context-parallel ranks exchange keys and values; p2p: in a ring; all_gather: gather "
+        "them; a2a: exchange them for heads; a2a+p2p: a2a among near ranks and a ring of far ones",
     )
     add(
         "--hierarchical-context-parallel-sizes",
         type=positive,
         nargs="+",
-        help="of a2a+p2p: near ranks, and far ones; their product is --context-parallel-size",
+        help="number of near ranks and of far ranks for a2a+p2p; their product must be "
+        "--context-parallel-size",
     )
     add(
         "--sequence-parallel",
         action="store_true",
-        help="tensor-parallel ranks share the sequence between their layers, too",
+        help="split the activations between tensor-parallel layers along the sequence too",
     )
     add(
         "--tp-comm-overlap",
         action="store_true",
-        help="a product and its communication in one operation; needs --sequence-parallel; NPU only",
+        help="fuse each matrix product with its communication; needs --sequence-parallel; NPU only",
     )
     memory_flags.add_swap_optimizer(add)
     hccl_buffers.add(add)
-    add("--use-distributed-optimizer", action="store_true", help="shard the optimizer over data parallelism")
+    add(
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="shard the optimizer states over the data-parallel ranks",
+    )
     add(
         "--overlap-grad-reduce",
         action="store_true",
@@ -224,72 +259,85 @@ def _parallel(add: Add) -> None:
     add(
         "--overlap-param-gather",
         action="store_true",
-        help="gather parameters while the forward pass computes; needs --use-distributed-optimizer",
+        help="gather parameters during the forward pass; needs --use-distributed-optimizer",
     )
     add(
         "--no-overlap-p2p-communication",
         action="store_false",
         dest="overlap_p2p_comm",
-        help="let pipeline stages wait for each other's tensors",
+        help="do not overlap pipeline communication with computation",
     )
     add_shared(add, "--distributed-timeout-minutes")
 
 
 def _training(add: Add) -> None:
-    add("--micro-batch-size", type=positive, required=True, help="sequences of one forward pass on one rank")
+    add(
+        "--micro-batch-size",
+        type=positive,
+        required=True,
+        help="number of sequences per rank and forward pass",
+    )
     add(
         "--global-batch-size",
         type=positive,
-        help="sequences of one iteration on all ranks (default: micro batch x data-parallel size)",
+        help="number of sequences per iteration over all ranks (default: micro batch x data-parallel size)",
     )
     job_flags.add_ramp(add)
     job_flags.add_step_graph(add)
     add(
         "--train-iters",
         type=whole,
-        help="iterations in all; 0 with --save: save and end; this, --train-samples or --epochs is required",
+        help="total number of iterations; with --save, 0 saves the initial model and exits; "
+        "this, --train-samples or --epochs is required",
     )
     add(
         "--train-samples",
         type=positive,
-        help="sequences in all; an incomplete last global batch is left out; the schedule counts samples too",
+        help="total number of sequences; an incomplete last global batch is dropped, and the "
+        "schedule counts samples too",
     )
     add(
         "--epochs",
         type=positive,
-        help="passes through the training data in all, each in an order of its own; an incomplete last "
-        "global batch is left out",
+        help="total number of passes over the training data, each in its own order; an incomplete last "
+        "global batch is dropped",
     )
     job_flags.add_ends(add)
     add_shared(add, "--seed", type=integer)
     add(
         "--deterministic-mode",
         action="store_true",
-        help="operations that give the same bits each time, slower ones if need be; one without such a form "
-        "ends the run",
+        help="use deterministic operations, even where they are slower; stop with an error if one does "
+        "not exist",
     )
-    add("--calculate-per-token-loss", action="store_true", help="weigh each token of a batch equally")
+    add("--calculate-per-token-loss", action="store_true", help="weight each token of a global batch equally")
 
 
 def _recomputation(add: Add) -> None:
-    add("--recompute-activations", action="store_true", help="= --recompute-granularity selective")
+    add(
+        "--recompute-activations",
+        action="store_true",
+        help="use selective recomputation, like --recompute-granularity selective",
+    )
     add(
         "--recompute-granularity",
         choices=["full", "selective"],
-        help="what the backward pass computes again instead of keeping it: whole layers, or "
-        "--recompute-modules of each (default: nothing)",
+        help="what to recompute in the backward pass; full: whole layers; selective: the "
+        "--recompute-modules of each layer (default: nothing)",
     )
     add(
         "--recompute-method",
         choices=["uniform", "block"],
-        help="of full: all layers in groups of --recompute-num-layers, or the first so many of a stage",
+        help="how full recomputation selects layers; uniform: all layers, in groups of "
+        "--recompute-num-layers; block: the first --recompute-num-layers of each stage",
     )
-    add("--recompute-num-layers", type=positive, help="of --recompute-method")
+    add("--recompute-num-layers", type=positive, help="number of layers for --recompute-method")
     add(
         "--recompute-modules",
         nargs="*",
         metavar="MODULE",
-        help="of selective: core_attn, mlp, layernorm and others of megatron-core (default: core_attn)",
+        help="modules that selective recomputation covers: core_attn, mlp, layernorm and "
+        "others of megatron-core (default: core_attn)",
     )
     memory_flags.add_activation_offloading(add)
 
@@ -299,22 +347,22 @@ def _faults(add: Add) -> None:
         "--no-check-for-nan-in-loss-and-grad",
         action="store_false",
         dest="check_for_nan_in_loss_and_grad",
-        help="go on with a loss or gradient that is not a number",
+        help="continue if the loss or a gradient is NaN or infinite",
     )
     add(
         "--loss-spike-policy",
         choices=["note", "skip", "rewind"],
         default="note",
-        help="of a loss that leaps or is not a number: say so (and end the run where it is none); skip: "
-        "leave its update out; rewind: go back to the newest whole checkpoint in --save, and leave the data "
-        "since out",
+        help="what to do about a loss spike or a NaN loss; note: log it (and stop at NaN); skip: skip "
+        "the update; rewind: return to the newest valid checkpoint in --save and skip the data "
+        "since then",
     )
     add(
         "--rerun-mode",
         choices=["disabled", "validate_results"],
         default="disabled",
-        help="validate_results: compute such an iteration again before anything is done about it, to tell a "
-        "device that computes wrongly from bad data",
+        help="validate_results: repeat such an iteration before acting on it, to tell a device that "
+        "computes wrongly from bad data",
     )
     add(
         "--iterations-to-skip",
@@ -322,8 +370,8 @@ def _faults(add: Add) -> None:
         nargs="*",
         default=[],
         metavar="N",
-        help="iterations whose data are passed over without training, counted from 0 as upstream does: the "
-        "one that the log calls N + 1",
+        help="iterations to skip without training, counted from 0 as upstream does: N is the iteration "
+        "that the log calls N + 1",
     )
     add_shared(add, "--check-weight-hash-across-dp-replicas-interval")
 
@@ -337,14 +385,14 @@ def _fusions(add: Add) -> None:
         ("gradient_accumulation_fusion", "a weight's gradient and its sum over micro-batches"),
     ):
         flag = f"--no-{dest.replace('_', '-')}"
-        add(flag, action="store_false", dest=dest, help=f"leave {what} to separate operations")
-    add("--cross-entropy-loss-fusion", action="store_true", help="the loss by one operation")
+        add(flag, action="store_false", dest=dest, help=f"do not fuse {what}")
+    add("--cross-entropy-loss-fusion", action="store_true", help="compute the loss with one fused operation")
     add(
         "--cross-entropy-fusion-impl",
         choices=["native", "linear"],
         default="native",
-        help="of --cross-entropy-loss-fusion; linear: together with the output layer, in blocks of the "
-        "vocabulary, so that logits are never whole in memory",
+        help="implementation of --cross-entropy-loss-fusion; linear: fuse the loss with the output layer "
+        "and compute it in blocks of the vocabulary, so that the full logits are never in memory",
     )
 
 
@@ -361,70 +409,114 @@ def _optimizer(add: Add) -> None:
         "--optimizer",
         choices=["adam", "muon"],
         default="adam",
-        help="muon: matrices of the layers by Muon, all else by Adam; megatron-core 0.16 or later",
+        help="optimizer; muon: Muon for the layers' matrices and Adam for all other weights; "
+        "needs megatron-core 0.16 or later",
     )
-    add_shared(add, "--lr", help="highest learning rate; required to train")
+    add_shared(add, "--lr", help="highest learning rate; required for training")
     add_shared(add, "--min-lr")
     add(
         "--lr-decay-style",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         default="linear",
-        help="shape of the decay after the warm-up; WSD: warm up, stay, decay",
+        help="shape of the learning-rate decay after the warm-up; WSD: warm-up, stable phase, decay",
     )
     add_shared(add, "--lr-decay-iters")
     add(
         "--lr-decay-samples",
         type=positive,
-        help="the same in samples, with --train-samples (default: --train-samples)",
+        help="length of the learning-rate decay in samples, with --train-samples (default: --train-samples)",
     )
     add(
         "--lr-wsd-decay-style",
         choices=["exponential", "linear", "cosine", "minus_sqrt"],
         default="exponential",
-        help="shape of the last part of WSD",
+        help="shape of WSD's decay phase",
     )
-    add("--lr-wsd-decay-iters", type=positive, help="iterations of the last part of WSD")
-    add("--lr-wsd-decay-samples", type=positive, help="the same in samples, with --train-samples")
-    add_shared(add, "--lr-warmup-iters", help="iterations from --lr-warmup-init up to --lr")
-    add("--lr-warmup-samples", type=whole, default=0, help="the same in samples, with --train-samples")
-    add("--lr-warmup-fraction", type=number, help="the same as a part of the decay iterations, from 0 to 1")
-    add("--lr-warmup-init", type=number, default=0.0, help="learning rate that the warm-up begins with")
+    add("--lr-wsd-decay-iters", type=positive, help="length of WSD's decay phase in iterations")
+    add(
+        "--lr-wsd-decay-samples",
+        type=positive,
+        help="length of WSD's decay phase in samples, with --train-samples",
+    )
+    add_shared(
+        add,
+        "--lr-warmup-iters",
+        help="number of iterations in which the learning rate rises from --lr-warmup-init to --lr",
+    )
+    add(
+        "--lr-warmup-samples",
+        type=whole,
+        default=0,
+        help="length of the learning-rate warm-up in samples, with --train-samples",
+    )
+    add(
+        "--lr-warmup-fraction",
+        type=number,
+        help="length of the learning-rate warm-up as a fraction of the decay, from 0 to 1",
+    )
+    add("--lr-warmup-init", type=number, default=0.0, help="learning rate at the start of the warm-up")
     add_shared(add, "--weight-decay")
-    add("--start-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
-    add("--end-weight-decay", type=number, help="of a weight decay that changes (default: --weight-decay)")
+    add(
+        "--start-weight-decay",
+        type=number,
+        help="initial weight decay when it is scheduled (default: --weight-decay)",
+    )
+    add(
+        "--end-weight-decay",
+        type=number,
+        help="final weight decay when it is scheduled (default: --weight-decay)",
+    )
     add(
         "--weight-decay-incr-style",
         choices=["constant", "linear", "cosine"],
         default="constant",
-        help="how it goes from its start to its end",
+        help="shape of the change from --start-weight-decay to --end-weight-decay",
     )
     add_shared(add, "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps")
     add(
         "--use-precision-aware-optimizer",
         action="store_true",
-        help="let the next four say what Adam keeps; needs --use-distributed-optimizer",
+        help="use the dtypes of the next four flags for Adam's states; needs --use-distributed-optimizer",
     )
     for what, types in memory_flags.NARROW.items():
         flag = f"--{what.replace('_', '-')}-dtype"
-        add(flag, choices=types, default="fp32", help=f"type of {_KEPT[what]}")
+        add(flag, choices=types, default="fp32", help=f"dtype of {_KEPT[what]}")
     memory_flags.add_reuse_of_weights(add)
-    add("--override-opt_param-scheduler", action="store_true", help="the flags' schedule, on resume too")
-    add("--use-checkpoint-opt_param-scheduler", action="store_true", help="the checkpoint's schedule")
+    add(
+        "--override-opt_param-scheduler",
+        action="store_true",
+        help="on resume, use the learning-rate schedule of the flags",
+    )
+    add(
+        "--use-checkpoint-opt_param-scheduler",
+        action="store_true",
+        help="on resume, use the learning-rate schedule of the checkpoint",
+    )
 
 
 def _precision(add: Add) -> None:
-    add("--bf16", action="store_true", help="compute in bfloat16; the optimizer keeps fp32")
-    add("--fp16", action="store_true", help="compute in float16; the optimizer keeps fp32")
+    add("--bf16", action="store_true", help="compute in bfloat16; the optimizer keeps fp32 main weights")
+    add("--fp16", action="store_true", help="compute in float16; the optimizer keeps fp32 main weights")
     add(
         "--accumulate-allreduce-grads-in-fp32",
         action="store_true",
-        help="sum and reduce gradients in fp32; always so with --bf16",
+        help="accumulate and reduce gradients in fp32; --bf16 always does",
     )
-    add("--loss-scale", type=number, help="fixed scale of the loss (default: with --fp16 a dynamic one)")
-    add("--initial-loss-scale", type=number, default=2.0**32, help="that the dynamic one begins with")
-    add("--min-loss-scale", type=number, default=1.0, help="below which the dynamic one does not fall")
-    add("--loss-scale-window", type=positive, default=1000, help="iterations before it is doubled")
-    add("--hysteresis", type=positive, default=2, help="overflows before it is halved")
+    add("--loss-scale", type=number, help="constant loss scale (default: a dynamic one with --fp16)")
+    add("--initial-loss-scale", type=number, default=2.0**32, help="initial value of the dynamic loss scale")
+    add("--min-loss-scale", type=number, default=1.0, help="minimum of the dynamic loss scale")
+    add(
+        "--loss-scale-window",
+        type=positive,
+        default=1000,
+        help="number of iterations without overflow before the dynamic loss scale is doubled",
+    )
+    add(
+        "--hysteresis",
+        type=positive,
+        default=2,
+        help="number of overflows before the dynamic loss scale is halved",
+    )
 
 
 def _data(add: Add) -> None:
@@ -432,13 +524,15 @@ def _data(add: Add) -> None:
         "--data-path",
         nargs="*",
         metavar="PREFIX",
-        help="PREFIX.bin and PREFIX.idx; several; or weights and prefixes in turns",
+        help="training data: the prefix of a .bin and .idx file, several prefixes, or "
+        "alternating weights and prefixes",
     )
-    add("--mock-data", action="store_true", help="made-up tokens instead of --data-path")
+    add("--mock-data", action="store_true", help="train on generated tokens instead of --data-path")
     add(
         "--split",
         metavar="A,B,C",
-        help="parts of the documents of --data-path for training, validation and test (default: 969, 30, 1)",
+        help="proportions of the documents of --data-path for training, validation and test "
+        "(default: 969, 30, 1)",
     )
     for part, use in (
         ("train", "training, instead of --data-path and --split"),
@@ -449,7 +543,7 @@ def _data(add: Add) -> None:
             f"--{part}-data-path",
             nargs="*",
             metavar="PREFIX",
-            help=f"as --data-path: all of its documents are for {use}",
+            help=f"data for {use}, in the form of --data-path; all documents are used",
         )
     flags.add_tokenizer(
         add,
@@ -459,16 +553,21 @@ def _data(add: Add) -> None:
     add(
         "--vocab-size",
         type=positive,
-        help="of the NullTokenizer, without its end of document; of a model that has more than its tokenizer",
+        help="vocabulary size of the NullTokenizer, without its end-of-document token, or of "
+        "a model that has more rows than its tokenizer has tokens",
     )
     flags.add_null_end(add)
     add_shared(add, "--data-cache-path")
-    add("--num-workers", type=whole, help="processes that read data (default: 0 on the cpu device, else 2)")
+    add(
+        "--num-workers",
+        type=whole,
+        help="number of data-loading processes (default: 0 on the cpu device, else 2)",
+    )
     add_shared(add, "--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask")
 
 
 def _checkpoints(add: Add) -> None:
-    add_shared(add, "--save", help="where checkpoints and the summary of the run are written")
+    add_shared(add, "--save", help="folder for checkpoints and the summary of the run")
     add_shared(add, "--load")
     add(
         "--ckpt-step",
@@ -481,43 +580,62 @@ def _checkpoints(add: Add) -> None:
         "--no-verify-checkpoint",
         action="store_false",
         dest="verify_checkpoint",
-        help="do not compare a checkpoint's files with their checksums before it is loaded",
+        help="load a checkpoint without verifying its checksums",
     )
     add_shared(add, "--save-interval")
     add(
         "--async-save",
         action="store_true",
-        help="go on training while processes of their own write a checkpoint",
+        help="write checkpoints in separate processes while training continues",
     )
     job_flags.add_retention(add)
-    add("--finetune", action="store_true", help="load the weights alone and begin at iteration 0")
-    add("--no-load-optim", action="store_true", help="begin with a fresh optimizer")
-    add("--no-load-rng", action="store_true", help="begin with random numbers of --seed")
-    add("--no-save-optim", action="store_true", help="leave the optimizer out of checkpoints")
-    add("--no-save-rng", action="store_true", help="leave the random generators out of checkpoints")
-    add("--ckpt-format", choices=["torch_dist"], default="torch_dist", help="the only one")
+    add("--finetune", action="store_true", help="load only the weights of --load and start at iteration 0")
+    add("--no-load-optim", action="store_true", help="do not load the optimizer state")
+    add("--no-load-rng", action="store_true", help="do not load the random states; use --seed")
+    add("--no-save-optim", action="store_true", help="do not save the optimizer state")
+    add("--no-save-rng", action="store_true", help="do not save the random states")
+    add(
+        "--ckpt-format",
+        choices=["torch_dist"],
+        default="torch_dist",
+        help="checkpoint format; torch_dist is the only one",
+    )
     add(
         "--dist-ckpt-optim-fully-reshardable",
         action="store_true",
-        help="save the distributed optimizer so that tensor and pipeline sizes can change too",
+        help="save the distributed optimizer in a form that allows other tensor- and "
+        "pipeline-parallel sizes on resume",
     )
 
 
 def _logging(add: Add) -> None:
     add_shared(add, "--log-interval", default=100)
-    add("--log-throughput", action="store_true", help="accepted: throughput is always logged")
-    add("--eval-interval", type=positive, help="iterations between two validations (default: one at the end)")
-    add("--eval-iters", type=whole, default=100, help="global batches of a validation; 0: none at all")
+    add(
+        "--log-throughput",
+        action="store_true",
+        help="accepted for compatibility; throughput is always logged",
+    )
+    add(
+        "--eval-interval",
+        type=positive,
+        help="iterations between two validations (default: validate once, at the end)",
+    )
+    add(
+        "--eval-iters",
+        type=whole,
+        default=100,
+        help="number of global batches per validation; 0: no validation",
+    )
     job_flags.add_validation(add)
     add(
         "--eval-train-loss",
         action="store_true",
-        help="evaluate the first --eval-iters global batches of the training data at each validation, too",
+        help="at each validation, also evaluate the first --eval-iters global batches of the training data",
     )
     add(
         "--log-loss-per-rank",
         action="store_true",
-        help="a line for each data-parallel rank's own loss behind each iteration's line",
+        help="after each iteration's line, log the loss of each data-parallel rank on a line of its own",
     )
     add_shared(add, "--tensorboard-dir")
     job_flags.add_wandb(add)
@@ -526,26 +644,33 @@ def _logging(add: Add) -> None:
         "--sample-prompt",
         nargs="+",
         metavar="TEXT",
-        help="draw a text from each prompt at each validation; an empty one: from nothing (default: none)",
+        help="generate a sample from each prompt at each validation; an empty prompt gives an "
+        "unconditional sample (default: none)",
     )
-    add("--sample-tokens", type=positive, default=50, help="tokens to add at most to a --sample-prompt")
+    add(
+        "--sample-tokens",
+        type=positive,
+        default=50,
+        help="maximum number of tokens to add to a --sample-prompt",
+    )
     add(
         "--sample-temperature",
         type=number,
         default=0.0,
-        help="logits are divided by it; 0: the likeliest token",
+        help="divide the logits of --sample-prompt by this temperature; 0: greedy decoding",
     )
     add(
         "--dashboard",
         type=address,
         metavar="[HOST:]PORT",
-        help="serve a page that follows the run; 0: a free port (default: no page; HOST: 127.0.0.1)",
+        help="serve a dashboard of the run at this port; 0: any free port (default: no "
+        "dashboard; HOST: 127.0.0.1)",
     )
     add_shared(
         add,
         "--plot",
-        help="a PNG of loss and learning rate, drawn again at each validation and at the end (default: with "
-        "--save, if matplotlib is installed)",
+        help="PNG file for a plot of loss and learning rate, updated at each validation and at the end "
+        "(default: written with --save, if matplotlib is installed)",
     )
 
 

@@ -1,4 +1,4 @@
-"""A global batch that grows in steps while a run uses its first samples (``--rampup-batch-size``)."""
+"""Batch size ramp-up over the first samples of a run (``--rampup-batch-size``)."""
 
 from __future__ import annotations
 

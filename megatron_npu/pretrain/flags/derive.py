@@ -1,4 +1,4 @@
-"""Values that follow from the flags, as in Megatron. Each function fills them in; none refuses anything.
+"""Values derived from the flags, as in Megatron. Each function only fills them in.
 
 Flags are written here alone. The checks of each group (``checks``) call these functions when the values that
 they need are known to fit; at the end ``validation.check`` freezes them.
@@ -76,7 +76,7 @@ def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -
 
 
 def distributed_optimizer(args: Namespace) -> None:
-    """Fill in that the optimizer is shared out."""
+    """Fill in that the optimizer is sharded."""
     args.use_distributed_optimizer = True
 
 
@@ -210,7 +210,7 @@ def last_good(args: Namespace, iteration: int | None) -> None:
 
 
 def beginning(args: Namespace, place: Path | None) -> None:
-    """Fill in the checkpoint that the run goes on from; None: it begins anew."""
+    """Fill in the checkpoint that the run resumes from; None: it begins again."""
     args.load_from = None if place is None else str(place)
 
 
@@ -238,7 +238,7 @@ def samples_in_all(args: Namespace) -> int | None:
 
 
 def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
-    """Fill in the last iteration of a run by samples that goes on with, perhaps, another global batch."""
+    """Fill in the last iteration of a run by samples that continues with, perhaps, another global batch."""
     samples = samples_in_all(args)
     if samples is not None:
         args.train_iters = iteration + _iterations(args, consumed_samples, samples)

@@ -1,4 +1,4 @@
-"""The driver's flags for a mixture of experts: Megatron's names, meanings and defaults, as all others."""
+"""Flags for a mixture of experts: Megatron's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -83,61 +83,80 @@ def add(add: Add) -> None:
 
 
 def _model(add: Add) -> None:
-    add("--num-experts", type=positive, help="experts of a layer (default: none, every layer is dense)")
+    add(
+        "--num-experts",
+        type=positive,
+        help="number of experts per layer (default: none, all layers are dense)",
+    )
     add(
         "--moe-layer-freq",
         type=layer_frequency,
         default=1,
         metavar="N|PATTERN",
-        help="experts in every Nth layer, from the first on; or 1 for a layer with experts and 0 for a dense "
-        "one: ([0]*1+[1]*3)*2",
+        help="use experts in every Nth layer, starting with the first, or a list with 1 for a layer with "
+        "experts and 0 for a dense one: ([0]*1+[1]*3)*2",
     )
     add("--moe-ffn-hidden-size", type=positive, help="inner size of an expert (default: --ffn-hidden-size)")
     add(
         "--moe-shared-expert-intermediate-size",
         type=positive,
-        help="inner size of the expert, or of all together, that every token takes (default: none)",
+        help="total inner size of the shared experts that process every token (default: no shared expert)",
     )
     add(
         "--moe-shared-expert-gate",
         action="store_true",
-        help="weigh the shared expert by the sigmoid of a linear function of the token",
+        help="scale the shared expert's output by a sigmoid gate that is a linear function of the token",
     )
 
 
 def _router(add: Add) -> None:
-    add("--moe-router-topk", type=positive, default=2, help="experts of a token")
+    add("--moe-router-topk", type=positive, default=2, help="number of experts per token")
     add(
         "--moe-router-score-function",
         choices=["softmax", "sigmoid"],
         default="softmax",
-        help="what makes scores of the router's logits",
+        help="function that turns the router's logits into scores",
     )
     add(
         "--moe-router-pre-softmax",
         action="store_true",
-        help="scores over all experts, so that those of a token's experts need not sum to 1",
+        help="compute scores over all experts before the top-k selection, so that the "
+        "selected scores need not sum to 1",
     )
-    add("--moe-router-topk-scaling-factor", type=number, help="multiplies the scores (default: 1)")
-    add("--moe-router-num-groups", type=positive, help="groups of experts, of which a token takes some")
-    add("--moe-router-group-topk", type=positive, help="groups that a token takes its experts from")
+    add("--moe-router-topk-scaling-factor", type=number, help="factor for the router's scores (default: 1)")
+    add("--moe-router-num-groups", type=positive, help="number of expert groups for group-limited routing")
+    add(
+        "--moe-router-group-topk",
+        type=positive,
+        help="number of groups from which a token's experts are selected",
+    )
     add(
         "--moe-router-dtype",
         choices=["fp32", "fp64"],
-        help="type of the router's computation (default: that of the model)",
+        help="dtype of the router's computation (default: the model's)",
     )
     add(
         "--moe-router-enable-expert-bias",
         action="store_true",
-        help="balance by a bias on the scores that choose, moved after each step (arXiv:2408.15664)",
+        help="balance experts by a bias on the scores used for selection, updated after each "
+        "step (arXiv:2408.15664)",
     )
-    add("--moe-router-bias-update-rate", type=number, default=1e-3, help="by which that bias is moved")
+    add(
+        "--moe-router-bias-update-rate",
+        type=number,
+        default=1e-3,
+        help="step size of that bias: change per update of --moe-router-enable-expert-bias",
+    )
     add(
         "--moe-router-force-load-balancing",
         action="store_true",
-        help="random logits, to measure a balanced run; it learns nothing",
+        help="use random router logits to measure a balanced run; the model does not learn",
     )
-    add("--moe-input-jitter-eps", type=number, help="noise on the router's input, 1 ± eps (default: none)")
+    add(
+        "--moe-input-jitter-eps",
+        type=number,
+        help="multiply the router's input by noise in 1 ± eps (default: none)",
+    )
 
 
 def _balance(add: Add) -> None:
@@ -147,8 +166,8 @@ def _balance(add: Add) -> None:
         action=_OneOrMany,
         choices=BALANCING,
         default="aux_loss",
-        help="how experts get equal shares: a loss over the micro batch, each sequence or the global batch; "
-        "sinkhorn's assignment; none",
+        help="how to balance the experts' load: an auxiliary loss over the micro batch, each sequence or "
+        "the global batch; sinkhorn assignment; or none",
     )
     add(
         "--moe-aux-loss-coeff",
@@ -156,52 +175,64 @@ def _balance(add: Add) -> None:
         nargs="+",
         action=_OneOrMany,
         default=0.0,
-        help="weight of each of these losses; 0.01 is a good start",
+        help="weight of each auxiliary balancing loss; 0.01 is a good start",
     )
     add("--moe-z-loss-coeff", type=number, help="weight of the router's z-loss; 0.001 is a good start")
-    add("--moe-per-layer-logging", action="store_true", help="log these losses of each layer, too")
+    add("--moe-per-layer-logging", action="store_true", help="log the balancing losses of each layer too")
     add(
         "--moe-expert-capacity-factor",
         type=number,
-        help="tokens that an expert takes at most, as a multiple of its equal share (default: all)",
+        help="maximum number of tokens per expert, as a multiple of its equal share (default: no limit)",
     )
     add(
         "--moe-token-drop-policy",
         choices=["probs", "position"],
         default="probs",
-        help="which tokens it leaves out: those of the lowest score, or the last ones",
+        help="which tokens an expert over its capacity drops; probs: those with the lowest "
+        "score; position: the last ones",
     )
     add(
         "--moe-pad-expert-input-to-capacity",
         action="store_true",
-        help="give each expert as many tokens as it can take",
+        help="pad each expert's input to its capacity",
     )
 
 
 def _computation(add: Add) -> None:
-    add("--expert-model-parallel-size", type=positive, default=1, help="ranks that share the experts")
+    add(
+        "--expert-model-parallel-size",
+        type=positive,
+        default=1,
+        help="expert-parallel size: number of ranks over which the experts are distributed",
+    )
     add(
         "--expert-tensor-parallel-size",
         type=positive,
-        help="ranks that share each expert (default: --tensor-model-parallel-size)",
+        help="tensor-parallel size within each expert (default: --tensor-model-parallel-size)",
     )
     add(
         "--moe-token-dispatcher-type",
         choices=["allgather", "alltoall", "flex"],
         default="allgather",
-        help="how tokens reach their experts; alltoall sends fewer",
+        help="how tokens are sent to their experts; alltoall sends fewer bytes",
     )
     add(
         "--moe-shared-expert-overlap",
         action="store_true",
-        help="compute the shared expert while tokens travel; needs alltoall",
+        help="compute the shared expert during the token exchange; needs alltoall",
     )
-    add("--moe-grouped-gemm", action="store_true", help="one grouped product for the experts of a rank")
+    add(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="compute the experts of a rank with one grouped matrix product",
+    )
     add(
         "--moe-permute-fusion",
         action="store_true",
-        help="sort tokens by their experts in one operation, and back; needs alltoall",
+        help="sort tokens by expert, and back, with one fused operation; needs alltoall",
     )
     add(
-        "--moe-router-fusion", action="store_true", help="choose experts in few operations, with one gradient"
+        "--moe-router-fusion",
+        action="store_true",
+        help="select experts with fused operations and one gradient",
     )

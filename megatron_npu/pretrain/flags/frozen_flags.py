@@ -1,4 +1,4 @@
-"""A run's flags, with what follows from them: filled in once, then read alone."""
+"""A run's flags with derived values: filled in once, then read-only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Flags(Namespace):
     __slots__ = ("_is_frozen",)
 
     def freeze(self) -> None:
-        """Let no value change from now on."""
+        """Make all values read-only."""
         self._is_frozen = True
 
     def changed(self, **values: object) -> Flags:
@@ -33,5 +33,5 @@ class Flags(Namespace):
         if getattr(self, "_is_frozen", False):
             raise FrozenInstanceError(
                 f"{name} of flags that are resolved: expected nobody to write them; fill it in where "
-                "training/derive.py does, or take a copy (changed)"
+                "training/derive.py does, or use a copy (changed)"
             )

@@ -1,4 +1,4 @@
-"""Flags of what surrounds the training: when a run ends, which checkpoints stay, what it is measured on."""
+"""Flags for the job: when a run ends, which checkpoints are kept, how it is validated."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_ramp(add: Add) -> None:
         type=positive,
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
-        help="begin with a global batch of START sequences, and add INCREMENT at equal distances while "
-        "SAMPLES are used, up to --global-batch-size; with --train-samples",
+        help="start with a global batch of START sequences and raise it by INCREMENT at equal intervals "
+        "over SAMPLES samples, up to --global-batch-size; needs --train-samples",
     )
 
 
@@ -31,7 +31,7 @@ def add_ends(add: Add) -> None:
     add(
         "--exit-duration-in-mins",
         type=positive,
-        help="save and end when the command has run for N minutes (default: never)",
+        help="save and exit after N minutes (default: never)",
     )
     add_shared(add, "--exit-signal-handler")
     add(
@@ -39,8 +39,8 @@ def add_ends(add: Add) -> None:
         choices=[each.name for each in signal.Signals if each.name not in _UNHEARD],
         metavar="NAME",
         default="SIGTERM",
-        help="what --exit-signal-handler hears in place of SIGTERM: SIGUSR1, say, which a batch system sends "
-        "before the end",
+        help="signal for --exit-signal-handler instead of SIGTERM, for example SIGUSR1, which a batch "
+        "system can send before the time limit",
     )
 
 
@@ -50,8 +50,9 @@ def add_step_graph(add: Add) -> None:
         "--cuda-graph-impl",
         choices=["none", "local"],
         default="none",
-        help="local: capture the forward and backward pass of a step as one CUDA graph and replay it from "
-        "the fourth step on; in bf16 or fp32, without pipeline, experts, dropout or recomputation",
+        help="local: capture the forward and backward pass of a step as one CUDA graph and replay it "
+        "from the fourth step on; for bf16 or fp32, without pipeline parallelism, experts, dropout "
+        "or recomputation",
     )
     add(
         "--cuda-graph-scope",
@@ -66,13 +67,13 @@ def add_retention(add: Add) -> None:
     add(
         "--save-retain-interval",
         type=positive,
-        help="when one is whole, remove the one before it, but for iterations that N divides (default: "
-        "all stay)",
+        help="after each save, remove the previous checkpoint unless its iteration is a multiple of N "
+        "(default: keep all)",
     )
     add(
         "--save-keep-last",
         type=positive,
-        help="when one is whole, remove all but the newest N that are, and those of --save-retain-interval",
+        help="after each save, keep only the newest N valid checkpoints and those of --save-retain-interval",
     )
 
 
@@ -81,12 +82,13 @@ def add_validation(add: Add) -> None:
     add(
         "--full-validation",
         action="store_true",
-        help="all samples of the validation data at each validation, once, in place of --eval-iters",
+        help="evaluate all samples of the validation data once at each validation, instead of "
+        "--eval-iters batches",
     )
     add(
         "--multiple-validation-sets",
         action="store_true",
-        help="a loss of its own for each prefix of --valid-data-path, which has no weights then",
+        help="report a separate loss for each prefix of --valid-data-path, which then has no weights",
     )
 
 
@@ -95,8 +97,18 @@ def add_wandb(add: Add) -> None:
     add(
         "--wandb-project",
         metavar="NAME",
-        help="send the same numbers to Weights & Biases (default: do not)",
+        help="project on Weights & Biases to log to (default: no logging to Weights & Biases)",
     )
-    add("--wandb-exp-name", metavar="NAME", help="of the run there (default: made up there)")
-    add("--wandb-save-dir", metavar="DIR", help="where its files are kept (default: wandb in --save)")
-    add("--wandb-entity", metavar="NAME", help="the team or user whose project it is (default: yours)")
+    add(
+        "--wandb-exp-name",
+        metavar="NAME",
+        help="name of the run on Weights & Biases (default: generated there)",
+    )
+    add(
+        "--wandb-save-dir", metavar="DIR", help="folder for Weights & Biases files (default: wandb in --save)"
+    )
+    add(
+        "--wandb-entity",
+        metavar="NAME",
+        help="team or user on Weights & Biases that owns the project (default: yours)",
+    )

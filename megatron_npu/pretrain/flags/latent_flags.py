@@ -1,4 +1,4 @@
-"""The driver's flags for multi-latent attention and multi-token prediction: Megatron's names and defaults."""
+"""Flags for multi-latent attention and multi-token prediction: Megatron's names and defaults."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ NAMES = """
 def add(add: Add) -> None:
     """Add the flags of the attention; all but the first mean something with it alone, or with yarn."""
     add_attention(add)
-    add("--rotary-scaling-factor", type=number, default=1.0, help="by which yarn stretches its positions")
-    add("--mscale", type=number, default=1.0, help="of yarn's scale of rotated vectors")
-    add("--mscale-all-dim", type=number, default=0.0, help="of yarn's scale of the softmax; 0: none")
+    add(
+        "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"
+    )
+    add("--mscale", type=number, default=1.0, help="coefficient of yarn's scale for rotated vectors")
+    add(
+        "--mscale-all-dim",
+        type=number,
+        default=0.0,
+        help="coefficient of yarn's scale for the softmax; 0: no scale",
+    )
 
 
 def add_attention(add: Add) -> None:
@@ -30,14 +37,33 @@ def add_attention(add: Add) -> None:
     add(
         "--multi-latent-attention",
         action="store_true",
-        help="keep keys and values of all heads as one short vector (DeepSeek-V2, arXiv:2405.04434)",
+        help="compress the keys and values of all heads into one latent vector (MLA of "
+        "DeepSeek-V2, arXiv:2405.04434)",
     )
-    add("--q-lora-rank", type=positive, help="size of the vector for queries (default: they have none)")
-    add("--kv-lora-rank", type=positive, default=32, help="size of the vector for keys and values")
-    add("--qk-head-dim", type=positive, default=128, help="part of a query or key head without positions")
-    add("--qk-pos-emb-head-dim", type=positive, default=64, help="part of it that is rotated")
+    add(
+        "--q-lora-rank",
+        type=positive,
+        help="size of the latent vector for queries (default: queries are not compressed)",
+    )
+    add("--kv-lora-rank", type=positive, default=32, help="size of the latent vector for keys and values")
+    add(
+        "--qk-head-dim",
+        type=positive,
+        default=128,
+        help="size of the part of a query or key head that is not rotated",
+    )
+    add(
+        "--qk-pos-emb-head-dim",
+        type=positive,
+        default=64,
+        help="size of the part of a query or key head that is rotated",
+    )
     add("--v-head-dim", type=positive, default=128, help="size of a value head")
-    add("--rope-type", choices=["rope", "yarn"], help="how that part is rotated (default: yarn)")
+    add(
+        "--rope-type",
+        choices=["rope", "yarn"],
+        help="rotary embedding of the rotated part with --multi-latent-attention (default: yarn)",
+    )
 
 
 def add_prediction(add: Add) -> None:
@@ -45,6 +71,12 @@ def add_prediction(add: Add) -> None:
     add(
         "--mtp-num-layers",
         type=positive,
-        help="further layers, each of which learns to predict one token more (DeepSeek-V3, arXiv:2412.19437)",
+        help="number of extra multi-token prediction layers, each of which predicts one token "
+        "further ahead (DeepSeek-V3, arXiv:2412.19437)",
     )
-    add("--mtp-loss-scaling-factor", type=number, default=0.1, help="weight of the mean of their losses")
+    add(
+        "--mtp-loss-scaling-factor",
+        type=number,
+        default=0.1,
+        help="weight of the mean multi-token prediction loss",
+    )

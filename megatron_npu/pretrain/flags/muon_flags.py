@@ -1,4 +1,4 @@
-"""The driver's flags for Muon: Megatron's names and defaults (Jordan et al. 2024, arXiv:2502.16982)."""
+"""Flags for Muon: Megatron's names and defaults (Jordan et al. 2024, arXiv:2502.16982)."""
 
 from __future__ import annotations
 
@@ -18,46 +18,47 @@ COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 def add(add: Add) -> None:
     """Add what means something together with ``--optimizer muon`` alone."""
-    add("--muon-momentum", type=number, default=0.9, help="decay of the mean of gradients, a step")
+    add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient average")
     add(
         "--muon-nesterov",
         "--muon-use-nesterov",  # its name in 0.17
         action="store_true",
-        help="look one step of that mean ahead",
+        help="use Nesterov momentum in Muon",
     )
     add(
         "--muon-no-split-qkv",
         action="store_false",
         dest="muon_split_qkv",
-        help="make queries, keys and values orthogonal as one matrix, not each for itself",
+        help="orthogonalize the fused QKV matrix as a whole instead of Q, K and V separately",
     )
     add(
         "--muon-scale-mode",
         choices=["spectral", "unit_rms_norm", "shape_scaling"],
         default="spectral",
-        help="how the length of an update follows from the matrix's shape",
+        help="how to scale Muon's update with the shape of the matrix",
     )
     add(
         "--muon-fp32-matmul-prec",
         choices=["medium", "high", "highest"],  # upstream's low is none of torch's
         default="medium",
-        help="of products in Newton and Schulz's iteration in fp32; medium: a CPU may round to bf16",
+        help="precision of fp32 products in the Newton-Schulz iteration; medium: a CPU may round to bf16",
     )
     add(
         "--muon-coefficient-type",
         choices=list(COEFFICIENTS),
         default="quintic",
-        help="of the polynomials of that iteration",
+        help="coefficients of the Newton-Schulz polynomials",
     )
-    add("--muon-num-ns-steps", type=positive, default=5, help="its steps")
+    add("--muon-num-ns-steps", type=positive, default=5, help="number of Newton-Schulz steps")
     add(
         "--muon-tp-mode",
         choices=["blockwise", "duplicated", "distributed"],
         default="blockwise",
-        help="tensor-parallel ranks: each its part by itself (another update than that of one process), "
-        "all the whole matrix, or the whole matrix together",
+        help="how Muon treats tensor-parallel matrices; blockwise: each rank orthogonalizes its own part "
+        "(the update differs from that of one process); duplicated: every rank computes the whole "
+        "matrix; distributed: the ranks compute the whole matrix together",
     )
-    add("--muon-extra-scale-factor", type=number, default=1.0, help="further factor of an update")
+    add("--muon-extra-scale-factor", type=number, default=1.0, help="additional factor for Muon's update")
 
 
 def installed() -> bool:

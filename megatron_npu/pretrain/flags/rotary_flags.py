@@ -1,4 +1,4 @@
-"""The driver's flags for rotated positions: Megatron's names where it has one, and what it lacks."""
+"""Flags for rotary embeddings: Megatron's names where they exist, and additional ones."""
 
 from __future__ import annotations
 
@@ -36,20 +36,34 @@ ROTATED = ("rope", "yarn")  # values of --position-embedding-type
 
 def add(add: Add) -> None:
     """Add the flags of every rotary embedding."""
-    add("--rotary-percent", type=number, default=1.0, help="part of a head that is rotated, from 0 to 1")
+    add(
+        "--rotary-percent",
+        type=number,
+        default=1.0,
+        help="fraction of each head that is rotated, from 0 to 1",
+    )
     add("--rotary-base", type=integer, default=10000, help="base of the rotary frequencies")
-    add("--rotary-interleaved", action="store_true", help="rotate neighbours instead of halves")
+    add(
+        "--rotary-interleaved",
+        action="store_true",
+        help="rotate adjacent elements instead of the two halves of a head",
+    )
     add(
         "--rotary-seq-len-interpolation-factor",
         type=number,
-        help="divide positions by it, to reach further (default: 1)",
+        help="divide the positions by this factor to extend the context (default: 1)",
     )
     add(
         "--use-rope-scaling",
         action="store_true",
-        help="lower the low rotary frequencies, as Llama 3.1 does, or as --rope-scaling-type says",
+        help="scale the low rotary frequencies as Llama 3.1 does, or as --rope-scaling-type specifies",
     )
-    add("--rope-scaling-factor", type=number, default=8.0, help="by how much --use-rope-scaling lowers them")
+    add(
+        "--rope-scaling-factor",
+        type=number,
+        default=8.0,
+        help="factor by which --use-rope-scaling lowers the frequencies",
+    )
     add_scaling(add)
     add_yarn(add)
 
@@ -60,25 +74,25 @@ def add_scaling(add: Add) -> None:
         "--rope-scaling-type",
         choices=[LLAMA3, DYNAMIC],
         default=LLAMA3,
-        help="dynamic: the longer a text beyond the original length, the larger the base",
+        help="type of rotary scaling; dynamic: the base grows as the text exceeds the original length",
     )
     add(
         "--rope-scaling-original-max-position-embeddings",
         type=positive,
         default=8192,
-        help="tokens of the longest sequence before --use-rope-scaling",
+        help="maximum number of positions before --use-rope-scaling",
     )
     add(
         "--rope-scaling-low-freq-factor",
         type=number,
         default=1.0,
-        help="of llama3: waves longer than the original length / X are lowered",
+        help="for llama3: frequencies with wavelengths above original length / X are scaled",
     )
     add(
         "--rope-scaling-high-freq-factor",
         type=number,
         default=4.0,
-        help="of llama3: waves shorter than the original length / X stay",
+        help="for llama3: frequencies with wavelengths below original length / X are kept",
     )
 
 
@@ -88,15 +102,25 @@ def add_yarn(add: Add) -> None:
         "--yarn-original-max-position-embeddings",
         type=positive,
         default=4096,
-        help="of --position-embedding-type yarn: tokens of the longest sequence before it",
+        help="for --position-embedding-type yarn: maximum number of positions before the extension",
     )
-    add("--yarn-beta-fast", type=number, default=32.0, help="channels that turn more often in it stay")
-    add("--yarn-beta-slow", type=number, default=1.0, help="channels that turn less often are interpolated")
+    add(
+        "--yarn-beta-fast",
+        type=number,
+        default=32.0,
+        help="yarn keeps the frequencies that rotate more often than this",
+    )
+    add(
+        "--yarn-beta-slow",
+        type=number,
+        default=1.0,
+        help="yarn interpolates the frequencies that rotate less often than this",
+    )
     add(
         "--no-yarn-correction-range-round-to-int",
         action="store_false",
         dest="yarn_correction_range_round_to_int",
-        help="do not round the numbers of these channels",
+        help="do not round the bounds of yarn's interpolation range to integers",
     )
 
 

@@ -1,4 +1,4 @@
-"""``--config FILE`` and ``--preset NAME``: flags from a file, and the shapes of known models.
+"""``--config FILE`` and ``--preset NAME``: flags from a file, and shapes of known models.
 
 ``text_of`` writes such a file: each run saves its own as ``<save>/config.yaml``.
 
@@ -45,14 +45,16 @@ def add(group: Add) -> None:
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="read flags from a YAML file of `flag: value` lines; the command line wins (default: none)",
+        help="read flags from a YAML file with lines of the form `flag: value`; flags on the "
+        "command line take precedence (default: none)",
     )
     group(
         "--preset",
         choices=[*PRESETS],
         metavar="NAME",
         default=argparse.SUPPRESS,
-        help=f"set the model's shape: {', '.join(PRESETS)}; other flags win (default: none)",
+        help=f"set the shape of the model: {', '.join(PRESETS)}; explicit flags take "
+        "precedence (default: none)",
     )
 
 
@@ -207,7 +209,7 @@ def _without_comment(line: str) -> str:
 def _values(text: str, where: str) -> list[str]:
     """Return a scalar, or the elements of a list in brackets."""
     if text[0] in "{|>&*!":
-        raise UsageError(f"{where}: {text}", "a plain value or [a, b]", "Nested YAML is not read.")
+        raise UsageError(f"{where}: {text}", "a plain value or [a, b]", "Nested YAML is not supported.")
     if not text.startswith("["):
         return [_scalar(text)]
     if not text.endswith("]"):

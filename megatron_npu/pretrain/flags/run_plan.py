@@ -1,4 +1,4 @@
-"""What follows from a run's flags and says what it does: ranks, length, batches, where it goes on from."""
+"""The plan of a run, derived from its flags: ranks, length, batches, where to resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunPlan:
         micro_batch_size, micro_batches: sequences of one forward pass, and passes of one iteration.
         seq_length: tokens of a sequence.
         has_data: whether there are any; a model can be saved without.
-        load_from: the checkpoint that the run goes on from; None: it begins anew.
+        load_from: the checkpoint that the run resumes from; None: it begins again.
         ramp: of the global batch, which then has its size at the end; None: there is none.
         fully_sharded: what shards the weights: ``megatron``, ``torch`` or None.
         vocabulary, padded_vocabulary: tokens, and rows of the embedding.

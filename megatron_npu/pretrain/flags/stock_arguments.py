@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM's own scripts, as their checkpoints keep them, and the driver's: both ways.
+"""Convert between the arguments in Megatron-LM's checkpoints and the trainer's flags.
 
 The driver's flags have Megatron-LM's names, so that this is a choice of names and not a translation: those
 that describe the model, its weights and its tokenizer. How it was trained, and on how many devices, is left
@@ -127,7 +127,8 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"a checkpoint with --tokenizer-type {values.get('tokenizer_type')}",
             " or ".join(known),
-            "Its vocabulary's size is not in the checkpoint, and only these tokenizers say it here.",
+            "The checkpoint does not contain the size of its vocabulary, and only these "
+            "tokenizers define it here.",
         )
     other = [*_other_classes(values), *_other_fields(values)]
     if other:

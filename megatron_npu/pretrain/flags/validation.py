@@ -1,4 +1,4 @@
-"""The driver's flags, checked against each other and the machine before anything is built.
+"""Check the flags against each other and the machine before anything is built.
 
 Bad input ends here, with one line each. ``check`` also fills in what follows from the flags (``derive``), so
 that the rest of the driver reads plain values.

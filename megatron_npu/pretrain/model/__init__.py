@@ -1,1 +1,1 @@
-"""The driver's model, optimizer and data-parallel wrapper."""
+"""Model, optimizer and data-parallel wrapper of the built-in trainer."""

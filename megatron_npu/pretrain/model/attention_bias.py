@@ -1,4 +1,4 @@
-"""The bias of the layer behind the attention alone, which megatron-core has no flag for."""
+"""A bias only in the attention's output projection, for which megatron-core has no flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BiasedProjection(RowParallelLinear):
 
 
 def add(layers: Any) -> None:
-    """Let the layers of a specification, one for all or one for each, have this bias."""
+    """Add this bias to the layers of a specification, one for all or one per layer."""
     for layer in getattr(layers, "layer_specs", [layers]):
         attention = layer.submodules.self_attention.submodules
         if attention.linear_proj is not BiasedProjection and attention.linear_proj is not RowParallelLinear:

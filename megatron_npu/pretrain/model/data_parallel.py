@@ -1,4 +1,4 @@
-"""The wrapper that makes data-parallel ranks one model: Megatron's own, Megatron's FSDP, or torch's."""
+"""The data-parallel wrapper: Megatron's DDP, Megatron's FSDP, or torch's FSDP."""
 
 from __future__ import annotations
 

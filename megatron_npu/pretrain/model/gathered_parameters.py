@@ -1,4 +1,4 @@
-"""All parameters at hand, where they are otherwise gathered while the forward pass computes."""
+"""Gather all parameters, where they are otherwise gathered during the forward pass."""
 
 from __future__ import annotations
 

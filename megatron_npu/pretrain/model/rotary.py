@@ -1,4 +1,4 @@
-"""Rotary frequencies that no supported megatron-core computes alike, or at all: put into its own embedding.
+"""Rotary frequencies that megatron-core versions compute differently or not at all.
 
 Llama 3's for another length than 8192, YaRN's (megatron-core has them from 0.15 on, its scripts from 0.19),
 and those that follow the length of the text (dynamic NTK). The formulas and the order of their operations are
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.flags import rotary_flags
 
 
 def scale(args: Namespace, gpt: Any) -> None:
-    """Let a GPTModel, which has been built with plain frequencies, turn queries and keys as the flags say."""
+    """Replace the plain rotary frequencies of a GPTModel by those of the flags."""
     embedding = getattr(gpt, "rotary_pos_emb", None)
     if embedding is None or args.multi_latent_attention:
         return

@@ -1,1 +1,1 @@
-"""What a run says: log, JSON lines, TensorBoard, dashboard."""
+"""Output of a run: log, JSON lines, TensorBoard, dashboard."""

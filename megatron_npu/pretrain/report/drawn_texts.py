@@ -1,4 +1,4 @@
-"""Texts that a model draws while it is trained: ``--sample-prompt``."""
+"""Samples generated during training: ``--sample-prompt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history of a run from its JSON lines, and a picture of it."""
+"""Read the history of a run from its JSON lines, and plot it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _COUNTED = ("global_batch_size", "seq_length", "train_iters")  # what the dashbo
 
 
 def _note(points: Points, iteration: int, value: float | None) -> None:
-    if value is not None:  # as JSON says a number that is none
+    if value is not None:  # as JSON says a number that is not one
         points[iteration] = _number(value)
 
 
@@ -137,8 +137,8 @@ class Reader:
     def update(self) -> bool:
         """Read what is new; return whether anything was.
 
-        A line without its end is left for the next time, one that is none of a run's is left out. A file
-        that has been replaced is read anew.
+        A line without its end is left for the next time, one that is not one of a run's is left out. A file
+        that has been replaced is read again.
         """
         if not self.path.exists():
             return False

@@ -1,4 +1,4 @@
-"""The JSON lines of a run, one object an event, which ``history`` and the dashboard read."""
+"""The JSON lines of a run, one object per event, for ``history`` and the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pre-training says: lines like Megatron's, and the same as JSON lines and TensorBoard's curves.
+"""Log output of a pre-training: lines like Megatron's, JSON lines and TensorBoard curves.
 
 Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
 whole interval (``loss.means``) brings them together.
@@ -89,7 +89,7 @@ class Log(Sinks):
         Args:
             iteration: the last of them, counted from 1 since the run first began.
             steps: all of them.
-            of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported, too.
+            of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported too.
             of_experts: the losses of each layer with experts (``ExpertLosses.take``), likewise.
             of_predictions: those of multi-token prediction (``PredictionLosses.take``), likewise.
         """
@@ -134,7 +134,7 @@ class Log(Sinks):
 
         Args:
             iteration: after which the model was evaluated.
-            loss: mean over the validation samples, in nats a token; its perplexity is reported, too.
+            loss: mean over the validation samples, in nats a token; its perplexity is reported too.
                 Of several sets the mean of their losses.
             trained: the same over samples of training, if they were evaluated.
             of_sets: prefix and loss of each of several sets.

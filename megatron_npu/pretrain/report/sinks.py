@@ -1,4 +1,4 @@
-"""Where rank 0 says what a run does: console, JSON lines, TensorBoard, Weights & Biases, a bar, a picture."""
+"""Outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar, plot."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sinks:
         self._lines.write(event, iteration, values)
 
     def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
-        """Give numbers to TensorBoard and Weights & Biases; None is none."""
+        """Send numbers to TensorBoard and Weights & Biases; None is skipped."""
         numbers = {name: value for name, value in values if value is not None}
         if self._board is not None:
             for name, value in numbers.items():
@@ -91,7 +91,7 @@ class Sinks:
     def draw(self) -> Path | None:
         """Write the picture of the run up to here, if there is to be one; return its path.
 
-        A picture that cannot be written is no reason to end a run: that is said, and the run goes on.
+        A picture that cannot be written is no reason to end a run: that is said, and the run continues.
         """
         if not self.args.plot or not (past := self.past()).losses:
             return None

@@ -1,4 +1,4 @@
-"""What a killed run has logged behind its last checkpoint: put aside, so that a step stands once.
+"""Move log entries after the last checkpoint of a killed run aside, so that each step occurs once.
 
 The lines are moved to ``NAME.superseded.jsonl`` beside the file, where nothing of them is lost.
 """

@@ -1,4 +1,4 @@
-"""A run in Weights & Biases (``--wandb-project``), through its own package; imported only where asked for."""
+"""Log to Weights & Biases (``--wandb-project``); the package is imported only if requested."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class WandbRun:
         except Exception as error:  # of its own kinds, and of the network's
             raise UsageError(
                 f"--wandb-project {args.wandb_project}: {' '.join(str(error).split())}",
-                "a run that wandb can begin",
-                "`wandb login`, or WANDB_MODE=offline, which keeps it in --wandb-save-dir.",
+                "a run that wandb can start",
+                "Run `wandb login`, or set WANDB_MODE=offline, which writes it to --wandb-save-dir.",
             ) from error
 
     @staticmethod
@@ -59,15 +59,15 @@ class WandbRun:
             self._tried(self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Let it send what is left, for ten minutes at most, and say whether the run has failed."""
+        """Flush the remaining data, for ten minutes at most, and report whether the run has failed."""
         self._tried(self._run.finish, exit_code=0 if went_well else 1)
 
     def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the package; a training outlives what shows it: the first error is said, the run goes on."""
+        """Call the package; log its first error, and let the training continue."""
         try:
             call(*args, **kwargs)
         except Exception as error:  # of its own kinds: its service has ended, its disk is full
             if not self._failed:
                 said = " ".join(f"{type(error).__name__}: {error}".split())
-                print(f" Weights & Biases takes no more of this run, which goes on: {said}", flush=True)
+                print(f" Weights & Biases failed; training continues without it: {said}", flush=True)
             self._failed = True

@@ -1,1 +1,1 @@
-"""A run of the driver: from the command to the last iteration."""
+"""A run of the built-in trainer, from the command to the last iteration."""

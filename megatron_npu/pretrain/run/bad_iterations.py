@@ -1,4 +1,4 @@
-"""Iterations that go wrong, found before their update: computed again, left out, or gone back from.
+"""Detect bad iterations before their update: repeat, skip, or rewind.
 
 ``--rerun-mode validate_results`` is that of megatron-core's rerun state machine (0.16): an iteration with an
 unexpected result is computed again from the same state, to tell a device that computes wrongly from data or
@@ -34,7 +34,7 @@ class Fault:
 
     Attributes:
         words: for the log and for errors.
-        is_leap: its loss and gradients are finite, and the loss leaps.
+        is_leap: its loss and gradients are finite, and the loss spikes.
     """
 
     words: str
@@ -160,8 +160,8 @@ class Guard:
             return second, replace(fault, words=f"{fault.words}; computed again, it is the same")
         (value,) = loss.means(second[None])
         self.say(
-            f" {fault.words}; computed again, the loss is {value:.4f}, and another on rank "
-            f"{', '.join(wrong)}: a device or memory that computes wrongly? The second result counts"
+            f" {fault.words}; computed again, the loss is {value:.4f}, and it differs on rank "
+            f"{', '.join(wrong)}: its device or memory may be faulty. The second result is used"
         )
         return second, self._fault(number, second)
 
@@ -174,14 +174,14 @@ class Guard:
         self._left_out += 1
         if self._left_out > LEFT_OUT:
             raise DivergedError(
-                f"{fault.words}; the updates of {LEFT_OUT} iterations before it were left out, too. Lower "
-                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the updates of {LEFT_OUT} iterations before it were left out too. Lower "
+                "--lr, look at the data, or resume from an older checkpoint (--ckpt-step)."
             )
-        self.say(f" {fault.words}: its update is left out")
+        self.say(f" {fault.words}: its update is skipped")
 
     @watchdog.phase("loading")
     def goes_back_to(self) -> int | None:
-        """Return the iteration of the newest whole checkpoint of this run, None if there is none yet.
+        """Return the iteration of this run's newest complete checkpoint, or None.
 
         All ranks must call this, and get the same.
         """
@@ -190,7 +190,7 @@ class Guard:
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run; return where it goes on: behind the samples that it has seen.
+        """Load a checkpoint of this run; return where it continues: behind the samples that it has seen.
 
         Args:
             iteration: of the checkpoint.
@@ -204,14 +204,14 @@ class Guard:
         if times > GONE_BACK:
             raise DivergedError(
                 f"{fault.words}; the run has gone back to iteration {iteration} {GONE_BACK} times. Lower "
-                "--lr, look at the data, or go on from an older checkpoint (--ckpt-step)."
+                "--lr, look at the data, or resume from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
         saved = checkpoints.load(self.args.changed(**changes, finetune=False), self.state)
         self._left_out = 0
         self.say(
-            f" {fault.words}: gone back to {checkpoint_files.directory(self.args.save, iteration)}; "
-            f"samples {saved.train_samples} to {position.train_samples - 1} are left out"
+            f" {fault.words}: returned to {checkpoint_files.directory(self.args.save, iteration)}; "
+            f"samples {saved.train_samples} to {position.train_samples - 1} are skipped"
         )
         return Position(saved.iteration, position.train_samples, position.valid_samples)
 

@@ -22,7 +22,7 @@ class Clock:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Wait for the device, then stop; a clock that stands is left so."""
+        """Wait for the device, then stop; a stopped clock is unchanged."""
         if self._since is None:
             return
         devices.current().synchronize()
@@ -43,7 +43,7 @@ class Clock:
                 self.start()
 
     def lap(self) -> float:
-        """Return the seconds since the last lap; the clock goes on as it was."""
+        """Return the seconds since the last lap without stopping the clock."""
         with self.paused():
             elapsed, self._lap = self._lap, 0.0
         return elapsed

@@ -1,4 +1,4 @@
-"""Numbers that are none, and losses that leap: what is said of them."""
+"""NaN and loss spikes: detection and messages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class DivergedError(RuntimeError):
 
 
 class Spikes:
-    """Tells losses that leap out of those before them. What is to be done about one is the caller's."""
+    """Tells losses that spike out of those before them. What is to be done about one is the caller's."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, last: int, losses: Sequence[float]) -> str | None:
-        """Take in the losses up to an iteration; return a line to be logged if one of them leaps.
+        """Take in the losses up to an iteration; return a line to be logged if one of them spikes.
 
         Args:
             last: the number of the last of these iterations.
@@ -46,7 +46,7 @@ class Spikes:
             self._usual.append(loss)
 
     def leap(self, number: int, loss: float) -> str | None:
-        """Return what is to be said of the loss of an iteration if it leaps; it is not taken in."""
+        """Return what is to be said of the loss of an iteration if it spikes; it is not taken in."""
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)

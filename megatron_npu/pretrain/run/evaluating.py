@@ -1,4 +1,4 @@
-"""What a run measures of its model between two steps: losses on other data, and the texts that it draws."""
+"""Validation between two steps: losses on other data, and samples."""
 
 from __future__ import annotations
 
@@ -63,11 +63,14 @@ class Evaluation:
         self.test_loss: float | None = None
 
     def measure(self, position: Position) -> Position:
-        """Do what is done every --eval-interval; return where the run stands then."""
+        """Run everything that is due every --eval-interval; return the position after it."""
         try:
             position = self._validate(position)
         except _TimeIsUpError:
-            self.log.say(f" no validation at iteration {position.iteration}: --exit-duration-in-mins is over")
+            self.log.say(
+                f" no validation at iteration {position.iteration}: the time limit "
+                "--exit-duration-in-mins has passed"
+            )
             return position
         self._sample(position.iteration)
         return position

@@ -1,4 +1,4 @@
-"""The losses that keep experts balanced, for the log; megatron-core adds their gradients by itself."""
+"""Balancing losses of experts for the log; megatron-core adds their gradients itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExpertLosses:
 
     @staticmethod
     def of(args: Namespace) -> ExpertLosses:
-        """Return those of a run with these flags."""
+        """Return the balancing losses of a run with these flags."""
         layers = tuple(map(bool, derive.expert_layers(args)))
         return ExpertLosses(tuple(names(args)), layers)
 
@@ -92,7 +92,7 @@ class ExpertLosses:
 
 
 def _take_into(row: torch.Tensor, name: str) -> None:
-    """Add what has been measured of a loss, ``[layers]``, and begin anew."""
+    """Add what has been measured of a loss, ``[layers]``, and begin again."""
     tracker = _tracker()
     if name not in tracker:
         return

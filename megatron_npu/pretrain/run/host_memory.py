@@ -1,4 +1,4 @@
-"""Whether the memory of this machine is enough, asked before it is filled."""
+"""Check that this machine has enough memory before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups, device and seeds of a run: set up on entry, taken down on exit."""
+"""Set up process groups, device and seeds of a run on entry, and tear them down on exit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def session(args: Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Let torch take deterministic algorithms in the block, if ``asked``.
+    """Make torch use deterministic algorithms in the block if ``asked``.
 
     Two variables are set that are not: cuBLAS is deterministic only with such a workspace (torch refuses it
     otherwise), and NCCL's order of summation depends on its algorithm.

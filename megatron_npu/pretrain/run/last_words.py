@@ -1,4 +1,4 @@
-"""What a run that ends before its end says, and which rank says it."""
+"""Final error messages of a run, and which rank prints them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return where a run that is interrupted can go on, as the end of a sentence.
+    """Return where a run that is interrupted can continue, as the end of a sentence.
 
     Args:
         save: where its checkpoints are; None: nowhere, or nobody knows yet.

@@ -1,4 +1,4 @@
-"""How the processes of one command share a model that is loaded, whatever layout it was trained in."""
+"""Choose the parallel layout for a loaded model from the number of processes."""
 
 from __future__ import annotations
 

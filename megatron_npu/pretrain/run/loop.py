@@ -168,7 +168,7 @@ class Trainer:
             for _ in range(self.plan.micro_batches_of(self._batch())):
                 next(batches)
         self._advance()
-        self.log.say(f" iteration {self.position.iteration}: left out, with its data (--iterations-to-skip)")
+        self.log.say(f" iteration {self.position.iteration}: skipped with its data (--iterations-to-skip)")
 
     def _advance(self) -> None:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
@@ -231,7 +231,7 @@ class Trainer:
     def _compare_weights(self) -> None:
         with gathered(self.state.model, overlaps=self.args.overlap_param_gather):
             replicas.check_megatron(self.state.model)
-        self.log.say(f" the replicas are the same after iteration {self.position.iteration}")
+        self.log.say(f" the replicas are identical after iteration {self.position.iteration}")
 
     def _forward(
         self,
@@ -261,7 +261,7 @@ class Trainer:
             self._diverged(f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}")
 
     def _check_losses(self, losses: list[float]) -> None:
-        """End a run whose loss is not a number, though its gradient is; say where one leaps."""
+        """End a run whose loss is not a number, though its gradient is; say where one spikes."""
         if self.guard.watches:  # which has looked at each before its update
             return
         last = self.position.iteration

@@ -1,4 +1,4 @@
-"""What a training of the driver begins with, and how it ended."""
+"""What a run of the built-in trainer starts from, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the steps of a run have become slower, and what the process knows about why."""
+"""Detect that the steps of a run have become slower, and report possible causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of multi-token prediction, for the log; megatron-core adds their gradients by itself."""
+"""Losses of multi-token prediction for the log; megatron-core adds their gradients itself."""
 
 from __future__ import annotations
 

@@ -89,13 +89,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input, on rank 0 first; others tell it where nobody ends them meanwhile.
+        UsageError: bad input, on rank 0 first; others tell it where nobody ends them in the meantime.
     """
     initialize.silence_known_warnings()
     args = None
     try:
         args = arguments.parse(argv)
-        extension_locks.remove_stale("megatron-npu pretrain")  # 0.19's core would wait for ever for them
+        extension_locks.remove_stale("megatron-npu pretrain")  # 0.19's core would wait forever for them
         train(args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
@@ -153,10 +153,10 @@ def train_chunks(
         chunks: what ``model.wrapped`` returned.
         datasets: of training, validation and test.
         trainer: ``loop.Trainer``, or a kind of it.
-        journal_of: makes the log, given the iteration that the run goes on from.
+        journal_of: makes the log, given the iteration that the run resumes from.
 
     Raises:
-        UsageError: the checkpoint that the run is to go on from does not fit.
+        UsageError: the checkpoint that the run is to resume from does not fit.
         DivergedError: the gradient is not a number any more.
         ReplicasDifferError: data-parallel ranks hold different weights or gradients.
     """
@@ -222,7 +222,7 @@ def _log_start(
         f"vocabulary {plan.vocabulary}, padded to {plan.padded_vocabulary}"
     )
     if plan.load_from:
-        journal.say(f" loaded {plan.load_from}; going on from iteration {position.iteration}")
+        journal.say(f" loaded {plan.load_from}; resuming from iteration {position.iteration}")
         _say_changes(args, journal)
     elif args.load:
         journal.say(f" no checkpoint in {args.load} yet: starting from scratch")

@@ -1,4 +1,4 @@
-"""What differs between a run and the checkpoint that it goes on from, and what each difference does.
+"""Differences between a run and the checkpoint it resumes from, with their effects.
 
 One table: the log's block, docs/how-to/resume.md and the tests read it. What is refused is told by the checks
 (``checkpoint_compatibility``), and stands in the page alone.

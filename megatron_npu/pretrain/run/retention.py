@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a new one is whole (``--save-retain-interval``, ``--save-keep-last``)."""
+"""Which checkpoints to keep after a save (``--save-retain-interval``, ``--save-keep-last``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints: written at once, or by others while it goes on, and told when each is whole."""
+"""Save checkpoints, synchronously or asynchronously, and log when each is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Saving:
     Args:
         args: what ``validation.check`` returned.
         state: what they hold.
-        clock: of the training, which stands meanwhile.
+        clock: of the training, which stands in the meantime.
         log: the run's log.
 
     Attributes:
@@ -60,7 +60,7 @@ class Saving:
             self.wait()
 
     def take_finished(self) -> None:
-        """Complete what others have written meanwhile. Collective.
+        """Complete what others have written in the meantime. Collective.
 
         Raises:
             UnsavedError: they could not.
@@ -70,7 +70,7 @@ class Saving:
                 self._writers.take_finished()
 
     def wait(self) -> None:
-        """Wait for those who write. Collective.
+        """Wait for the writing processes. Collective.
 
         Raises:
             UnsavedError: they could not.

@@ -80,7 +80,7 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Begin anew; what a graph holds of the device's memory is free again."""
+        """Begin again; what a graph holds of the device's memory is free again."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()

@@ -1,4 +1,4 @@
-"""What asks a run to save and end: signals (``--exit-signal-handler``), and the time that it may take."""
+"""Requests to save and exit: signals (``--exit-signal-handler``) and the time limit."""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ __version__ = "0.0+megatron.npu"  # Transformers takes other names of it from 0.
 
 
 def refuse_states(initial_state: Any, output_final_state: bool) -> None:
-    """Raise UsageError where a text is to be gone on from a state."""
+    """Raise UsageError if a text is continued from a state."""
     if initial_state is not None or output_final_state:
         raise UsageError(
             "the state of a gated delta net without the package flash-linear-attention",
             "training, and text, of whole sequences",
-            "Leave out the cache of generation.",
+            "Remove the cache of generation.",
         )
 
 
 def lengths_of(cu_seqlens: Tensor | None, steps: int) -> list[int]:
     """Return the lengths of the packed sequences, whose first places and end ``cu_seqlens`` ``[n + 1]`` has.
 
-    They are read on the host, once for each call. What stands behind the last sequence is one more.
+    They are read on the host, once for each call. What stands after the last sequence is one more.
     """
     if cu_seqlens is None:
         return [steps]

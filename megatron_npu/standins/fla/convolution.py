@@ -36,6 +36,6 @@ def causal_conv1d(
     """
     refuse_states(initial_state, output_final_state)
     if activation not in ("silu", "swish"):
-        raise UsageError(f"a causal convolution with activation {activation}", "silu", "Give silu.")
+        raise UsageError(f"a causal convolution with activation {activation}", "silu", "Pass silu.")
     parts = x.split(lengths_of(cu_seqlens, x.size(1)), dim=1)
     return torch.cat([causal_convolution(part, weight, bias) for part in parts], 1), None

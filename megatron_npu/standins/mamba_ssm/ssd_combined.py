@@ -82,7 +82,7 @@ def mamba_split_conv1d_scan_combined(
         headdim: p; None: it is the second size of ``D``.
         ngroups: of b and c.
         norm_before_gate: for a norm in between, which no caller here asks for.
-        seq_idx: as there; the convolution begins anew with each sequence, too.
+        seq_idx: as there; the convolution begins again with each sequence too.
         others: refused, as there; also the weights of that norm and of the last product.
 
     Raises:
@@ -132,5 +132,5 @@ def _refuse(others: dict[str, Any]) -> None:
         raise UsageError(
             f"{given[0]} of a Mamba layer without the packages mamba-ssm and causal-conv1d",
             "training, and text, of whole sequences",
-            "Leave out the cache of generation.",
+            "Remove the cache of generation.",
         )

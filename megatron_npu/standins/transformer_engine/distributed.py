@@ -50,5 +50,5 @@ class CudaRNGStatesTracker:
         raise UsageError(
             "TransformerEngine's tracker of random states without TransformerEngine",
             "megatron-core's own, which does the same",
-            "Leave out --te-rng-tracker (use_te_rng_tracker).",
+            "Remove --te-rng-tracker (use_te_rng_tracker).",
         )

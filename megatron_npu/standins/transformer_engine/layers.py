@@ -81,7 +81,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Take None, empty or not: the scales of fp8 mean nothing to weights that are loaded in full."""
         if state is not None and getattr(state, "numel", lambda: 1)():
-            _logger.info("%s: the state of fp8 in the checkpoint is not used", type(self).__name__)
+            _logger.info("%s: the fp8 state in the checkpoint is not used", type(self).__name__)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill all parameters with their first values."""
@@ -114,14 +114,14 @@ def _refuse_others(others: dict[str, Any]) -> None:
             raise UsageError(
                 f"{name} without TransformerEngine",
                 "layers that compute the gradients of their weights at once, and reduce with the group's own",
-                f"Leave out --{name.replace('_', '-')}.",
+                f"Remove --{name.replace('_', '-')}.",
             )
     overlapped = [name for name, value in others.items() if name.startswith("ub_") and value]
     if overlapped:
         raise UsageError(
             f"{overlapped[0]} without TransformerEngine",
             "communication that is not overlapped with products",
-            "Leave out --tp-comm-overlap: its buffers are TransformerEngine's.",
+            "Remove --tp-comm-overlap: its buffers are TransformerEngine's.",
         )
 
 
@@ -242,7 +242,7 @@ class LayerNormLinear(Linear):
         eps: added to the variance.
         normalization: ``LayerNorm`` or ``RMSNorm``, which has no bias.
         zero_centered_gamma: the norm multiplies with its weight + 1.
-        return_layernorm_output: return what the norm gives, too; ``return_layernorm_output_gathered``, an
+        return_layernorm_output: return what the norm gives too; ``return_layernorm_output_gathered``, an
             attribute, asks for that of the whole sequence.
         options: those of ``Linear``.
 
@@ -267,7 +267,7 @@ class LayerNormLinear(Linear):
     ) -> None:
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise UsageError(
-                f"normalization {normalization}", "LayerNorm or RMSNorm", "Give --normalization one of them."
+                f"normalization {normalization}", "LayerNorm or RMSNorm", "Pass --normalization one of them."
             )
         self._norm = (eps, normalization, zero_centered_gamma)
         super().__init__(in_features, out_features, **options)

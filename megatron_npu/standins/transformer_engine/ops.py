@@ -83,5 +83,5 @@ def _refuse() -> NoReturn:
     raise UsageError(
         "use_te_op_fuser without TransformerEngine",
         "an MLP of the layers that are here; their norm, product and activation are fused as it is",
-        "Leave out use_te_op_fuser (--use-transformer-engine-op-fuser).",
+        "Remove use_te_op_fuser (--use-transformer-engine-op-fuser).",
     )

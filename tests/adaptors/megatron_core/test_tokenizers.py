@@ -96,7 +96,7 @@ def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None
     for kind, token in (("BertWordPieceLowerCase", 5), ("BertWordPieceCase", 6)):
         found = read(kind, vocab_file=str(tmp_path / "bert.txt")).tokenizer("Hello")
         assert found.input_ids == [2, token, 3]
-    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: no network.*Give --vocab-file"):
+    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: no network.*Pass --vocab-file"):
         read("GPT2BPETokenizer")
     with pytest.raises(UsageError, match=r"--merge-file .*absent: no such file"):
         read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})

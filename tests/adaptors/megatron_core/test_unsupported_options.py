@@ -147,7 +147,7 @@ def test_attention_of_other_layers_is_refused_by_name(monkeypatch) -> None:
 
 def test_what_upstream_refuses_is_still_of_its_kind() -> None:
     """Programs that catch upstream's ValueError go on doing so."""
-    with pytest.raises(ValueError, match=r"^options that Megatron refuses: .*; expected") as caught:
+    with pytest.raises(ValueError, match=r"^options that Megatron rejects: .*; expected") as caught:
         make_config(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     assert isinstance(caught.value, UsageError)
     with pytest.raises(AssertionError, match=r"^$"), refused_options.in_one_line():

@@ -82,7 +82,7 @@ def test_a_stage_of_two_is_all_that_is_wrong_and_only_with_deepspeed(tmp_path):
 def test_the_engine_takes_a_pipeline(options, remedy):
     given = argparse.Namespace(**options)
     refuse_other_models(given, pipeline=True)
-    with pytest.raises(UsageError, match=f"no pipeline, as BERT and T5.*{remedy}"):
+    with pytest.raises(UsageError, match=f"not a pipeline, such as BERT or T5.*{remedy}"):
         refuse_other_models(given, pipeline=False)
 
 

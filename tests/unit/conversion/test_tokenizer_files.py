@@ -154,7 +154,7 @@ def test_lengths_of_somebody_s_batches_are_left_aside(folder):
 def test_an_end_that_no_file_names_is_asked_for(folder):
     write_json(folder / "config.json", {"model_type": "llama", "eos_token_id": 2})
     byte_level(special=("<|end|>",)).save(str(folder / "tokenizer.json"))
-    with pytest.raises(UsageError, match=r"does not say which token ends a text.*--eos-token"):
+    with pytest.raises(UsageError, match=r"does not define the end-of-text token.*--eos-token"):
         chosen(folder)
     with pytest.raises(UsageError, match="eos_token"):
         chosen(folder, end="<|nowhere|>")

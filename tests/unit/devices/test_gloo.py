@@ -202,7 +202,7 @@ def test_a_thread_that_has_not_run_yet_is_waited_for(threads):
 def test_a_thread_at_work_is_waited_for_and_named(threads, caplog):
     write_thread(threads, 2, "pt_gloo_runloop", "R (running)", 5)
     assert not gloo.wait_for_workers(timeout=0.05)
-    assert "still at work after 0.05 s" in caplog.text
+    assert "still running after 0.05 s" in caplog.text
 
 
 def test_a_thread_that_wakes_between_two_looks_is_at_work(threads, monkeypatch):

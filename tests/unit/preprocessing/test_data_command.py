@@ -84,7 +84,7 @@ def test_datasets_of_two_types_are_not_merged(two: list[str], tmp_path: Path) ->
         writer.add(np.array([1], np.int32).tobytes(), np.array([1]), np.array([1]))
         writer.finish()
         indexed_dataset.publish([writer])
-    with pytest.raises(UsageError, match=r"datasets of different types: .*int32"):
+    with pytest.raises(UsageError, match=r"datasets with different token dtypes: .*int32"):
         data_command.main(["merge", two[0], str(tmp_path / "wide"), "--output-prefix", str(tmp_path / "x")])
 
 
@@ -98,7 +98,7 @@ def test_bad_rows_are_left_out_and_named(tmp_path: Path, workers: str, capsys) -
     rows = [json.loads(line) for line in (tmp_path / "some.skipped.jsonl").read_text().splitlines()]
     assert [(row["line"], row["begins"]) for row in rows] == [(2, "no JSON"), (3, ""), (4, '{"text": null}')]
     assert rows[1]["why"] == "an empty line"
-    assert f"3 rows left out: {tmp_path}/some.skipped.jsonl" in capsys.readouterr().err
+    assert f"3 rows skipped: {tmp_path}/some.skipped.jsonl" in capsys.readouterr().err
     written(tmp_path, "some", [{"text": "1"}])
     assert not (tmp_path / "some.skipped.jsonl").exists()
 

@@ -68,7 +68,7 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
     ("given", "said"),
     [
         ("--mixed-precision --fp16", "--mixed-precision bf16 and --fp16"),
-        ("--zero-1-memory-optimization --fsdp-memory-optimization", "expected one of them"),
+        ("--zero-1-memory-optimization --fsdp-memory-optimization", "expected only one of them"),
         ("--zero-3-memory-optimization --tensor-model-parallel-size 2", "data parallelism alone"),
         ("--fsdp-memory-optimization --pipeline-model-parallel-size 2", "data parallelism alone"),
         ("--fsdp-memory-optimization --context-parallel-size 2", "data parallelism alone"),

@@ -87,7 +87,7 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
         (
             "--cp-comm-type a2a+p2p --context-parallel-size 4",
             4,
-            "a2a.p2p and --hierarchical-context-parallel-sizes; expected both or",
+            "a2a.p2p and --hierarchical-context-parallel-sizes; expected both flags or",
         ),
         (
             "--cp-comm-type a2a+p2p --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 3",
@@ -126,8 +126,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
         ("--epochs 2", 1, "--train-iters 6 and --epochs 2; expected exactly one of"),
         ("--lr-decay-samples 24", 1, "--lr-decay-samples without --train-samples"),
         ("--lr-warmup-samples 4", 1, "--lr-warmup-samples without --train-samples"),
-        ("--valid-data-path x", 1, "--data-path and --valid-data-path; expected one of them"),
-        ("--data-path --valid-data-path x", 1, "--train-data-path together with it"),
+        ("--valid-data-path x", 1, "--data-path and --valid-data-path; expected only one of them"),
+        ("--data-path --valid-data-path x", 1, "--train-data-path with it"),
         ("--data-path --train-data-path 1 x y", 1, "--split '90,10,0' and --train-data-path"),
         ("--ckpt-step 3", 1, "--load DIR"),
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),

@@ -168,4 +168,4 @@ def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, mon
     monkeypatch.setattr(wandb, "finish", fail)
     assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
     told = capsys.readouterr().out
-    assert told.count("Weights & Biases takes no more of this run, which goes on: BrokenPipeError") == 1
+    assert told.count("Weights & Biases failed; training continues without it: BrokenPipeError") == 1

@@ -37,7 +37,7 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``; with ``get_key_value`` the cache in a list, too.
+    """``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``; with ``get_key_value`` the cache in a list too.
 
     Raises:
         UsageError: a window with alibi.
@@ -90,7 +90,7 @@ def _refuse_window(flags: AttentionFlags) -> None:
         raise UsageError(
             "--pre-tockens or --next-tockens with --position-embedding-type alibi",
             "a window with another position embedding",
-            "Leave the window out: attention with alibi is upstream's own.",
+            "Remove the window flags: attention with alibi is upstream's own.",
         )
 
 

@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: checkpoints, also of DeepSpeed's engine: no code is run, damage is found."""
+"""``megatron.checkpointing``: safe loading and checksums of checkpoints, also of DeepSpeed's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this upstream has in common with others, connected as ``shared`` and ``deepspeed`` do."""
+"""Connect what this upstream shares with others, from ``shared`` and ``deepspeed``."""
 
 from __future__ import annotations
 

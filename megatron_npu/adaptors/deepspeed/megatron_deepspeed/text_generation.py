@@ -1,4 +1,4 @@
-"""``megatron.text_generation_utils``, which ``tools/generate_samples_gpt.py`` writes text with."""
+"""``megatron.text_generation_utils``, used by ``tools/generate_samples_gpt.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.arguments``: what DeepSpeed or the tree refuses with a traceback of every rank, in one line."""
+"""``megatron.arguments``: one-line errors for options that DeepSpeed or this checkout cannot run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def refuse(args: argparse.Namespace) -> None:
     """
     if args.cpu_optimizer:
         raise UsageError(
-            "--cpu-optimizer, which this tree declares and does not have",
-            "an optimizer on the device, or one that DeepSpeed offloads",
-            'Leave it out; for DeepSpeed: "offload_optimizer": {"device": "cpu"} and '
+            "--cpu-optimizer, which this checkout declares but does not implement",
+            "an optimizer on the device, or one offloaded by DeepSpeed",
+            'Remove it; for DeepSpeed: "offload_optimizer": {"device": "cpu"} and '
             '"zero_force_ds_cpu_optimizer": false in its configuration.',
         )
     if args.universal_checkpoint:
         raise UsageError(
-            "--universal-checkpoint, whose files DeepSpeed 0.19.8 does not read as this tree's "
-            "ds_to_universal.py writes them, and does not write from what this tree saves",
+            "--universal-checkpoint: DeepSpeed 0.19.8 cannot read what this checkout's "
+            "ds_to_universal.py writes, nor convert this checkout's checkpoints",
             "the layout that the checkpoint was saved with",
-            "Load that one without the flag; deepspeedai's tree goes on with other layouts.",
+            "Load it without the flag; to resume in another layout, use deepspeedai's Megatron-DeepSpeed.",
         )
     if args.deepspeed:
         remedy = "Take stage 1; gradients and weights are sharded by megatron-npu train --deepspeed-config."

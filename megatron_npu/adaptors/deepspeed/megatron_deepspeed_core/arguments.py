@@ -1,4 +1,4 @@
-"""``megatron.arguments``: what ``pretrain_gpt.py`` and ``pretrain_t5.py`` read and upstream leaves out."""
+"""``megatron.arguments``: what ``pretrain_gpt.py`` and ``pretrain_t5.py`` read and upstream omits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import U
     until=UNTIL,
 )
 def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Let there be none without."""
+    """Set there to none without."""
     parsed: argparse.Namespace = original(*args, **kwargs)
     parsed.deepspeed_config_dict = None
     return parsed
@@ -30,7 +30,7 @@ def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: An
     until=UNTIL,
 )
 def with_layers_of_the_decoder(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Let a decoder have as many layers as the encoder."""
+    """Default the number of decoder layers to that of the encoder."""
     validated: argparse.Namespace = original(*args, **kwargs)
     if validated.decoder_num_layers is None:
         validated.decoder_num_layers = validated.encoder_num_layers

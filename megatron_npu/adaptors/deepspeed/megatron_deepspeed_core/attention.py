@@ -1,4 +1,4 @@
-"""Core attention of every model of this tree, its flags, and the softmax for what does not go through it."""
+"""Core attention of all models of this checkout, its flags, and the softmax of the unfused path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: checkpoints, also of DeepSpeed's engine, read without running code."""
+"""``megatron.checkpointing``: safe loading of checkpoints, also of DeepSpeed's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023): in attention ranks swap tokens for heads.
+"""DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023): exchange tokens for heads in attention.
 
 Connected by ``attention``, which builds the layers.
 """

@@ -1,4 +1,4 @@
-"""T5 of ``megatron.model.t5_model``, which upstream left behind when it changed what it calls.
+"""Fix T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
 
 ``--decoder-num-layers`` has no default (``arguments.py``); the mask of cross-attention is given where the ids
 of a retriever are expected; and the losses of experts are returned without being asked for.
@@ -40,7 +40,7 @@ def with_mask_of_cross_attention(
     until=UNTIL,
 )
 def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the losses ``[b, s]`` alone, unless the others were asked for."""
+    """Return only the losses ``[b, s]`` unless the experts' were requested."""
     output = original(self, *args, **kwargs)
     losses = isinstance(output, tuple) and self.post_process and self.add_decoder
     if losses and not self.return_moe_loss:

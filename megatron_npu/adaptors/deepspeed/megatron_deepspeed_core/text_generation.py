@@ -1,7 +1,7 @@
-"""``tools/generate_samples_gpt.py``, which upstream left behind when it changed the model that it calls.
+"""Fix ``tools/generate_samples_gpt.py``, which calls a model that upstream has since changed.
 
 It declares a flag that the tree has by now, and hands keys and values from step to step as bigscience's model
-takes them (``layer_past``); the GPT of this tree keeps them in the ``InferenceParams`` elsewhere.
+takes them (``layer_past``); the GPT of this checkout keeps them in the ``InferenceParams`` elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import UNTIL, around
 
-_TWICE = "--local_rank"  # of the tree, and of the tool
+_TWICE = "--local_rank"  # of the checkout, and of the tool
 
 
 @around(
@@ -28,7 +28,7 @@ _TWICE = "--local_rank"  # of the tree, and of the tool
 def with_flag_of_the_tool(
     original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Let a script declare the flag once more; its own counts."""
+    """Allow a script to declare the flag again; its own declaration counts."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         declared = parser._option_string_actions
@@ -48,12 +48,12 @@ def with_flag_of_the_tool(
     until=UNTIL,
 )
 def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give upstream's step a model that takes and returns keys and values as it wants."""
+    """Adapt the model's interface for keys and values to upstream's step."""
     return original(_Remembering(model), *args, **kwargs)
 
 
 class _Remembering:
-    """A model of this tree, called as ``megatron.text_generation_utils`` calls one."""
+    """A model of this checkout, called as ``megatron.text_generation_utils`` calls one."""
 
     def __init__(self, model: Any) -> None:
         from megatron import text_generation_utils as tool

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ``ds_to_universal`` is told of a checkpoint of ``megatron.model.gpt_model``."""
+"""Metadata of ``megatron.model.gpt_model`` checkpoints for DeepSpeed's ``ds_to_universal``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.arguments``: what DeepSpeed or the tree refuses with a traceback of every rank, in one line."""
+"""``megatron.arguments``: one-line errors for options that DeepSpeed or this checkout cannot run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def refuse(args: argparse.Namespace) -> None:
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
-            "--ds-sequence-parallel-fpdt, whose attention in chunks is flash-attn's for CUDA",
-            "--ds-sequence-parallel-size alone",
-            "Leave it out.",
+            "--ds-sequence-parallel-fpdt, whose chunked attention needs flash-attn for CUDA",
+            "--ds-sequence-parallel-size without it",
+            "Remove it.",
         )
     if args.apply_layernorm_1p and devices.current().name != "cuda":
         raise UsageError(
-            "--apply-layernorm-1p without CUDA, where upstream takes a layer norm that does not have it",
+            "--apply-layernorm-1p without CUDA, where upstream uses a layer norm that does not support it",
             "plain layer norm, or --normalization rmsnorm",
-            "Leave it out.",
+            "Remove it.",
         )
     if args.ds_sequence_parallel_size > 1:
         _refuse_sequence_parallel(args)
@@ -51,23 +51,23 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(
             f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            "one of the three: upstream has no groups for more",
+            "only one of the three: upstream has no process groups for combinations",
             "Leave the others out.",
         )
     if not args.deepspeed or not args.no_pipeline_parallel:
         raise UsageError(
             f"{given} without --deepspeed --no-pipeline-parallel",
-            "DeepSpeed's engine, which sums the gradients of a sequence's ranks, and a model that gives each "
-            "its part of the tokens",
+            "both flags: DeepSpeed's engine sums the gradients of the sequence-parallel ranks, and only "
+            "such a model splits the tokens between them",
             "Add both flags.",
         )
     config = read_configuration(args.deepspeed_config)
     scatters = (config.get("zero_optimization") or {}).get("reduce_scatter", True)
     if zero_stage(args, config) == 3 and scatters:
         raise UsageError(
-            f"{given} at stage 3 of ZeRO, where DeepSpeed averages the gradients of a sequence's ranks",
+            f"{given} at ZeRO stage 3, where DeepSpeed averages the gradients of the sequence-parallel ranks",
             "their sum",
-            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or take stage 2.',
+            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or use stage 2.',
         )
 
 
@@ -78,7 +78,7 @@ def _refuse_rotary(args: argparse.Namespace) -> None:
         raise UsageError(
             "--use-rotary-position-embeddings with "
             + ("--ds-sequence-parallel-size" if ranks else "DeepSpeed's pipeline"),
-            "upstream's rotary embedding, which mixes up its two tables, to be cured for that",
+            "the fix for upstream's rotary embedding, which mixes up its two tables",
             f"Set {settings.BACKPORT.name}=1; or leave "
             + ("that out." if ranks else "it to --no-pipeline-parallel."),
         )

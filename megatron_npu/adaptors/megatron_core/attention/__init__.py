@@ -1,4 +1,4 @@
-"""Attention of megatron-core: what a query sees, over how many ranks, and by which operation.
+"""Attention of megatron-core: masks, context parallelism and the choice of the operation.
 
 ``core_attention`` connects ``transformer.dot_product_attention``: ``layer_options`` has what a layer decides
 when it is built, ``call`` one forward call, ``attention_mask`` and ``context_parallel`` what it means.

@@ -1,4 +1,4 @@
-"""What a query sees, as megatron-core says it, in the words of ``ops.attention``."""
+"""Translate megatron-core's mask arguments to a spec of ``ops.attention``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[st
 
 
 def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
-    """Return whether a mask ``[b, 1, q, s]`` says no more than that no query sees a later key.
+    """Return whether a mask ``[b, 1, q, s]`` only hides later keys.
 
     Args:
         mask: boolean, True where masked; its values are read once, the answer is kept with the tensor.
@@ -53,7 +53,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
     """Return the lengths, on the host, read once per batch: every layer is handed the same object.
 
-    Padding between sequences, and behind the last one, is a sequence of its own: it sees itself only, and
+    Padding between sequences, and after the last one, is a sequence of its own: it sees itself only, and
     nobody reads what becomes of it.
 
     Args:

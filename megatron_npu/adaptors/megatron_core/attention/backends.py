@@ -1,4 +1,4 @@
-"""Which attention runs: TransformerEngine's switches and the dynamic inference engine's.
+"""Select the attention implementation: switches of TransformerEngine and of the dynamic inference engine.
 
 Connects ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
@@ -34,7 +34,7 @@ def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
 
 @functools.cache
 def _say(given: str) -> None:
-    logger.warning("%s: without TransformerEngine only --attention-backend chooses the attention", given)
+    logger.warning("%s: without TransformerEngine only --attention-backend selects the attention", given)
 
 
 @around(
@@ -59,7 +59,7 @@ def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: An
         UsageError: always.
     """
     raise UsageError(
-        "the dynamic inference engine without the package flash-attn, which is for CUDA",
+        "the dynamic inference engine without the package flash-attn, which needs CUDA",
         "an engine that works without it",
         "Use a static one: gpt_static_inference.py, or run_text_generation_server.py.",
     )

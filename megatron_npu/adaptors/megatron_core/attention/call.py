@@ -1,4 +1,4 @@
-"""One forward call of core attention: everything but its tensors."""
+"""The arguments of one forward call of core attention, without its tensors."""
 
 from __future__ import annotations
 

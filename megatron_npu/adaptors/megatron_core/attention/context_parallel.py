@@ -1,4 +1,4 @@
-"""Attention of a sequence that is cut over the ranks of a context-parallel group.
+"""Attention of a sequence that is partitioned over the ranks of a context-parallel group.
 
 megatron-core cuts a sequence, or each of the packed ones, into 2·cp equal chunks and gives rank r the chunks
 r and 2·cp - 1 - r, so that causal work is balanced. As ``--cp-comm-type`` says, keys and values go round in a
@@ -198,7 +198,7 @@ def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proc
         raise UsageError(
             f"--cp-comm-type a2a+p2p, {group.size()} ranks and hierarchical groups of {sizes}",
             "two groups whose sizes multiply to the context-parallel size",
-            "Give --hierarchical-context-parallel-sizes NEAR FAR.",
+            "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
         )
     return groups[0], groups[1]
 
@@ -254,7 +254,7 @@ def attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Return attention of packed sequences, each of which is cut over the ranks, ``[t / cp, n * d]``.
+    """Return attention of packed sequences, each of which is partitioned over the ranks, ``[t / cp, n * d]``.
 
     Args:
         call: how the layer attends, and how its ranks share keys and values.
@@ -360,8 +360,9 @@ def _attend_packed(
         return a2a_gather_heads(by_rank, group).flatten(1)
     if call.options.window != (None, None) and not call.causal:
         raise UsageError(
-            "packed sequences, a window and no causal mask under --cp-comm-type all_gather",
-            "two of the three",
+            "packed sequences together with a window and without a causal mask under "
+            "--cp-comm-type all_gather",
+            "at most two of the three",
             "Use --cp-comm-type a2a.",
         )
     parts = (all_gather(t, group).flatten(0, 1) for t in (key, value))

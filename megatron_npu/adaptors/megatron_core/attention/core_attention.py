@@ -102,8 +102,8 @@ def _refuse_logit_maximum(config: Any) -> None:
             flag = "--" + option.replace("_", "-")
             raise UsageError(
                 f"{flag} without TransformerEngine",
-                "attention that reports the largest of its scores, which no fused attention here does",
-                f"Leave out {flag}; --qk-layernorm keeps scores small, too.",
+                "an attention that reports its largest score, which no fused attention here supports",
+                f"Remove {flag}; --qk-layernorm also keeps scores small.",
             )
 
 
@@ -187,7 +187,7 @@ def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:
     if self.layer_options.cp_comm_type is None and cp_group is not None and cp_group.size() > 1:
         raise UsageError(
             f"PackedSeqParams with a cp_group of {cp_group.size()} ranks, and context_parallel_size 1",
-            "sequences that are whole on each rank, or a configuration that says into how many they are cut",
+            "sequences that are whole on each rank, or a configuration with the number of parts",
             "Set context_parallel_size.",
         )
 

@@ -1,4 +1,4 @@
-"""What a layer of core attention decides when it is built: window, layout, how ranks share its keys."""
+"""Options fixed when a core attention layer is built: window, layout, context-parallel exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerOptions:
 
     @property
     def window(self) -> Window:
-        """How many keys before and after its own position a query sees; None is all of them."""
+        """The number of keys before and after its own position that a query sees; None means all."""
         return self.flags.window
 
 
@@ -60,7 +60,7 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 def _has_window(module: Any) -> bool:
     """Return whether a layer has the window of the flags: ``--window-attn-skip-freq`` leaves it out of some.
 
-    megatron-core has it since 0.15; before, the embedded driver tells the configuration.
+    megatron-core has it since 0.15; before, the built-in trainer tells the configuration.
     """
     config = module.config
     skipped = getattr(config, "window_attn_skip_freq", getattr(config, "layers_with_window", None))
@@ -74,7 +74,7 @@ def _has_window(module: Any) -> bool:
 def flags_of(config: Any) -> AttentionFlags:
     """Return the flags of the fused attention for a layer with this TransformerConfig.
 
-    The embedded driver, or a program that builds its model from Python, sets ``config.attention_flags``; a
+    The built-in trainer, or a program that builds its model from Python, sets ``config.attention_flags``; a
     stock script has them among its arguments.
     """
     flags: AttentionFlags | None = getattr(config, "attention_flags", None)
@@ -112,7 +112,7 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
     raise UsageError(
         f"--cp-comm-type {cp_comm_type}",
         "p2p, all_gather, a2a or a2a+p2p",
-        "Name one, or one for each layer.",
+        "Pass one of these, or one per layer.",
     )
 
 
@@ -124,7 +124,7 @@ def _near_ranks(config: Any) -> int:
             f"--cp-comm-type a2a+p2p, context-parallel size {config.context_parallel_size}, "
             f"hierarchical sizes {list(sizes)}",
             "two sizes that multiply to the context-parallel size",
-            "Give --hierarchical-context-parallel-sizes NEAR FAR.",
+            "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
         )
     return sizes[0]
 

@@ -1,4 +1,4 @@
-"""``--experimental-attention-variant dsa``: the attention over chosen keys in one call.
+"""``--experimental-attention-variant dsa``: attention over the selected keys in one call.
 
 Connects ``experimental_attention_variant.dsa`` and ``dsa_masking`` since 0.19, where attention has one key
 of latents. Older ones, and younger ones that do not absorb, have keys for every head, which
@@ -82,7 +82,7 @@ def attend_to_chosen_keys(
     "may expect it: upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Say once why the keys that are not chosen are read, too."""
+    """Say once why the keys that are not chosen are read too."""
     dispatch.report_fallback(
         "sparse attention",
         "npu_sparse_flash_attention takes one key of latents for all heads, whose first channels are the "

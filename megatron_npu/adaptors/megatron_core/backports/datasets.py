@@ -1,4 +1,4 @@
-"""``megatron.core.datasets``: a loss mask that samples share, a split that is read otherwise than written."""
+"""``megatron.core.datasets``: a loss mask that samples share, and a ``--split`` that is misread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def give_out_copy_of_mask(
     "an AssertionError",
 )
 def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
-    """Read each number as Python does; refuse what is none.
+    """Read each number as Python does; reject anything else.
 
     Raises:
         UsageError: a part is no number, is below 0 or is not finite.

@@ -1,4 +1,4 @@
-"""Modules that are given their tensor-parallel group, and ask for the global one in a place or two.
+"""Modules with an explicit tensor-parallel group that still use the global one in some places.
 
 Connects ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. Where both are the same
 group, as in every stock script, nothing is changed.
@@ -91,7 +91,7 @@ def deal_out_padding(original: Callable[..., Any], self: Any, *args: Any, **kwar
     "of the global group, with sequence parallelism: tokens of other samples are trained on",
 )
 def deal_out_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Deal them out to the ranks of the model's group."""
+    """Scatter the embeddings over the ranks of the model's group."""
     groups = getattr(self, "pg_collection", None) or self.model_comm_pgs  # 0.14
     return _dealt(_LLAVA, groups.tp, original, self, *args, **kwargs)
 
@@ -121,7 +121,7 @@ _crossed = partial(
 def project_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Tell both layers the group; the third is told by upstream."""
+    """Pass the group to both layers; upstream passes it to the third."""
     given = inspect.signature(original).bind(self, config, submodules, *args, **kwargs).arguments
     groups = given.get("pg_collection")
     original(self, config, _in_group(submodules, groups, partial), *args, **kwargs)

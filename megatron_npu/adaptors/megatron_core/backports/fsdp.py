@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(?P<block>(?:^|.*\.)(?:decoder|encoder)\.layers\.)(?P<numb
 def name_layers_globally(
     original: Callable[..., dict[str, Any]], args: Any, raw_state_dict: dict[str, Any], model: Any
 ) -> dict[str, Any]:
-    """Name them by their numbers in the model; the first stage's are the same.
+    """Number layers over the whole model; the first stage's numbers stay the same.
 
     The tensors stay the parameters' own, which a checkpoint is read into.
     """

@@ -1,4 +1,4 @@
-"""Optimizers: learning rates that loading mixes up, and a step too many of Megatron's FSDP."""
+"""Optimizers: learning rates mixed up when loading, and an extra step in Megatron's FSDP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tell_groups_apart(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Compare learning rates, too, where groups look alike without."""
+    """Compare learning rates too, where groups look alike without."""
     with _more_keys(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     found_groups.forget_places(found)
@@ -42,7 +42,7 @@ def tell_groups_apart(
 
 @_groups(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Compare learning rates, too, where groups look alike without."""
+    """Compare learning rates too, where groups look alike without."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _more_keys(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -55,7 +55,7 @@ def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[
 def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
     """Let ``module`` tell groups apart by their overrides in the block, where its own keys do not.
 
-    Where they do, groups are found by those alone, so that a run may go on with other learning rates.
+    Where they do, groups are found by those alone, so that a run may continue with other learning rates.
     """
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
@@ -63,7 +63,7 @@ def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str,
         yield
         return
     more = [key for key in _OVERRIDES if all(key in group for group in (*current, *saved))]
-    if not found_groups.are_found((*keys, *more), current, saved):  # the run goes on with other rates
+    if not found_groups.are_found((*keys, *more), current, saved):  # the run continues with other rates
         with found_groups.by_places(holder, keys, current, saved):
             yield
         return
@@ -87,7 +87,7 @@ def shard_without_a_step(
     *args: Any,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
-    """Let that step change nothing, and do not count it."""
+    """Shard the state without changing it by a step or counting one."""
     names = ("lr", "weight_decay")
     kept = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     for group, values in zip(optimizer.param_groups, kept, strict=True):

@@ -1,4 +1,4 @@
-"""Reductions that are lost, forgotten, made twice or begun too early; a whole row taken for a rank's part.
+"""Reductions that upstream omits, repeats or starts too early, and a full row used as a rank's part.
 
 Connects ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
@@ -128,7 +128,7 @@ def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **
 def copy_whether_of_experts(
     original: Callable[..., None], destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Let the optimizer's copy of a parameter know whether it is an expert's."""
+    """Copy the mark of an expert's parameter to the optimizer's copy of it."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ _streams = partial(
 
 @_streams(f"{_GROUP}.start_grad_sync")
 def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the communication wait for the current stream, too."""
+    """Let the communication wait for the current stream too."""
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
         self.communication_stream.wait_stream(torch.cuda.current_stream())
@@ -158,7 +158,7 @@ def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **k
 
 @_streams(f"{_GROUP}.finish_grad_sync")
 def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the current stream wait for the communication, too."""
+    """Let the current stream wait for the communication too."""
     original(self, *args, **kwargs)
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:

@@ -1,4 +1,4 @@
-"""``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer's rates win over.
+"""``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer's rates overwrite.
 
 Groups of parameters hold their highest and least learning rate, which a checkpoint brings along; the schedule
 asks them first, and its own values count for groups without alone.
@@ -36,7 +36,7 @@ def remember_rates(
 
 @_overridden(f"{_SCHEDULE}.load_state_dict")
 def override_rates(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """Give the groups the rates of the flags back, if these are to count."""
+    """Restore the learning rates of the flags in the groups if an override is requested."""
     given, groups = getattr(self, _GIVEN, []), self.optimizer.param_groups
     if self.override_opt_param_scheduler and len(given) == len(groups):
         for group, rates in zip(groups, given, strict=True):

@@ -1,1 +1,1 @@
-"""Checkpoints: how they are written, read and compared."""
+"""Checkpoints of megatron-core: writing, loading and verification."""

@@ -1,4 +1,4 @@
-"""The processes that write a checkpoint: none outlives the training, and training outlives each of them.
+"""Processes that write a checkpoint: they end with the training, and their failure does not hang it.
 
 Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -229,7 +229,7 @@ def _end_all(writers: list[tuple[Any, Connection]]) -> None:
 
 
 def end_of(code: int) -> str:
-    """Return how a process with this exit code has ended, in words."""
+    """Describe how a process with this exit code ended."""
     if code >= 0:
         return f"ended with {code}"
     name = signal.Signals(-code).name
@@ -244,7 +244,7 @@ class _Sender:
 
 
 class _Counter:
-    """What upstream's writer counts itself off in; nobody waits for the count."""
+    """A counter for upstream's writer that is never waited for."""
 
     def get(self) -> None:
         """Take one off."""

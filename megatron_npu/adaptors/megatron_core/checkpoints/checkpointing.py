@@ -109,14 +109,14 @@ def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace
     if not args.no_load_optim and (sizes[0] == 1) != (sizes[1] == 1):
         raise UsageError(
             f"a checkpoint of --expert-model-parallel-size {sizes[0]}, loaded with {sizes[1]}",
-            "the optimizer's state, which upstream keeps apart for experts that are spread",
-            "Add --no-load-optim --no-load-rng: the weights fit.",
+            "the same size for the optimizer state, which upstream stores per expert-parallel layout",
+            "Add --no-load-optim --no-load-rng to load only the weights.",
         )
 
 
 def _skip_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
     if not args.no_load_rng and _count_random_states(saved) != _count_random_states(args):
-        logger.warning("the checkpoint is of another expert parallelism: its random states are not loaded")
+        logger.warning("the checkpoint has another expert-parallel size: its random states are not loaded")
         args.no_load_rng = True
 
 

@@ -1,8 +1,8 @@
-"""Checksums in the checkpoints of stock scripts: written with each, compared while it is loaded.
+"""Checksums of stock scripts' checkpoints: written on save, verified on load.
 
 Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
 ``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
-those of other formats when it has saved. The tracker gets its name after them, of asynchronous saves, too.
+those of other formats when it has saved. The tracker gets its name after them, of asynchronous saves too.
 The driver, which saves through the same functions, writes its own.
 """
 
@@ -214,6 +214,6 @@ def write_checksums(
 def compare_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compare them meanwhile; a checkpoint without any is loaded as it is."""
+    """Compare them in the meantime; a checkpoint without any is loaded as it is."""
     with of_scripts.verifying(Path(checkpoint_dir) if _VERIFIES.get() else None):
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

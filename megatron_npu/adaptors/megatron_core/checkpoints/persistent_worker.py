@@ -1,4 +1,4 @@
-"""The persistent process that writes asynchronous checkpoints: missed when it dies, gone with the training.
+"""The persistent process for asynchronous checkpoints: its death is detected, and it ends with the training.
 
 Connects ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -78,7 +78,7 @@ _WHY_NAMES = "at its end Python would complain of the names that the worker has 
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
 def make_queues(original: Callable[..., None], self: Any) -> None:
-    """Make the queues to the worker, whose semaphores have names until it has opened them."""
+    """Create the queues to the worker; their semaphores have names until it has opened them."""
     with _names_may_go():
         original(self)
 
@@ -123,7 +123,7 @@ def require_worker(
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
-    """Wait for the worker as long as it lives, and let it live no longer than this process.
+    """Wait for the worker while it is alive, and end it with this process.
 
     Raises:
         RuntimeError: it has died.
@@ -207,7 +207,7 @@ def _error(caller: Any) -> RuntimeError:
     process = caller.process
     _leave_content(caller)
     return RuntimeError(
-        "the persistent process that writes checkpoints (--use-persistent-ckpt-worker, "
-        f"process {process.pid}) {end_of(process.exitcode)}: its checkpoint is not whole. "
-        "Start the run again with --load: it goes on from the newest that is"
+        "the persistent process that writes checkpoints (--use-persistent-ckpt-worker, process "
+        f"{process.pid}) {end_of(process.exitcode)}: its checkpoint is incomplete. Start the run again "
+        "with --load to resume from the newest complete one"
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has written: read without running them, refused in one line.
+"""Load untrusted checkpoints without executing code, and reject others with a one-line error.
 
 Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; what torch's own
 reader unpickles for them is the business of ``torch_readers``.
@@ -97,7 +97,7 @@ _common_data = partial(
 @_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
 @_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
 def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt``, or since 0.19 what lies among the sharded objects in its place, as data."""
+    """Read ``common.pt``, or since 0.19 what lies among the sharded objects instead, as data."""
     with _data_only("the checkpoint's common values"):
         return original(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def _require_described(root: Path, step: int | None) -> None:
         UsageError: it is none, names what is not there, or that does not say what it is.
     """
     tracker = root / of_scripts.TRACKER
-    if not step and not tracker.is_file():  # upstream says that it begins anew
+    if not step and not tracker.is_file():  # upstream says that it begins again
         return
     place = of_scripts.to_load(root, step)
     if place is None:

@@ -1,4 +1,4 @@
-"""Parts of the data without documents: left out where no one reads them, refused where someone does.
+"""Splits without documents: skip unused ones, and raise an error for used ones.
 
 Connects ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
     Attributes:
         source: the data, opened.
-        prefix: of its files; None for made-up data.
+        prefix: of its files; None for generated data.
         documents: numbers of the part's own ones; None where they are in an index that is there already.
         size: samples that are asked for; None: as many as one pass gives.
         split: upstream's enumerator ``train``, ``valid`` or ``test``.
@@ -97,7 +97,7 @@ def _refuse(part: Part, documents: int) -> None:
         f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} "
         f"for {_IN_WORDS[part.split.name]}",
         "at least one document in each part that is read",
-        "Give more documents or another split" + ("." if alone else ", or --eval-iters 0."),
+        "Provide more documents or another split" + ("." if alone else ", or --eval-iters 0."),
     )
 
 

@@ -1,6 +1,6 @@
-"""``megatron.core.datasets``: caches of indices, read without pickle, made anew where they are damaged.
+"""``megatron.core.datasets``: load cached indices without pickle, and rebuild damaged ones.
 
-``megatron.legacy.data``, too, of the trees of Megatron-LM that have it: read without pickle.
+``megatron.legacy.data`` too, of the trees of Megatron-LM that have it: read without pickle.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
     except DamagedIndexError as error:
         if not first:
             raise
-        logger.warning("%s: it is made anew", error.given)
+        logger.warning("%s: it is rebuilt", error.given)
         for file in error.file.parent.glob(f"{error.file.name.rpartition('-')[0]}-*"):
             file.unlink()
         return build()

@@ -1,4 +1,4 @@
-"""What generation asks of GPT-2's and BERT's tokenizers, and what their files are read from.
+"""Methods that generation needs from GPT-2's and BERT's tokenizers, and the files they are loaded from.
 
 Connects ``datasets.megatron_tokenizer`` and, of ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and
 ``megatron_hf_tokenizer`` of ``megatron.core``.
@@ -37,7 +37,7 @@ _NO_METHOD = (
     why=_NO_METHOD,
 )
 def offsets(self: Any, ids: list[int], text: str) -> list[int]:
-    """Return the position in ``text``, which ``ids`` were detokenized to, at which each of them begins.
+    """Return the position of each of ``ids`` in the detokenized ``text``.
 
     A token that continues a character of several bytes begins where that character does, as it is with
     tiktoken. For tokenizers that have no method of their own.
@@ -87,8 +87,8 @@ def name_the_flag(
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"--tokenizer-type {tokenizer_path}: {reason}",
-            "Hugging Face's files of it on this machine, or a network to fetch them",
-            "Add --legacy-tokenizer: then --vocab-file and --merge-file are read.",
+            "Hugging Face's files of it on this machine, or a network connection to download them",
+            "Add --legacy-tokenizer to read --vocab-file and --merge-file.",
         ) from error
 
 
@@ -124,7 +124,7 @@ def read_the_files(
     merges_file: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Read the tokenizer from the files that are given; without them, or one of them, from the hub.
+    """Load the tokenizer from the given files, or from the hub if one is missing.
 
     Raises:
         UsageError: a file is not there, or the hub cannot be reached.
@@ -141,8 +141,8 @@ def read_the_files(
     except (OSError, ValueError, ModuleNotFoundError) as error:
         raise UsageError(
             f"--tokenizer-type {tokenizer_path}: {str(error).splitlines()[0]}",
-            "its files on this machine, or a network to fetch them",
-            "Give --vocab-file, and for GPT-2 --merge-file: then these are read.",
+            "its files on this machine, or a network connection to download them",
+            "Pass --vocab-file, and for GPT-2 --merge-file.",
         ) from error
 
 
@@ -175,7 +175,7 @@ def require_transformers(
     if installed("transformers") is None:
         raise UsageError(
             f"the tokenizer {tokenizer_path} without the package transformers",
-            "transformers, which reads it",
+            "the package transformers, which reads it",
             "Run: pip install transformers. Before 0.17, GPT-2's and BERT's are also read with "
             "--legacy-tokenizer, from --vocab-file and --merge-file.",
         )

@@ -1,4 +1,4 @@
-"""``--moe-router-fusion``: the router in few operations, and one gradient, without TransformerEngine.
+"""``--moe-router-fusion``: fused routing with one gradient, without TransformerEngine.
 
 Connects ``moe.moe_utils``: its three functions that would call TransformerEngine's kernels.
 """

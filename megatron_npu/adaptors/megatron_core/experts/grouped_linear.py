@@ -1,4 +1,4 @@
-"""The experts of ``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP, on grouped linear layers of ours.
+"""``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP on this package's grouped linear layers.
 
 Connects ``models.backends``: the provider of local layers gives experts one after the other there, whatever
 is asked for. Upstream's class takes any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
@@ -91,7 +91,7 @@ class GroupedLinear(Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the parameters of each expert as those of experts that run one after the other.
+        """Describe each expert's parameters like those of sequential experts.
 
         Args:
             prefix: of the names.
@@ -162,7 +162,7 @@ class RowGroupedLinear(GroupedLinear):
     why="--moe-grouped-gemm without TransformerEngine runs the experts one after the other, and says nothing",
 )
 def grouped_experts(original: Callable[..., Any], self: Any, moe_use_grouped_gemm: bool) -> Any:
-    """Give upstream's grouped experts, on layers of ours, where they are asked for."""
+    """Return upstream's grouped experts on our layers if they are requested."""
     if not moe_use_grouped_gemm:
         return original(self, moe_use_grouped_gemm)
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP

@@ -1,4 +1,4 @@
-"""``--moe-permute-fusion``: tokens sorted by expert in one call, and back, without TransformerEngine.
+"""``--moe-permute-fusion``: sort tokens by expert, and back, in one call, without TransformerEngine.
 
 Connects ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is off
 for its dispatcher, which keeps the counts of tokens on the host then, where our other operations want them. A
@@ -30,7 +30,7 @@ _fused = partial(
 
 @_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
 def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
-    """Note it and let upstream take the way without.
+    """Record the request, and make upstream use the unfused path.
 
     Raises:
         FallbackForbiddenError: in strict mode, it has no place.

@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` on the local layers and on NPUs; before 0.16 ours altogether.
+"""``--fine-grained-activation-offloading`` for local layers and NPUs; before 0.16 fully implemented here.
 
 Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
 ``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
@@ -147,7 +147,7 @@ def options_of(config: Any) -> tuple[tuple[str, ...], int]:
     why=f"{FLAG}, which upstream has since 0.16",
 )
 def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
-    """Attach to the layers' modules, if that is asked for."""
+    """Attach offloading to the layers' modules if it is enabled."""
     original(self)
     modules, smallest = options_of(self.config)
     if modules:

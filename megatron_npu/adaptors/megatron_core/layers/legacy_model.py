@@ -17,7 +17,7 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
     until="0.13, which has no such tasks",
 )
 def model_of_the_flags(original: type) -> type:
-    """Let it build the model of ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
+    """Build the model of ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
         """Upstream's, or megatron-core's."""

@@ -1,4 +1,4 @@
-"""Linear layers: their products, and less around them where there are no gradients (one token at a time).
+"""Linear layers: their products, with less overhead when no gradients are needed (generation).
 
 Connects ``tensor_parallel.layers``.
 """

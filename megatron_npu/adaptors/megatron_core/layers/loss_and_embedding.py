@@ -1,4 +1,4 @@
-"""Where the vocabulary is split: cross entropy and its fused twin, and the embedding.
+"""Vocabulary-parallel cross entropy, its fused variant, and the embedding.
 
 Connects ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
 """

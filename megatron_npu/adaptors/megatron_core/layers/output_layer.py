@@ -1,4 +1,4 @@
-"""The output layer and the loss in one operation, between which upstream holds the logits of all tokens.
+"""Fuse the output layer and the loss, so that the logits of all tokens are never in memory.
 
 On a cpu that is faster, and always done; elsewhere it saves memory where ``--cross-entropy-loss-fusion
 --cross-entropy-fusion-impl linear`` asks for it. Upstream's development branch has that value, no release up
@@ -32,7 +32,7 @@ _TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
-    """What the logits are the product of; stands for them between output layer and loss.
+    """The factors whose product is the logits; passed instead of the logits to the loss.
 
     Attributes:
         layer: the output layer.
@@ -47,7 +47,7 @@ class Factors(NamedTuple):
 
 @around("megatron.core.models.gpt.gpt_model:GPTModel.forward", why=_WHY)
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a loss from the factors of the logits, if nothing else wants these."""
+    """Compute a loss from the factors of the logits, if nothing else needs the logits."""
     labels = args[4] if len(args) > 4 else kwargs.get("labels")
     others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
     if labels is None or others is not None or not self.post_process:
@@ -60,7 +60,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def asks_for_linear(config: Any) -> bool:
-    """Return whether the flags ask for the output layer and the loss in one."""
+    """Return whether the flags enable the fused output layer and loss."""
     return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
 
 

@@ -1,4 +1,4 @@
-"""``--tp-comm-overlap`` on an NPU: products that communicate, where upstream has TransformerEngine's buffers.
+"""``--tp-comm-overlap`` on an NPU: products fused with communication, instead of TransformerEngine's buffers.
 
 Connects ``tensor_parallel.layers`` and ``transformer.transformer_config`` of ``megatron.core``, and
 ``megatron.training.initialize``.
@@ -99,7 +99,7 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
         accumulate_weight_gradient(input, grad, weight.main_grad)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        # What autograd is given in its place: it runs the hooks that reduce the buffer.
+        # What autograd is given instead: it runs the hooks that reduce the buffer.
         weight.grad_added_to_main_grad = True
         make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
         return make(weight.shape, dtype=input.dtype, device=input.device)
@@ -135,19 +135,19 @@ def refuse_no_overlap(config: Any) -> None:
         raise UsageError(
             f"--tp-comm-overlap with --tensor-model-parallel-size {size} on an NPU",
             "2, 4 or 8",
-            "Leave out --tp-comm-overlap: torch_npu's products that communicate are for those.",
+            "Remove --tp-comm-overlap: torch_npu's products with communication support only these sizes.",
         )
     if not config.sequence_parallel:
         raise UsageError(
             "--tp-comm-overlap without --sequence-parallel",
-            "both: what overlaps is the gathering and scattering of the sequence",
-            "Add --sequence-parallel, or leave out --tp-comm-overlap.",
+            "both flags: the gathering and scattering of the sequence is what is overlapped",
+            "Add --sequence-parallel, or remove --tp-comm-overlap.",
         )
     if config.params_dtype is torch.float32:
         raise UsageError(
             "--tp-comm-overlap in fp32 on an NPU",
             "--bf16 or --fp16",
-            "Leave out --tp-comm-overlap: torch_npu's products that communicate take 16 bits.",
+            "Remove --tp-comm-overlap: torch_npu's products with communication need 16-bit types.",
         )
 
 

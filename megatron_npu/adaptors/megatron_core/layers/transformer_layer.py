@@ -1,4 +1,4 @@
-"""A layer's biases in its products, and its residuals added with the norms that read them; on an NPU.
+"""On an NPU, fuse a layer's biases into its products, and its residual additions with the next norms.
 
 In transformer blocks, in layers that predict further tokens, and in hybrids of attention and state spaces.
 
@@ -33,7 +33,7 @@ _in_layers = partial(around, devices=("npu", "cuda"), condition=upstream_compile
 
 @_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
 def of_a_block(original: Callable[[Any], None], self: Any) -> None:
-    """Let a block's layers add biases in products, and sums with norms, the next layer's for the last."""
+    """Fuse biases into products and residual sums into norms in a block, across its layers."""
     original(self)
     _connect(self.layers, self.final_layernorm, self.config)
 
@@ -60,7 +60,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
     Args:
         layers: one after the other; they add their residuals themselves.
-        final: the norm behind the last one, or None.
+        final: the norm after the last one, or None.
         config: of all of them.
     """
     layers = list(layers)

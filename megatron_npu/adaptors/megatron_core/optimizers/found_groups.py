@@ -1,6 +1,6 @@
-"""Groups of parameters that loading does not find, since 0.19: their learning rates have changed.
+"""Match parameter groups on load although their learning rates have changed (since 0.19).
 
-Upstream looks for a saved group by all that a user can set of one. A run that goes on with another rate, as
+Upstream looks for a saved group by all that a user can set of one. A run that continues with another rate, as
 ``--override-opt_param-scheduler`` lets it, has no such group in its checkpoint.
 """
 
@@ -70,7 +70,7 @@ def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[
 def by_places(
     holder: Any, fewer: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Let a module look for groups by fewer keys in the block, and by places where these are the same.
+    """Match groups by fewer keys in the block, and by position where these keys are equal.
 
     A place is one among groups that differ in their rates alone: they are made in the order of their
     overrides, that of the flags' own rates first. Where there are not as many saved ones, nothing changes.
@@ -91,7 +91,7 @@ def by_places(
 
 
 def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return whether there is a saved group for each, by these keys."""
+    """Return whether each group has a saved group with these keys."""
     return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 

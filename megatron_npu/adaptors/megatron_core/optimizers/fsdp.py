@@ -63,7 +63,7 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     """Say so at once."""
     raise UsageError(
         "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 on the cpu device",
-        "a reduction that multiplies, which gloo does not have",
+        "a reduction with multiplication, which gloo does not support",
         "Use --use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16.",
     )
 

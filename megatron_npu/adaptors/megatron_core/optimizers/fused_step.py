@@ -1,4 +1,4 @@
-"""Adam's step on a GPU with what stands around it: gradients are clipped, and weights rounded, in its launch.
+"""Adam's step on a GPU, fused with gradient clipping and the rounding of weights.
 
 Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Each of both is a pass over all parameters, of
 8 and 6 bytes each, beside the step's 28.
@@ -45,7 +45,7 @@ def clip_in_the_step(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Let the optimizer that these are all parameters of multiply in its next step.
+    """Defer clipping to the optimizer's next step, if it has exactly these parameters.
 
     The gradients are left as they are, and zeroed before anybody reads them again.
     """
@@ -77,7 +77,7 @@ def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
     why="main weights are read again to be rounded; a kernel of ours rounds them while it takes the step",
 )
 def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
-    """Tell Adam which 16-bit weights its parameters are the main weights of."""
+    """Register the 16-bit weights of Adam's fp32 main weights."""
     adam = self.optimizer
     if type(adam) is not FusedAdam or not adam_update.has_kernel(_first_of(adam)):
         return original(self)

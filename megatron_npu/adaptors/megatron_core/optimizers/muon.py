@@ -1,4 +1,4 @@
-"""Muon and its kin: connects ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``.
+"""Muon and related optimizers: connects ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``.
 
 0.16 was written for emerging_optimizers 0.1, and names two arguments as it did.
 """
@@ -39,7 +39,7 @@ def names_fit() -> str | None:
     until="0.17, which gives the new name",
 )
 def with_the_new_name(original: type) -> type:
-    """Return the class with one more between it and its base, which hands the argument on."""
+    """Return the class with an intermediate base that passes the renamed argument on."""
 
     base: Any = original.__bases__[0]
 
@@ -69,7 +69,7 @@ def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kw
     why="its ranks gather parts of different sizes, which NCCL and HCCL can and gloo cannot",
 )
 def broadcast_params(original: Callable[..., None], self: Any) -> None:
-    """Let each rank send what it has updated, by upstream's own function for that."""
+    """Broadcast each rank's updated parameters with upstream's own function."""
     if self.pg_collection is not None:
         self.broadcast_params()
 

@@ -99,7 +99,7 @@ _saving = functools.partial(
 @_saving(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.sharded_state_dict")
 @_saving(f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict")
 def with_states(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the states where the optimizer has none yet, as upstream does before it loads."""
+    """Create missing optimizer states, as upstream does before it loads."""
     if not self.optimizer.state and self.init_state_fn is not None:  # an offloaded one makes them itself
         self.init_state_fn(self.optimizer, self.config)
     return original(self, *args, **kwargs)

@@ -88,7 +88,7 @@ def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
     order=1,
 )
 def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ask for them when it is built; no state exists yet."""
+    """Enable remainders when the optimizer is built, before any state exists."""
     result = original(config, *args, **kwargs)
     adam = getattr(result, "optimizer", None)
     if isinstance(adam, FusedAdam) and adam.use_decoupled_grad:

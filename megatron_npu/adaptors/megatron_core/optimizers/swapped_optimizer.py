@@ -1,4 +1,4 @@
-"""``--swap-optimizer``: Adam's moments in the host's memory, from the first on.
+"""``--swap-optimizer``: keep Adam's moments in host memory from the first step on.
 
 Connects the place in ``megatron.core.optimizer`` where the optimizer of a group of parameters is built;
 ``arguments`` adds the flag and tells ``FusedAdam``.
@@ -16,7 +16,7 @@ from megatron_npu.options import memory_flags
 
 
 def tell_adam(args: Namespace) -> None:
-    """Let Adam know, or refuse the flag.
+    """Enable swapping in Adam, or reject the flag.
 
     Raises:
         UsageError: the flag has no place here.
@@ -33,7 +33,7 @@ def tell_adam(args: Namespace) -> None:
     "--swap-optimizer there is no room for them",
 )
 def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let our Adam make them where it swaps them."""
+    """Let our Adam allocate the moments in swapped memory."""
     result = original(*args, **kwargs)
     adam = getattr(result, "optimizer", None)
     if isinstance(adam, FusedAdam) and adam.swap_moments:

@@ -39,14 +39,14 @@ _NEVER = 2**31 - 1  # iterations between two evaluations: more than any run has
 
 
 class Check(NamedTuple):
-    """What is done to the arguments before upstream validates them.
+    """A check or change of the arguments before upstream validates them.
 
     Attributes:
         run: changes the arguments, or raises UsageError.
         why: the reason, for the ledger.
         devices: the devices it is for.
         condition: asked each time; a returned text is the reason not to run it.
-        until: when it may be removed, for one that cures a bug of upstream.
+        until: when it may be removed, for one that fixes a bug of upstream.
     """
 
     run: Callable[[argparse.Namespace], None]
@@ -62,7 +62,7 @@ class Check(NamedTuple):
 
 
 def take_older_flags(args: argparse.Namespace) -> None:
-    """Do what flags of older Megatrons mean today, so that upstream does not end at them."""
+    """Translate flags of older Megatrons to their current meaning, so that upstream accepts them."""
     older_flags.apply(args, sys.argv[1:])
     args.checkpoint_activations = False
 
@@ -87,7 +87,7 @@ def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
-            "--rerun-mode disabled: Megatron cannot run a batch again that it has dealt out to the ranks",
+            "--rerun-mode disabled: Megatron cannot repeat a batch that is already distributed to the ranks",
             "Add --rerun-mode disabled.",
         )
 
@@ -97,8 +97,8 @@ def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
     if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
         raise UsageError(
             "--optimizer-cpu-offload with fp32 parameters",
-            "--bf16 or --fp16 together with it",
-            "Add one, or leave out --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+            "--bf16 or --fp16 with it",
+            "Add one, or remove --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
         )
 
 
@@ -116,8 +116,8 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
         if wrong:
             raise UsageError(
                 f"--moe-grouped-gemm {given} with Megatron {package_info.__version__}",
-                f"{flag} with it: its grouped experts are in bf16 and have no biases",
-                f"Add {flag}, leave out --moe-grouped-gemm, or take Megatron 0.17 or newer.",
+                f"{flag} with it: its grouped experts support only bf16 without biases",
+                f"Add {flag}, leave out --moe-grouped-gemm, or use Megatron 0.17 or newer.",
             )
 
 
@@ -126,20 +126,20 @@ def refuse_flex_dispatching(args: argparse.Namespace) -> None:
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex",
-            "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
-            "Give alltoall.",
+            "allgather or alltoall: flex uses DeepEP or HybridEP, which are CUDA libraries",
+            "Pass alltoall.",
         )
 
 
 def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
-    """Say what upstream compares in an assertion without words."""
+    """Raise an error with a message for what upstream only asserts."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     if sizes and math.prod(sizes) != args.context_parallel_size:
         raise UsageError(
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
             f"--context-parallel-size {args.context_parallel_size}",
-            "sizes whose product it is",
-            "Change one of the two.",
+            "sizes whose product is the context-parallel size",
+            "Change one of the two flags.",
         )
 
 
@@ -148,20 +148,20 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
-            f"--profile alone on the {device} device",
+            f"--profile without --use-pytorch-profiler on the {device} device",
             "--profile --use-pytorch-profiler",
-            "Without the second flag Megatron profiles for Nsight Systems, which sees GPUs only.",
+            "Add the second flag: without it Megatron profiles for Nsight Systems, which supports only GPUs.",
         )
     if args.record_memory_history and device == "cpu":
         raise UsageError(
             "--record-memory-history on the cpu device",
-            "a device whose allocator keeps a history",
-            "Leave out the flag: torch takes host memory from the C library, which keeps none.",
+            "a device whose allocator records a history",
+            "Remove the flag: torch's host allocator records none.",
         )
 
 
 def do_without_cuda(args: argparse.Namespace) -> None:
-    """Refuse what needs NCCL or SHARP; switch CUDA graphs off, and say so."""
+    """Refuse what needs NCCL or SHARP; switch CUDA graphs off, and log it."""
     unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
     unsupported_options.do_without_cuda_graphs(args)
 
@@ -170,9 +170,9 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
     """Say that upstream's loss heeds the flag together with another one only."""
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
-            "--cross-entropy-fusion-impl linear alone",
-            "--cross-entropy-loss-fusion together with it",
-            "Add it: without, Megatron's loss heeds neither.",
+            "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
+            "both flags",
+            "Add --cross-entropy-loss-fusion: without it Megatron ignores both.",
         )
 
 
@@ -185,7 +185,7 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UsageError(
             f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
-            "it: Megatron takes that optimizer from there",
+            "the package, which contains this optimizer",
             "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
         ) from error
     if args.optimizer == "adaptive_muon" and hasattr(
@@ -193,8 +193,9 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
     ):
         raise UsageError(
             "--optimizer adaptive_muon with emerging_optimizers 0.3 or newer",
-            "version 0.2: Megatron 0.18 and 0.19 scale its updates before the second moments, 0.3 after them",
-            "Install emerging_optimizers of the tag v0.2.0 from its repository, or take --optimizer muon.",
+            "version 0.2: Megatron 0.18 and 0.19 scale the updates before the second "
+            "moments, 0.3 scales them after",
+            "Install emerging_optimizers of the tag v0.2.0 from its repository, or use --optimizer muon.",
         )
 
 
@@ -205,8 +206,8 @@ def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
     if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
         raise UsageError(
             f"--optimizer lion with Megatron {package_info.__version__}",
-            "adam, sgd, muon or dist_muon: its scripts declare lion, and build no optimizer of that name",
-            "Take one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
+            "adam, sgd, muon or dist_muon: the scripts of this version accept lion but cannot build it",
+            "Use one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
         )
 
 
@@ -215,21 +216,23 @@ def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
         raise UsageError(
             f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
-            "--ckpt-format torch: Megatron's others take SOAP's preconditioners for copies of their weights",
+            "--ckpt-format torch: in other formats Megatron mistakes SOAP's preconditioners "
+            "for copies of the weights",
             "Change it.",
         )
 
 
 def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Refuse Muon and its kin, shared out, with --ckpt-format torch where a save ends the run (0.18)."""
+    """Refuse Muon and its kin, sharded, with --ckpt-format torch where a save ends the run (0.18)."""
     from megatron.core import package_info
 
     kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)
     shared = args.optimizer == "dist_muon" or args.use_distributed_optimizer
     if kin and shared and args.use_layer_wise_param_layout and args.save and args.ckpt_format == "torch":
         raise UsageError(
-            f"--optimizer {args.optimizer}, shared out, with --save and --ckpt-format torch in Megatron 0.18",
-            "--ckpt-format torch_dist: it asks a chain of optimizers for what one of them alone can do",
+            f"--optimizer {args.optimizer} with a distributed optimizer, --save and "
+            "--ckpt-format torch in Megatron 0.18",
+            "--ckpt-format torch_dist: the other calls a method that chained optimizers do not have",
             "Change it, or add --no-use-layer-wise-param-layout.",
         )
 

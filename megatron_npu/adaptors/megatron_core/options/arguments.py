@@ -40,7 +40,7 @@ around(
     why="flags of older Megatrons, such as --data-impl mmap, which documents still give",
 )
 def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare them after upstream's own flags."""
+    """Add the older flags after upstream's own."""
     parser = original(parser)
     older_flags.add(parser)
     return parser
@@ -51,7 +51,7 @@ def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParse
     why="--cross-entropy-fusion-impl linear, which no release has",
 )
 def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the value to those of upstream's own flag."""
+    """Add the value ``linear`` to upstream's own flag."""
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl":

@@ -1,4 +1,4 @@
-"""Options that Megatron itself refuses: one line in place of the way to its assertion.
+"""Turn Megatron's own option errors into one line instead of a traceback.
 
 Connects ``transformer.transformer_config`` of ``megatron.core``; ``arguments`` does the same for scripts.
 """
@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise what upstream says of options as a UsageError, which is of upstream's kind, too.
+    """Raise what upstream says of options as a UsageError, which is of upstream's kind too.
 
     An assertion without words is left as it is: what tells something then is the line that it is in.
     """
@@ -28,7 +28,9 @@ def in_one_line() -> Iterator[None]:
         kind = _kind(AssertionError if isinstance(error, AssertionError) else ValueError)
         said = str(error).strip().rstrip(".")
         raise kind(
-            f"options that Megatron refuses: {said}", "options that fit each other", "Change what it names."
+            f"options that Megatron rejects: {said}",
+            "options that can be combined",
+            "Change the options that the message names.",
         ) from error
 
 
@@ -44,6 +46,6 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
     order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:
-    """Let upstream's checks end in one line."""
+    """Turn errors of upstream's checks into one line."""
     with in_one_line():
         original(self)

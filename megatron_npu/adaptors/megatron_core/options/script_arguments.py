@@ -1,4 +1,4 @@
-"""``megatron.training.global_vars``: the arguments of the stock script that runs, if one does."""
+"""``megatron.training.global_vars``: the arguments of the running stock script, if there is one."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from argparse import Namespace
 
 
 def script_arguments() -> Namespace | None:
-    """Return them; None where megatron-core is a library, or before the script has parsed them."""
+    """Return the script's arguments; None in a library or before they are parsed."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

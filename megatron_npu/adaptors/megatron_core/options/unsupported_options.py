@@ -1,4 +1,4 @@
-"""Options of megatron-core that need TransformerEngine or CUDA, where they are not there.
+"""Options of megatron-core that need TransformerEngine or CUDA, when these are missing.
 
 They are fields of ``TransformerConfig`` and, mostly under the same names, of the scripts' arguments. What
 would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
@@ -117,7 +117,7 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Switch off those of ``options`` that have no effect here, and report it.
+    """Disable the ``options`` without effect here, and log it.
 
     Raises:
         FallbackForbiddenError: in strict mode.
@@ -159,7 +159,7 @@ def do_without_cuda_graphs(options: Any) -> None:
 def take_local_implementation(args: argparse.Namespace) -> None:
     """Take the local layers, with our operations, and refuse or switch off what they do not have.
 
-    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours, too, but
+    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours too, but
     under TransformerEngine's names.
 
     Args:
@@ -178,7 +178,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     if variant and not named:  # since 0.16; upstream specifies such layers under those names alone
         raise UsageError(
             f"--experimental-attention-variant {variant} without TransformerEngine",
-            "it, or MEGATRON_NPU_TE=local, which has layers under its names",
+            "TransformerEngine, or MEGATRON_NPU_TE=local, which provides layers under its names",
             "Set MEGATRON_NPU_TE=local.",
         )
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.
@@ -230,7 +230,7 @@ _without_mamba_ssm = partial(
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Refuse before anything is built; a hybrid since 0.18, when the first of its Mamba layers is."""
     raise UsageError(
-        "a Mamba model without the packages mamba-ssm and causal-conv1d, which are for CUDA",
-        "those, or MEGATRON_NPU_TE=local, which has its layers in plain torch",
+        "a Mamba model without the packages mamba-ssm and causal-conv1d, which need CUDA",
+        "these packages, or MEGATRON_NPU_TE=local, which provides the layers in plain torch",
         "Set MEGATRON_NPU_TE=local.",
     )

@@ -1,1 +1,1 @@
-"""A run from its start to its log: initialization, process groups, schedules, diagnostics."""
+"""A run of a stock script: initialization, process groups, schedules, diagnostics."""

@@ -1,4 +1,4 @@
-"""Options of each process group's communicator: ``--nccl-communicator-config-path`` where there is no NCCL.
+"""Communicator options of each process group: ``--nccl-communicator-config-path`` without NCCL.
 
 With ``--hccl-group-buffer-adaptive`` also sizes of HCCL's buffers that the file does not give. Connects
 ``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
@@ -31,7 +31,7 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "of high priority",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options of a group, if any are asked for; None elsewhere: gloo has none.
+    """Return torch_npu's options of a group if any are given; None on other devices.
 
     Args:
         pg_name: upstream's short name of the group, such as ``tp``.
@@ -76,7 +76,7 @@ def refuse_an_unreadable_file(args: Any) -> None:
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return those of a group's options that HCCL has; report those of NCCL.
+    """Return the group's options that HCCL supports; log those that only NCCL supports.
 
     Raises:
         UsageError: an option that neither has, or a value that HCCL does not take.
@@ -93,7 +93,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
                 raise UsageError(
                     f"{FLAG}: {name}: {value!r} of group {group}",
                     f"a whole number from {OF_HCCL[name]}",
-                    "Correct the file." if name != hccl.BUFFER else "Give MiB, such as 32.",
+                    "Correct the file." if name != hccl.BUFFER else "Pass MiB, such as 32.",
                 )
         elif name != "is_high_priority_stream":
             raise UsageError(

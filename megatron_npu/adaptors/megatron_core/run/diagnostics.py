@@ -38,7 +38,7 @@ def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, *
 def leave_without_a_word(
     original: Callable[..., bool], self: Any, ex_type: type[BaseException] | None, ex_val: Any, ex_tb: Any
 ) -> bool:
-    """Leave it: who ends the run tells why."""
+    """Exit silently: the code that ends the run logs the reason."""
     if ex_type is None or (issubclass(ex_type, Exception) and not issubclass(ex_type, LoaderWorkerError)):
         return original(self, ex_type, ex_val, ex_tb)
     return original(self, None, None, None)

@@ -1,4 +1,4 @@
-"""Names that upstream has dropped, and libraries on top of it still read; connects ``transformer.enums``."""
+"""Names that upstream has removed but libraries still use; connects ``transformer.enums``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that go apart: ``--check-weight-hash-across-dp-replicas-interval`` names rank and parameter.
+"""``--check-weight-hash-across-dp-replicas-interval``: name the rank and parameter of diverging replicas.
 
 Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that ask
 ``megatron.core.utils`` themselves get upstream's yes or no.

@@ -1,4 +1,4 @@
-"""Runs on simulated NPUs say so in their log and in TensorBoard.
+"""Mark runs on simulated NPUs in their log and in TensorBoard.
 
 Connects ``megatron.training.utils`` and ``megatron.training.global_vars``.
 """

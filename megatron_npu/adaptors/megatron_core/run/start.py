@@ -42,7 +42,7 @@ around("megatron.training.initialize:initialize_megatron", why=private_files.WHY
 
 @around("megatron.training.initialize:initialize_megatron", why=start.WHY_WATCHED)
 def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the watchdog watch the ranks."""
+    """Start the watchdog for the ranks."""
     from megatron.training.global_vars import get_args
 
     return start.watch(get_args, original, *args, **kwargs)
@@ -85,7 +85,7 @@ def move_to_the_device(
 ) -> Any:
     """Move the model that was made on the host, as the scripts of 0.17 did, before it is wrapped.
 
-    Under torch's FSDP2, too, which in 0.17 took it from the host: for a moment all of it is on the device.
+    Under torch's FSDP2 too, which in 0.17 took it from the host: for a moment all of it is on the device.
     """
     if transformer_config.use_cpu_initialization and not transformer_config.init_model_with_meta_device:
         for part in model_list:

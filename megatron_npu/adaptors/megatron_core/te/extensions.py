@@ -1,4 +1,4 @@
-"""What is asked of TransformerEngine outside the specs.
+"""Uses of TransformerEngine outside the layer specs.
 
 Connects ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
 ``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
@@ -29,7 +29,7 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
 )
 class TENorm:
-    """Makes the norm of the local layers, and says so; like upstream's, it makes no instance of its own.
+    """Makes the norm of the local layers, and logs it; like upstream's, it makes no instance of its own.
 
     Whether a residual follows (since 0.17) is of no account: the local norm does not add it.
     """
@@ -61,7 +61,7 @@ constant(
     "loading a checkpoint asks, and the check of --rotary-interleaved",
 )
 def get_te_version() -> Version:
-    """Return version 0, older than any that is asked for."""
+    """Return version 0, which is older than any required one."""
     return Version("0")
 
 

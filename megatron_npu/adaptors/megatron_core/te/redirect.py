@@ -1,4 +1,4 @@
-"""The tools of ``te_fallback``: give local layers where TransformerEngine's are asked for, and say so."""
+"""Helpers of ``te_fallback``: return local layers where TransformerEngine's are requested, and log it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its lay
 
 
 def report(asked: str) -> None:
-    """Say that ``asked`` gives local layers.
+    """Log that ``asked`` returns local layers.
 
     Raises:
         FallbackForbiddenError: in strict mode.
@@ -34,17 +34,17 @@ def report(asked: str) -> None:
 
 
 def refuse_fp8(fp8: Any) -> None:
-    """Raise UsageError if ``fp8`` is asked for."""
+    """Raise UsageError if ``fp8`` is requested."""
     if fp8:
         raise UsageError(
             f"fp8={fp8!r} without TransformerEngine",
-            "a precision that the local layers have",
+            "a precision that the local layers support",
             "Leave fp8 out and train in bf16, or install TransformerEngine.",
         )
 
 
 def force_flag_off(flag: str) -> Callable[..., Any]:
-    """Return a function to record with ``around``: it turns the argument ``flag`` off, and says so.
+    """Return a function to record with ``around``: it turns the argument ``flag`` off, and logs it.
 
     A function that takes a ``normalization`` for its local layers alone is given that of its ``config``.
     """
@@ -66,7 +66,7 @@ def force_flag_off(flag: str) -> Callable[..., Any]:
 
 
 def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
-    """Return a function to record with ``around``: it calls ``local`` in place of the original, and says so.
+    """Return a function to record with ``around``: it calls ``local`` in place of the original, and logs it.
 
     Arguments that choose kernels of TransformerEngine are dropped: ``local`` does not have them.
 

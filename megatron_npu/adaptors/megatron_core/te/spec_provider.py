@@ -1,4 +1,4 @@
-"""Layers without TransformerEngine through upstream's own seam: a provider of the modules that specs name.
+"""Layers without TransformerEngine through upstream's own interface, a provider of the spec's modules.
 
 Connects ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
 ``transformer.multi_token_prediction`` of ``megatron.core``. A spec of one's own takes it as a backend:
@@ -58,7 +58,7 @@ def spec_provider() -> type:
     why="without TransformerEngine there is none: what asks for its layers ends in a TypeError",
 )
 def provide_local_layers(original: type | None) -> type:
-    """Return our provider, which says so."""
+    """Return our provider, and log it."""
     return spec_provider()
 
 
@@ -69,5 +69,5 @@ def provide_local_layers(original: type | None) -> type:
     why="without TransformerEngine there is none, and a block of its layers ends without a norm",
 )
 def provide_norm(original: type | None) -> type:
-    """Return the norm that goes by the config."""
+    """Return the norm that the config selects."""
     return Norm

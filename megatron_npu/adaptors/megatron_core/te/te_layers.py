@@ -1,4 +1,4 @@
-"""Where ``MEGATRON_NPU_TE=local`` asks for TransformerEngine's layers: attention; packs in Mamba's.
+"""Layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba's layers.
 
 Connects ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
 upstream's own, around the modules of ``standins.transformer_engine``.

@@ -1,4 +1,4 @@
-"""Layer specs and norms of the models for images: CLIP, ViT and LLaVA.
+"""Layer specs and norms of the vision models: CLIP, ViT and LLaVA.
 
 Connects ``models.vision.clip_vit_model``, ``models.vision.vit_layer_specs`` and
 ``models.multimodal.llava_spec`` of ``megatron.core``.

@@ -1,1 +1,1 @@
-"""What several Megatrons have in common inside their layers: products, norms, fusions, the output layer."""
+"""Layer code shared by several Megatrons: products, norms, fusions, the output layer."""

@@ -1,4 +1,4 @@
-"""A parallel linear layer's bias inside its product, on an NPU: one launch where it was two.
+"""Fuse a parallel linear layer's bias into its product on an NPU: one launch instead of two.
 
 Upstream adds the bias of ``linear_qkv`` after the product, and hands that of the others to the next fused
 function, which cannot fuse it with anything on an NPU. Rows of a matrix that is split over ranks keep theirs,
@@ -87,7 +87,7 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
 
 def let_layers_add(layer: Module) -> None:
-    """Let the parallel linear layers of a transformer block's layer add their biases."""
+    """Let a transformer layer's parallel linear layers add their biases."""
     for module in layer.modules():
         if hasattr(module, "skip_bias_add"):
             setattr(module, _IN_BLOCK, True)

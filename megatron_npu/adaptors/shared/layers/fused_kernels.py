@@ -1,4 +1,4 @@
-"""CUDA extensions that a module of Megatron imports when it is built, and nothing here uses."""
+"""CUDA extensions that Megatron's modules import when they are built, but that are not used here."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def connect(recorder: Recorder) -> None:
     """Record bias and GELU, and bias, dropout and residual, which both trees define alike.
 
     Args:
-        recorder: that of the tree.
+        recorder: that of the checkout.
     """
     recorder.constant(
         "megatron.model.fused_bias_gelu:bias_gelu_impl",
@@ -46,7 +46,7 @@ def connect_gelu(recorder: Recorder) -> None:
 
 
 def no_bias(bias: Tensor) -> Tensor:
-    """Return what stands for a bias that has been added: a zero, which the functions here leave out."""
+    """Return a zero for a bias that was already added; the functions here skip it."""
     return _nothing(bias.dtype, bias.device)
 
 

@@ -1,4 +1,4 @@
-"""The three products of a parallel linear layer, by a CPU's faster library where it has one.
+"""The three products of a parallel linear layer, with a faster CPU library where available.
 
 Upstream's autograd function multiplies with ``torch.matmul``, forward and backward, between collectives that
 stay as they are.

@@ -1,4 +1,4 @@
-"""The loss of either Megatron from the two factors of its logits."""
+"""Compute the loss of either Megatron from the two factors of its logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A residual's sum and the norm that reads it in one operation, on an NPU and, by a kernel of ours, a GPU.
+"""Fuse a residual addition and the following norm, on an NPU and with a Triton kernel on a GPU.
 
 Upstream adds in one function and normalises in the next, or in the next layer. Here each place that adds is
 told which norm will read the sum; that norm finds its result with the sum, and computes it itself where

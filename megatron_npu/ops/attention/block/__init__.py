@@ -1,4 +1,4 @@
-"""Attention over a block of the keys, and its gradients given the result over all of them: a step of a ring.
+"""Attention over a block of the keys, and its gradients given the total result: one step of a ring.
 
 Results over disjoint blocks are merged by their lse, the logarithm of the sum of the exponentiated scores.
 ``reference`` has the two operations and their formula; ``cpu``, ``cuda`` and ``npu`` compute them.

@@ -1,4 +1,4 @@
-"""A block of attention on the CPU: torch's flash kernel, which has no dropout; with dropout tile by tile."""
+"""A block of attention on the CPU: torch's flash kernel without dropout, tiles with dropout."""
 
 from __future__ import annotations
 

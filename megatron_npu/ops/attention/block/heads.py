@@ -1,4 +1,4 @@
-"""Between ``[s, b, n, d]`` with grouped key heads, and ``[b, n, s, d]`` with one key head per query head."""
+"""Convert between ``[s, b, n, d]`` with grouped key heads and ``[b, n, s, d]`` with one per query head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a block of the keys, and its gradients, written out in plain torch.
+"""Attention over a block of the keys, and its gradients, in plain torch.
 
 A block is an ``AttentionSpec`` in layout SBND without a mask: its segments lie one behind the other, cover
 all of the queries and keys, and each of their queries sees a key. More than one segment are packed sequences,

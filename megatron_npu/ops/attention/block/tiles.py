@@ -1,4 +1,4 @@
-"""Runs of queries of a block against the keys they see: scratch memory does not grow with the block."""
+"""Process runs of queries against the keys they see, so that scratch memory stays constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact attention tile by tile on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
+"""Exact tiled attention on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
 ``function`` is the differentiable function. A call is either ``fused``, one kernel that cuts it up by
 itself, or ``composed``: of ``tiles``, whose weights ``softmax`` computes and ``dropout`` drops, and which

@@ -1,4 +1,4 @@
-"""Scratch memory that every tile of a call uses again."""
+"""Scratch memory that is reused by every tile of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles whose products, softmax and dropout are calls of their own."""
+"""Tiles with separate calls for products, softmax and dropout."""
 
 from __future__ import annotations
 

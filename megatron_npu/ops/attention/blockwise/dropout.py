@@ -1,4 +1,4 @@
-"""Dropout of the weights of one tile, the same again in backward."""
+"""Dropout of a tile's weights, reproduced in the backward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TileDropout:
     """Drops weights of one tile after the other; which ones, the seed and the order of the tiles decide.
 
     Attributes:
-        gain: what remains is to be multiplied by this; it makes up for the rounding of ``p`` to 2^-16, too.
+        gain: what remains is to be multiplied by this; it makes up for the rounding of ``p`` to 2^-16 too.
 
     Args:
         p: probability that a weight is dropped; nothing is done where it is 0.

@@ -1,4 +1,4 @@
-"""The matrix products of one tile: of which type their factors are, and of which their sums."""
+"""Matrix products of a tile: dtypes of factors and sums."""
 
 from __future__ import annotations
 

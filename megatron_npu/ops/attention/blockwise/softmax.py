@@ -1,4 +1,4 @@
-"""The weights of one tile: scores, what is forbidden, softmax."""
+"""Weights of a tile: scores, mask, softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting the visible pairs of a call into tiles: runs of queries against all keys that any of them sees.
+"""Split the visible pairs of a call into tiles: runs of queries with all keys that any of them sees.
 
 As a tile holds whole rows of scores, softmax needs no running maximum. Work and memory grow with queries ×
 visible keys; no tile exceeds ``TILE_AREA`` elements or one row of scores.

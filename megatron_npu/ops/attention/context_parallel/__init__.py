@@ -1,4 +1,4 @@
-"""Attention over a sequence whose tokens are shared out over the ranks of a context-parallel group.
+"""Attention over a sequence that is sharded over a context-parallel group.
 
 ``ring`` is ``--cp-comm-type p2p``: keys and values travel from rank to rank; ``visible`` says what each step
 computes of them. ``sequence`` has what

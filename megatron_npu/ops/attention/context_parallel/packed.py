@@ -1,4 +1,4 @@
-"""Packed sequences, each of them cut over the ranks: which tokens a rank holds, and which keys they see."""
+"""Packed sequences partitioned over ranks: the tokens of a rank, and the keys they see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PackedSharding(NamedTuple):
         sequence_order: ``[t]`` int64; indexing the ranks' tokens, one rank after the other, with it brings
             them into the order of the packed sequences.
         rank_order: ``[t]`` int64, the inverse: the packed sequences, rank by rank.
-        visible_keys: int64; indexes the ranks' tokens, too: the keys that each chunk of this rank sees, chunk
+        visible_keys: int64; indexes the ranks' tokens too: the keys that each chunk of this rank sees, chunk
             by chunk.
         packed: lengths of this rank's chunks, and of the keys that each of them sees.
     """
@@ -41,7 +41,7 @@ def packed_sharding(
     cp_rank: int,
     device: torch.device,
 ) -> PackedSharding:
-    """Return how packed sequences are shared out, its tensors on ``device``.
+    """Return how packed sequences are sharded, its tensors on ``device``.
 
     Args:
         cu_seqlens_padded: where the sequences begin, and the end of the last one, with their padding.

@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its queries, and keys and values come to it from the others (p2p).
+"""Ring attention: each rank keeps its queries and receives keys and values from the others (p2p).
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with the
 load-balanced order of megatron-core (``visible``). Without a window keys go round from rank to rank. With one

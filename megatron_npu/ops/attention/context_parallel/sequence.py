@@ -1,4 +1,4 @@
-"""A sequence that is cut over the ranks: gathered (``all_gather``), swapped for heads (``a2a``), reordered.
+"""Partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), reorder.
 
 The load-balanced order of megatron-core: a sequence is cut into 2·cp equal chunks, and rank r has the chunks
 r and 2·cp - 1 - r, one behind the other. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.

@@ -1,4 +1,4 @@
-"""Which pairs of this rank's queries and another rank's keys are visible: the work of one step of a ring.
+"""Visible pairs of this rank's queries and another rank's keys: the work of one ring step.
 
 Each document (a whole sequence, or one of packed sequences) is cut into 2·size chunks; rank r has its chunks
 r and 2·size - 1 - r, one behind the other, and the documents lie one behind the other.
@@ -17,7 +17,7 @@ Spans = tuple[Span, ...]  # in order, with gaps in between
 
 
 class Document(NamedTuple):
-    """A sequence that is cut over the ranks.
+    """A sequence that is partitioned over the ranks.
 
     Attributes:
         tokens: that each rank has of it, two chunks of equal length.

@@ -1,1 +1,1 @@
-"""The kernels themselves. Each module imports triton: launchers alone import them, when they launch."""
+"""The kernels. Each module imports triton; launchers import them only at launch."""

@@ -1,4 +1,4 @@
-"""GELU (tanh form), SwiGLU and GEGLU after a bias: one pass each way, with partial sums of its gradient.
+"""GELU (tanh form), SwiGLU and GEGLU after a bias: one pass per direction, with partial bias gradients.
 
 A program has ``ROWS`` x ``COLUMNS`` values at a time; going backward, ``per`` rows one tile after the other.
 """

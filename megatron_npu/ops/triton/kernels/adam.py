@@ -1,4 +1,4 @@
-"""Adam over many tensors in one launch, which also writes 16-bit copies of what it has updated."""
+"""Multi-tensor Adam in one launch, which also writes 16-bit copies of the updated weights."""
 
 from __future__ import annotations
 

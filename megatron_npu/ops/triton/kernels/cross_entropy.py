@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits: a pass over them each way. A program has a row, or a part of one."""
+"""Cross-entropy of rows of logits, one pass per direction; a program handles a row or a part of one."""
 
 from __future__ import annotations
 

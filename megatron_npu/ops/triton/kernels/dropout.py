@@ -1,4 +1,4 @@
-"""Bias, dropout and residual: values that are dropped are drawn again backward, so that no mask is kept."""
+"""Bias, dropout and residual; the backward pass recomputes the mask, so that none is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm of rows, which a program has whole; also of a residual's sum that it makes first.
+"""Layer norm and RMS norm, one program per row, also of a residual sum computed first.
 
 ``LAYER``: with mean and bias, else RMS norm. ``ADD``: the input of the norm is ``residual + dropout(x +
 shift)``, which is written too.

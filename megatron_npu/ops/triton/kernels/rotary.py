@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a head's values turned, in one pass; backward turns them back."""
+"""Rotary position embedding in one pass; the backward pass rotates back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the format ``torch``: ``iter_0000010/mp_rank_00_001/model_optim_rng.pt``, one for each rank.
+"""Checkpoints of the format ``torch``: ``iter_0000010/mp_rank_00_001/model_optim_rng.pt`` per rank.
 
 Megatron-LM 285068c8 knows no other format, and NVIDIA's 345M and Megatron-DeepSpeed's converted models have
 it; megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads them, ``names``

@@ -1,4 +1,4 @@
-"""Where the files of each rank are, and what they hold; nothing in them is executed."""
+"""Find and read the files of each rank, without executing their contents."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankFiles:
 def untracked(root: str | Path) -> Path | None:
     """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
 
-    A lone ``model_optim_rng.pt`` counts, too, named itself or by its directory: so models are handed on.
+    A lone ``model_optim_rng.pt`` counts too, named itself or by its directory: so models are handed on.
     """
     place = Path(root)
     places = (place / checkpoint_files.RELEASE, place.parent if place.name in NAMES else place)

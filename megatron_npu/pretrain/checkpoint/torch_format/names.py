@@ -1,4 +1,4 @@
-"""What a GPT's weights are called in 285068c8 and before, and in megatron-core; the order inside of them."""
+"""Map parameter names and layouts between 285068c8 or older and megatron-core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model put together from the files of all ranks, whatever the layout that it was trained in."""
+"""Assemble a model from the files of all ranks, for any layout it was trained in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share a weight, by its name in megatron-core: joining and cutting."""
+"""Join and split tensor-parallel weights, by their names in megatron-core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model cut into the files of ranks: a GPT-2 as Megatron-LM 285068c8 loads it, others for megatron-core.
+"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, others for megatron-core.
 
 285068c8 has neither rotated positions nor RMSNorm nor a gated MLP. The scripts of megatron-core load the
 format, too (``--ckpt-format torch``): weights under its own names, layers counted from 0 in each stage.
@@ -79,7 +79,8 @@ def _require_model_of_285068c8(args: Namespace) -> None:
     for name, value, meaning in _ONLY:
         if getattr(args, name) != value:
             raise _refusal(
-                f"a model with {name} {getattr(args, name)}", f"{meaning}, as {UPSTREAM} has alone"
+                f"a model with {name} {getattr(args, name)}",
+                f"{meaning}, the only kind that {UPSTREAM} supports",
             )
     if args.num_query_groups != args.num_attention_heads:
         raise _refusal(
@@ -93,7 +94,7 @@ def _require_model_of_285068c8(args: Namespace) -> None:
 
 def _require_model_of_core(args: Namespace) -> None:
     if args.num_experts is not None:
-        raise _refusal("experts", "a dense model: the format does not say where each expert is")
+        raise _refusal("experts", "a dense model: the format does not store where each expert is")
     unknown = [what for what in stock_arguments.beyond(args) if "core_v" not in what]
     if unknown:
         raise _refusal(f"a model with {unknown[0]}", "one that the scripts of a megatron-core can be told")

@@ -1,4 +1,4 @@
-"""Checks of the flags, group by group; what follows from a group's flags is filled in between its checks.
+"""Checks of the flags by group; derived values are filled in between.
 
 Each function raises ``UsageError`` with one line. ``validation.check`` calls them in order.
 """

@@ -1,4 +1,4 @@
-"""Checks of the data: tokenizer, files, and documents for every part that is read."""
+"""Checks of the data: tokenizer, files, and documents for every split that is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(args: Namespace) -> None:
     _validation(args)
     if not args.has_data:
         if args.trains or not args.save:
-            raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Give one.")
+            raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Pass one.")
         return
     if args.train_data_path:
         _parts_of_their_own(args, vocabulary)
@@ -59,12 +59,12 @@ def _one_source(args: Namespace) -> None:
     kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
     given = [flag for kind in kinds for flag in kind]
     if len(given) > 1:
-        raise UsageError(" and ".join(given), "one of them", "Drop one.")
+        raise UsageError(" and ".join(given), "only one of them", "Remove one.")
     if parts and not args.train_data_path:
-        raise UsageError(parts[0], "--train-data-path together with it", "Add it.")
+        raise UsageError(parts[0], "--train-data-path with it", "Add it.")
     if parts and args.split is not None:
         raise UsageError(
-            f"--split {args.split!r} and --train-data-path", "one of them", "--split is for --data-path."
+            f"--split {args.split!r} and --train-data-path", "only one of them", "--split is for --data-path."
         )
 
 
@@ -76,7 +76,7 @@ def _validation(args: Namespace) -> None:
     """Check that sets which are read whole, or by themselves, can be.
 
     Raises:
-        UsageError: they are made up, or have weights; or there are no sets to be told apart.
+        UsageError: they are generated, or have weights; or there are no sets to be told apart.
     """
     asked = [
         flag
@@ -86,17 +86,17 @@ def _validation(args: Namespace) -> None:
     if not asked:
         return
     if args.mock_data:
-        raise UsageError(f"{asked[0]} with --mock-data", "data of a known size", "Drop one.")
+        raise UsageError(f"{asked[0]} with --mock-data", "data of a known size", "Remove one.")
     if args.multiple_validation_sets and not args.valid_data_path:
         raise UsageError(
             "--multiple-validation-sets without --valid-data-path",
             "the prefixes of the sets",
-            "Give --train-data-path and --valid-data-path in place of --data-path.",
+            "Pass --train-data-path and --valid-data-path in place of --data-path.",
         )
     flag = "--valid-data-path" if args.train_data_path else "--data-path"
     if blend(args.valid_data_path or args.data_path or [], flag)[0] is not None:
         raise UsageError(
-            f"{asked[0]} with weights in {flag}", "prefixes alone, as upstream asks for", "Drop the weights."
+            f"{asked[0]} with weights in {flag}", "only prefixes, as upstream requires", "Remove the weights."
         )
 
 
@@ -105,8 +105,8 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
     if _validates(args) and not args.valid_data_path:
         raise UsageError(
             "--train-data-path without --valid-data-path",
-            "data for validation, too",
-            "Add it, or give --eval-iters 0.",
+            "data for validation too",
+            "Add it, or pass --eval-iters 0.",
         )
     for part in PARTS:
         flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []
@@ -128,7 +128,7 @@ def _shared(args: Namespace, vocab_size: int) -> None:
 
 
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
-    """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens for ever."""
+    """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens forever."""
     for name, part, needed in zip(
         ("training", "validation"), parts, (args.trains, _validates(args)), strict=False
     ):
@@ -136,5 +136,5 @@ def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
             raise UsageError(
                 f"--split {args.split!r} leaves no document{of} for {name}",
                 "a share above 0, and documents enough for it",
-                "Change --split" + ("." if name == "training" else ", or give --eval-iters 0."),
+                "Change --split" + ("." if name == "training" else ", or pass --eval-iters 0."),
             )

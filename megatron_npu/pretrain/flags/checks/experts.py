@@ -1,4 +1,4 @@
-"""Checks of a mixture of experts: its flags, its layout, and what each version of megatron-core has of it."""
+"""Checks of a mixture of experts: flags, layout, and support in each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check(args: Namespace) -> None:
     if args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex",
-            "allgather or alltoall: flex sends through DeepEP or HybridEP, libraries of CUDA",
-            "Give alltoall.",
+            "allgather or alltoall: flex uses DeepEP or HybridEP, which are CUDA libraries",
+            "Pass alltoall.",
         )
 
 
@@ -64,8 +64,8 @@ def _router(args: Namespace) -> None:
     plain = args.moe_router_score_function == "softmax" and not args.moe_router_pre_softmax
     if args.moe_router_topk == 1 and plain and args.moe_router_load_balancing_type != "sinkhorn":
         raise UsageError(
-            "--moe-router-topk 1 with a softmax over the chosen experts, which is 1 whatever the router says",
-            "--moe-router-pre-softmax, a softmax over all of them",
+            "--moe-router-topk 1 with a softmax over the selected experts, which is always 1",
+            "--moe-router-pre-softmax, a softmax over all experts",
             "Add it.",
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
@@ -79,7 +79,7 @@ def _groups(args: Namespace) -> None:
     groups, taken = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (taken is None):
         raise UsageError(
-            "one of --moe-router-num-groups and --moe-router-group-topk", "both or none", "Add the other."
+            "one of --moe-router-num-groups and --moe-router-group-topk", "both or neither", "Add the other."
         )
     if groups is not None:
         divides(groups, "--moe-router-num-groups", args.num_experts, "--num-experts")
@@ -95,8 +95,8 @@ def _balance(args: Namespace) -> None:
     if len(kinds) != len(weights) or len(set(kinds)) != len(kinds):
         raise UsageError(
             f"{len(kinds)} --moe-router-load-balancing-type and {len(weights)} --moe-aux-loss-coeff",
-            "one weight for each type, and each type once",
-            "Change one of the two.",
+            "one weight for each type, and each type only once",
+            "Change one of the two flags.",
         )
     for kind, weight in zip(kinds, weights, strict=True):
         if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
@@ -113,7 +113,7 @@ def _capacity(args: Namespace, kinds: list[Any]) -> None:
         raise UsageError(
             "--moe-expert-capacity-factor with sinkhorn",
             "another --moe-router-load-balancing-type",
-            "Drop it.",
+            "Remove it.",
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise UsageError(
@@ -129,7 +129,9 @@ def _bias(args: Namespace) -> None:
         ("moe_grouped_gemm", "--moe-grouped-gemm"),
     ):
         if getattr(args, attribute):
-            raise UsageError(flag, "--disable-bias-linear with it: it knows no bias", "Add it.")
+            raise UsageError(
+                flag, "--disable-bias-linear with it, because it does not support biases", "Add it."
+            )
 
 
 def _versions(args: Namespace) -> None:
@@ -137,7 +139,7 @@ def _versions(args: Namespace) -> None:
     if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
         raise UsageError(
             f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
-            "the one type that it has it for",
+            "the only type that it supports",
             "Add --bf16.",
         )
     for since, name, value, remedy in _SINCE:
@@ -151,7 +153,7 @@ def _versions(args: Namespace) -> None:
         raise UsageError(
             f"several --moe-router-load-balancing-type with megatron-core {args.megatron_version}",
             "0.14 or later",
-            "Give one.",
+            "Pass one.",
         )
 
 
@@ -175,8 +177,9 @@ def layout(args: Namespace) -> None:
     if expert > 1 and args.use_cpu_initialization:
         raise UsageError(
             "--use-cpu-initialization with --expert-model-parallel-size",
-            "weights drawn on the device: on the host each rank would draw the same for other experts",
-            "Leave it out.",
+            "weights initialized on the device: on the host all ranks would initialize their "
+            "different experts alike",
+            "Remove it.",
         )
 
 
@@ -185,19 +188,20 @@ def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
         raise UsageError(
             f"biases of experts with --expert-tensor-parallel-size {tensor}",
             "1",
-            "Give --disable-bias-linear.",
+            "Pass --disable-bias-linear.",
         )
     if expert == 1 and tensor != args.tensor_model_parallel_size:
         raise UsageError(
             f"--expert-tensor-parallel-size {tensor} with --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size} and no --expert-model-parallel-size",
-            "equal sizes, or expert parallelism: else megatron-core does not sum the gradients of experts",
+            "equal sizes, or expert parallelism: otherwise megatron-core does not sum the "
+            "gradients of experts",
             "Change one.",
         )
     if args.tensor_model_parallel_size > 1 and args.train_iters != 0 and not args.sequence_parallel:
         raise UsageError(
             "experts with --tensor-model-parallel-size, without --sequence-parallel",
-            "both, for megatron-core trains them so alone",
+            "both flags, which megatron-core requires to train experts",
             "Add --sequence-parallel.",
         )
 

@@ -37,19 +37,19 @@ def _attention(args: Namespace) -> None:
         if given:
             raise UsageError(
                 f"{flag} with --multi-latent-attention",
-                "one of them: this attention has keys, rotations and projections of its own",
-                f"Drop {flag}.",
+                "only one of them: this attention has its own keys, rotary embedding and projections",
+                f"Remove {flag}.",
             )
     if args.position_embedding_type != "rope":
         raise UsageError(
             f"--multi-latent-attention with --position-embedding-type {args.position_embedding_type}",
-            "rope: it rotates a part of each head whatever the flag says",
-            "Give --position-embedding-type rope.",
+            "rope: this attention rotates a part of each head whatever the flag is",
+            "Pass --position-embedding-type rope.",
         )
     if args.qk_pos_emb_head_dim % 2:
         raise UsageError(
             f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}",
-            "an even number: pairs are rotated",
+            "an even number, because channels are rotated in pairs",
             "Change it.",
         )
 
@@ -58,19 +58,19 @@ def _prediction(args: Namespace) -> None:
     if args.position_embedding_type == "learned_absolute":
         raise UsageError(
             "--mtp-num-layers with --position-embedding-type learned_absolute",
-            "rope or none, for megatron-core trains it so alone",
-            "Give --position-embedding-type rope.",
+            "rope or none, the only ones that megatron-core supports with it",
+            "Pass --position-embedding-type rope.",
         )
     if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
         raise UsageError(
             "--mtp-num-layers with --pipeline-model-parallel-size and a tied output layer",
-            "an output layer of its own: the last stage has the embedding as well, and megatron-core (0.16) "
-            "ends in an assertion when it is to save both",
-            "Give --untie-embeddings-and-output-weights.",
+            "a separate output layer: the last stage also has the embedding, and megatron-core (0.16) "
+            "fails an assertion when it saves both",
+            "Pass --untie-embeddings-and-output-weights.",
         )
     if args.context_parallel_size > 1 and tuple(map(int, args.megatron_version.split(".")[:2])) < (0, 15):
         raise UsageError(
             f"--mtp-num-layers and --context-parallel-size with megatron-core {args.megatron_version}",
             "0.15 or later",
-            "Drop one.",
+            "Remove one.",
         )

@@ -1,4 +1,4 @@
-"""Checks of how long a run trains: in iterations, samples or epochs."""
+"""Checks of the length of a run in iterations, samples or epochs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check(args: Namespace) -> None:
         raise UsageError(
             " and ".join(given) or "no --train-iters",
             f"exactly one of {', '.join(_UNITS)}",
-            "Drop the others." if given else "Give one, for example --train-iters 1000.",
+            "Remove the others." if given else "Pass one, for example --train-iters 1000.",
         )
     if args.epochs is not None and args.mock_data:
-        raise UsageError(given[0], "data of a known size, not --mock-data", "Give --train-iters.")
+        raise UsageError(given[0], "data of a known size, not --mock-data", "Pass --train-iters.")
     derive.length(args)
 
 
@@ -44,5 +44,5 @@ def iterations(args: Namespace) -> None:
         raise UsageError(
             f"{flag}, which is {samples} samples of {args.seq_length} tokens",
             f"at least one global batch of {args.global_batch_size}",
-            "Give more, or lower --global-batch-size.",
+            "Provide more, or lower --global-batch-size.",
         )

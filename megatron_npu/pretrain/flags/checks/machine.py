@@ -23,8 +23,8 @@ def check(args: Namespace) -> None:
     if local > device.count():
         raise UsageError(
             f"{local} processes on a machine with {device.count()} {device.name} device(s)",
-            "at most one process a device",
-            "Give torchrun a smaller --nproc-per-node.",
+            "at most one process per device",
+            "Pass a smaller --nproc-per-node to torchrun.",
         )
 
 
@@ -40,7 +40,7 @@ def require_megatron_core() -> str:
         raise UsageError(
             f"the Megatron in {found.root} is {found.name} {found.version}",
             "megatron-core",
-            "Use its own script with `megatron-npu run`, or start from another folder (`python -m` looks into"
-            " the current one first) with the wheel installed: pip install megatron-core==0.16.1.",
+            "Use its own script with `megatron-npu run`, or start from another folder (`python -m` "
+            "searches the current one first) with the wheel installed: pip install megatron-core==0.16.1.",
         )
     return found.version

@@ -29,14 +29,14 @@ def check(args: Namespace) -> None:
             "Shorten the sequence or raise the number of positions.",
         )
     if args.bf16 and args.fp16:
-        raise UsageError("--bf16 and --fp16", "one of them or none", "Drop one.")
+        raise UsageError("--bf16 and --fp16", "only one of them or none", "Remove one.")
     rotary.check(args)
     windows(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
-            "--cross-entropy-fusion-impl linear alone",
-            "--cross-entropy-loss-fusion together with it",
-            "Add it: without, Megatron's loss heeds neither.",
+            "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
+            "both flags",
+            "Add --cross-entropy-loss-fusion: without it Megatron ignores both.",
         )
 
 
@@ -54,8 +54,8 @@ def windows(args: Namespace) -> None:
     if args.mtp_num_layers is not None:
         raise UsageError(
             "--window-attn-skip-freq with --mtp-num-layers",
-            "one of them: it says nothing of the layers that predict",
-            "Drop one.",
+            "only one of them: the pattern does not cover the multi-token prediction layers",
+            "Remove one.",
         )
     if isinstance(skipped, list) and len(skipped) != args.num_layers:
         raise UsageError(
@@ -75,8 +75,8 @@ def attention(args: Namespace) -> None:
         *others, last = AttentionFlags.spellings()
         raise UsageError(
             f"{', '.join(others)} or {last} with --attention-backend {args.attention_backend}",
-            "a fused backend, for which these flags are meant",
-            "Leave --attention-backend out.",
+            "a fused backend, which these flags need",
+            "Remove --attention-backend.",
         )
 
 
@@ -90,14 +90,14 @@ def recompute(args: Namespace) -> None:
     if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
         raise UsageError(
             "--recompute-granularity full",
-            "--recompute-method and --recompute-num-layers together with it",
+            "--recompute-method and --recompute-num-layers with it",
             "Add them.",
         )
     if args.recompute_granularity != "full" and args.recompute_method is not None:
         raise UsageError(
             "--recompute-method",
-            "--recompute-granularity full together with it",
-            "Add it, or drop the method.",
+            "--recompute-granularity full with it",
+            "Add it, or remove the method.",
         )
     since_0_16 = tuple(map(int, args.megatron_version.split(".")[:2])) >= (0, 16)
     more = memory_flags.OFFLOADED_OF_EXPERTS if since_0_16 and args.num_experts else ()

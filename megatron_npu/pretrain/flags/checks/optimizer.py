@@ -31,7 +31,7 @@ def check(args: Namespace) -> None:
     derive.weight_decay(args)
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            "both --override- and --use-checkpoint-opt_param-scheduler", "one of them", "Drop one."
+            "both --override- and --use-checkpoint-opt_param-scheduler", "only one of them", "Remove one."
         )
 
 
@@ -41,19 +41,19 @@ def _muon(args: Namespace) -> None:
     if version < muon_flags.SINCE:
         raise UsageError(
             f"--optimizer muon with megatron-core {args.megatron_version}",
-            "0.16 or later: there is none before",
-            "Give --optimizer adam.",
+            "0.16 or later: earlier versions have no Muon",
+            "Pass --optimizer adam.",
         )
     if version < muon_flags.COEFFICIENTS_SINCE and args.muon_coefficient_type != "quintic":
         raise UsageError(
             f"--muon-coefficient-type {args.muon_coefficient_type} of megatron-core {args.megatron_version}",
-            "quintic: others can be chosen from 0.17 on",
-            "Leave it out.",
+            "quintic: other types can be selected from 0.17 on",
+            "Remove it.",
         )
     if not muon_flags.installed():
         raise UsageError(
             f"--optimizer muon without the package {muon_flags.PACKAGE}",
-            "it: megatron-core takes Muon from there",
+            "the package, which contains Muon for megatron-core",
             f"pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0",
         )
     for what, given in (
@@ -66,7 +66,7 @@ def _muon(args: Namespace) -> None:
             raise UsageError(
                 f"--optimizer muon with {what}",
                 "fp32 or bf16, and whole matrices on every data-parallel rank",
-                "Leave one out.",
+                "Remove one of them.",
             )
 
 
@@ -93,19 +93,19 @@ def _narrow(args: Namespace) -> None:
             "--use-precision-aware-optimizer or --reuse-fp32-param with "
             + ("FSDP" if args.fully_sharded else f"--optimizer {args.optimizer}"),
             "Adam as the distributed optimizer",
-            "Drop one.",
+            "Remove one.",
         )
     if args.main_grads_dtype == "bf16" and not (args.bf16 and not args.accumulate_allreduce_grads_in_fp32):
         raise UsageError(
             "--main-grads-dtype bf16 without --bf16, or with --accumulate-allreduce-grads-in-fp32",
-            "gradients that are summed in bf16",
+            "gradients that are accumulated in bf16",
             "Change one of the two.",
         )
 
 
 def _learning_rate(args: Namespace) -> None:
     if args.lr is None:
-        raise UsageError("no --lr", "the highest learning rate", "Give one, for example --lr 1e-3.")
+        raise UsageError("no --lr", "the highest learning rate", "Pass one, for example --lr 1e-3.")
     if not 0 <= args.min_lr <= args.lr:
         raise UsageError(f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two.")
     if not 0 <= args.lr_warmup_init <= args.lr:
@@ -123,8 +123,8 @@ def _one_unit(args: Namespace) -> None:
         own = foreign.replace("iters", "samples") if by_samples else foreign.replace("samples", "iters")
         raise UsageError(
             f"{foreign} {'with' if by_samples else 'without'} --train-samples",
-            f"{own}, for the schedule counts what the run counts",
-            f"Give {own}.",
+            f"{own}, because the schedule counts the same units as the run",
+            f"Pass {own}.",
         )
 
 
@@ -137,7 +137,9 @@ def _schedule(args: Namespace) -> None:
     warmup, decay = getattr(args, f"lr_warmup_{unit}"), getattr(args, f"lr_decay_{unit}")
     if args.lr_warmup_fraction is not None:
         if warmup:
-            raise UsageError(f"--lr-warmup-fraction and --lr-warmup-{unit}", "one of them", "Drop one.")
+            raise UsageError(
+                f"--lr-warmup-fraction and --lr-warmup-{unit}", "only one of them", "Remove one."
+            )
         if not 0 <= args.lr_warmup_fraction < 1:
             raise UsageError(
                 f"--lr-warmup-fraction {args.lr_warmup_fraction}", "from 0 to below 1", "Change it."
@@ -149,7 +151,7 @@ def _schedule(args: Namespace) -> None:
             f"Lower it, raise --lr-decay-{unit}, or train longer.",
         )
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
-        raise UsageError("--lr-decay-style WSD", f"--lr-wsd-decay-{unit} together with it", "Add it.")
+        raise UsageError("--lr-decay-style WSD", f"--lr-wsd-decay-{unit} with it", "Add it.")
 
 
 def _weight_decay(args: Namespace) -> None:
@@ -158,12 +160,12 @@ def _weight_decay(args: Namespace) -> None:
         if start is not None or end is not None:
             raise UsageError(
                 "--start-weight-decay or --end-weight-decay",
-                "--weight-decay-incr-style linear or cosine together with them",
-                "Add it, or give --weight-decay alone.",
+                "--weight-decay-incr-style linear or cosine with them",
+                "Add it, or pass --weight-decay alone.",
             )
     elif start is None or end is None or not 0 <= start <= end:
         raise UsageError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} from {start} to {end}",
             "--start-weight-decay from 0 to --end-weight-decay",
-            "Give both.",
+            "Pass both.",
         )

@@ -1,4 +1,4 @@
-"""Checks of what a run writes and goes on from: logs, checkpoints, and places for them."""
+"""Checks of a run's inputs and outputs: logs, checkpoints, and their folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def logging(args: Namespace) -> None:
     if args.dashboard is not None:
         if not (args.json_log or args.save or args.tensorboard_dir):
             raise UsageError(
-                "--dashboard", "--save, --tensorboard-dir or --json-log, whose numbers it shows", "Add one."
+                "--dashboard",
+                "--save, --tensorboard-dir or --json-log, whose numbers the dashboard shows",
+                "Add one.",
             )
         require_packages("--dashboard")
 
@@ -51,7 +53,7 @@ def sinks(args: Namespace) -> None:
     if args.plot and not derive.has_matplotlib():
         raise UsageError("--plot, but matplotlib is not installed", "matplotlib", "pip install matplotlib")
     if args.plot and not (args.save or args.tensorboard_dir):
-        raise UsageError("--plot", "--save or --tensorboard-dir, into which it goes", "Add one.")
+        raise UsageError("--plot", "--save or --tensorboard-dir, where the plot is written", "Add one.")
     derive.plot(args)
 
 
@@ -69,7 +71,9 @@ def wandb(args: Namespace) -> None:
             f"--wandb-project {args.wandb_project}, but wandb is not installed", "wandb", "pip install wandb"
         )
     if not (args.wandb_save_dir or args.save):
-        raise UsageError("--wandb-project", "--save or --wandb-save-dir, into which its files go", "Add one.")
+        raise UsageError(
+            "--wandb-project", "--save or --wandb-save-dir, where its files are written", "Add one."
+        )
 
 
 def ends(args: Namespace) -> None:
@@ -79,25 +83,23 @@ def ends(args: Namespace) -> None:
         UsageError: it is not.
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
-        raise UsageError(
-            f"--exit-signal {args.exit_signal}", "--exit-signal-handler together with it", "Add it."
-        )
+        raise UsageError(f"--exit-signal {args.exit_signal}", "--exit-signal-handler with it", "Add it.")
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint that the run goes on from; check that it fits, and that no other is written over.
+    """Find the checkpoint that the run resumes from; check that it fits, and that no other is written over.
 
     Raises:
         UsageError: there is none, it holds another model, or ``--save`` holds those of another run.
     """
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval", "--save DIR together with it", "Add --save.")
+        raise UsageError("--save-interval", "--save DIR with it", "Add --save.")
     _retention(args)
     if args.async_save and args.fully_sharded:
         raise UsageError(
             "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
-            "checkpoints that are written at once, the only ones of such a run",
-            "Drop --async-save.",
+            "synchronous checkpoints, the only ones that such a run supports",
+            "Remove --async-save.",
         )
     _rewinding(args)
     _require_load(args)
@@ -116,7 +118,7 @@ def _require_load(args: Namespace) -> None:
         ("--load-last-good", args.load_last_good),
     ):
         if given and not args.load:
-            raise UsageError(flag, "--load DIR together with it", "Add --load.")
+            raise UsageError(flag, "--load DIR with it", "Add --load.")
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
@@ -143,7 +145,7 @@ def _retention(args: Namespace) -> None:
         ("--save-retain-interval", args.save_retain_interval),
     ):
         if value and not args.save_interval:
-            raise UsageError(f"{flag} {value}", "--save DIR --save-interval N together with it", "Add them.")
+            raise UsageError(f"{flag} {value}", "--save DIR --save-interval N with it", "Add them.")
     if args.save_retain_interval and args.save_retain_interval % args.save_interval:
         raise UsageError(
             f"--save-retain-interval {args.save_retain_interval}",
@@ -156,20 +158,22 @@ def _rewinding(args: Namespace) -> None:
     """Check that there will be checkpoints to go back to.
 
     Raises:
-        UsageError: there will be none, or none that a run goes on from.
+        UsageError: there will be none, or none that a run resumes from.
     """
     if args.loss_spike_policy != "rewind":
         return
     if not args.save_interval:
         raise UsageError(
             "--loss-spike-policy rewind",
-            "--save DIR --save-interval N together with it: checkpoints to go back to",
-            "Add them, or give --loss-spike-policy skip.",
+            "--save DIR --save-interval N with it: checkpoints to return to",
+            "Add them, or pass --loss-spike-policy skip.",
         )
     for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
         if left_out:
             raise UsageError(
-                f"--loss-spike-policy rewind {flag}", "checkpoints with all of a run's state", f"Drop {flag}."
+                f"--loss-spike-policy rewind {flag}",
+                "checkpoints with the complete state of a run",
+                f"Remove {flag}.",
             )
 
 
@@ -177,25 +181,25 @@ def _choose_whole(args: Namespace) -> None:
     """Make ``--ckpt-step`` the newest checkpoint that is whole, and say which later ones are damaged.
 
     Raises:
-        UsageError: there are checkpoints, and none is whole; or an iteration is asked for, too.
+        UsageError: there are checkpoints, and none is whole; or an iteration is asked for too.
     """
     if args.ckpt_step is not None:
         raise UsageError(
-            f"--ckpt-step {args.ckpt_step} --load-last-good", "one of them", "Leave one of them out."
+            f"--ckpt-step {args.ckpt_step} --load-last-good", "only one of them", "Leave one of them out."
         )
     there = checkpoint_files.iterations(args.load)
     derive.last_good(args, whole_checkpoints.newest_whole(args.load))
     if there and args.ckpt_step is None:
         raise UsageError(
             f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",
-            "at least one whose files are as they were saved",
-            f"`megatron-npu checkpoint verify {args.load}` says what is wrong with each.",
+            "at least one whose files match their checksums",
+            f"Run `megatron-npu checkpoint verify {args.load}` to see the problem of each.",
         )
     passed = [number for number in there if number > (args.ckpt_step or 0)]
     if passed and args.rank == 0:
         print(
-            f" {args.load}: damaged and passed over: iterations {', '.join(map(str, passed))}; "
-            f"loading {args.ckpt_step}",
+            f" {args.load}: damaged and skipped: iterations {', '.join(map(str, passed))}; loading "
+            f"{args.ckpt_step}",
             flush=True,
         )
 
@@ -208,7 +212,7 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
         raise UsageError(
             f"--load {args.load}: no checkpoint there",
             f"a directory with {checkpoint_files.TRACKER}",
-            "Correct the path, or leave --load out to start from scratch.",
+            "Correct the path, or remove --load to start from scratch.",
         )
     return found
 
@@ -224,8 +228,8 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
         raise UsageError(
             f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer is not read here",
             "--finetune, or --no-load-optim",
-            "--finetune takes the weights and begins at iteration 0, --no-load-optim goes on from "
-            f"iteration {found.iteration} with a fresh optimizer.",
+            "--finetune loads the weights and starts at iteration 0; --no-load-optim resumes from "
+            f"iteration {found.iteration} with a fresh optimizer state.",
         )
     same = {"tokenizer_vocab_size": args.tokenizer_vocab_size}
     return replace(found, arguments=found.arguments | same)
@@ -245,8 +249,8 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
             f"--save {args.save} holds checkpoints already",
-            "an empty directory, or one that this run goes on from",
-            f"Add --load {args.save} to go on, or give another directory.",
+            "an empty directory, or the one that this run resumes from",
+            f"Add --load {args.save} to resume, or use another directory.",
         )
     if goes_on and args.ckpt_step is not None and not args.load_last_good:
         _spare_later(args)
@@ -254,18 +258,18 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
 
 def _require_directory(save: str) -> None:
     if Path(save).exists() and not Path(save).is_dir():
-        raise UsageError(f"--save {save} is a file", "a directory", "Give another path.")
+        raise UsageError(f"--save {save} is a file", "a directory", "Use another path.")
 
 
 def _spare_later(args: Namespace) -> None:
-    """Check that a run that goes on from ``--ckpt-step`` overwrites no later iteration."""
+    """Check that a run that resumes from ``--ckpt-step`` overwrites no later iteration."""
     later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
     if later:
         raise UsageError(
             f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
             + ", ".join(map(str, later)),
-            "a directory where the run overwrites none of another",
-            "Give another --save, or move them away.",
+            "a directory where the run overwrites no other checkpoint",
+            "Use another --save, or move them away.",
         )
 
 
@@ -292,16 +296,18 @@ def places(args: Namespace) -> None:
 def _require_writable(flag: str, place: Path) -> None:
     there = next(path for path in (place, *place.parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{flag}: {there} is a file", "a directory", "Give another path.")
+        raise UsageError(f"{flag}: {there} is a file", "a directory", "Use another path.")
     if reason := files.refusal(there):
         raise UsageError(
-            f"{flag}: {there} cannot be written ({reason})", "a directory of yours", "Give another path."
+            f"{flag}: {there} cannot be written ({reason})",
+            "a directory with write permission",
+            "Use another path.",
         )
 
 
 def _require_appendable(flag: str, file: Path) -> None:
     if file.is_dir():
-        raise UsageError(f"{flag}: {file} is a directory", "a file", "Give another path.")
+        raise UsageError(f"{flag}: {file} is a directory", "a file", "Use another path.")
     if not file.exists():
         _require_writable(flag, file.parent)
     if not file.is_file():  # to be made; or a device or a pipe, which an attempt could hold up
@@ -310,5 +316,7 @@ def _require_appendable(flag: str, file: Path) -> None:
         file.open("ab").close()
     except OSError as error:
         raise UsageError(
-            f"{flag}: {file} cannot be written ({error.strerror})", "a file of yours", "Give another path."
+            f"{flag}: {file} cannot be written ({error.strerror})",
+            "a file with write permission",
+            "Use another path.",
         ) from None

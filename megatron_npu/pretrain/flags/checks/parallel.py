@@ -1,4 +1,4 @@
-"""Checks of the layout: how ranks share model and batch."""
+"""Checks of the parallel layout."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def check(args: Namespace) -> None:
     if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
         raise UsageError(
             f"--tp-comm-overlap on the {devices.current().name} device",
-            "an Ascend NPU: elsewhere TransformerEngine's layers have it, which this command does not build",
-            "Leave it out; --sequence-parallel works without.",
+            "an Ascend NPU: on other devices only TransformerEngine's layers support it, "
+            "which this command does not use",
+            "Remove it; --sequence-parallel works without.",
         )
     hccl_buffers.choose(args)
     if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded}'s)",
-            "replicas to compare: each rank has its own part of every weight there",
-            "Leave it out, or use the distributed optimizer.",
+            "replicas to compare: with FSDP each rank has a different part of every weight",
+            "Remove it, or use the distributed optimizer.",
         )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError(
             "--overlap-param-gather",
-            "--use-distributed-optimizer and --overlap-grad-reduce together with it",
+            "--use-distributed-optimizer and --overlap-grad-reduce with it",
             "Add both.",
         )
 
@@ -68,21 +69,23 @@ def _hierarchy(args: Namespace) -> None:
     if ring != (sizes is not None):
         raise UsageError(
             "one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
-            "both or none",
+            "both flags or neither",
             "Add the other.",
         )
     if sizes is not None and (len(sizes) != 2 or math.prod(sizes) != args.context_parallel_size):
         raise UsageError(
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
             f"--context-parallel-size {args.context_parallel_size}",
-            "two sizes, of near ranks and of far ones, whose product it is",
+            "two sizes, of near and of far ranks, whose product is the context-parallel size",
             "Change one of the two.",
         )
 
 
 def _cuts_stages(args: Namespace, flag: str, size: int) -> None:
     if args.pipeline_model_parallel_size == 1:
-        raise UsageError(flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or drop the flag.")
+        raise UsageError(
+            flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or remove the flag."
+        )
     stage = args.num_layers // args.pipeline_model_parallel_size
     divides(size, flag, stage, "layers of a pipeline stage")
 
@@ -92,8 +95,8 @@ def _interleaving(args: Namespace) -> None:
     if layers is not None and chunks is not None:
         raise UsageError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
-            "one of them",
-            "Drop one.",
+            "only one of them",
+            "Remove one.",
         )
     for flag, size in (
         ("--num-layers-per-virtual-pipeline-stage", layers),
@@ -106,8 +109,8 @@ def _interleaving(args: Namespace) -> None:
     if interleaved and args.pipeline_model_parallel_size == 2 and not args.overlap_p2p_comm:
         raise UsageError(
             "an interleaved pipeline of 2 stages with --no-overlap-p2p-communication",
-            "overlapped p2p (batched sends of two chunks to one neighbour cannot be told apart)",
-            "Drop --no-overlap-p2p-communication.",
+            "overlapped p2p (batched sends of two chunks to the same neighbour cannot be distinguished)",
+            "Remove --no-overlap-p2p-communication.",
         )
 
 
@@ -149,11 +152,11 @@ def _ramp(args: Namespace) -> None:
     given = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
     if args.train_samples is None:
         raise UsageError(
-            given, "--train-samples together with it: a growing batch counts samples", "Give that instead."
+            given, "--train-samples with it, because a ramped batch counts samples", "Pass that instead."
         )
     if start >= args.global_batch_size or (args.global_batch_size - start) % increment:
         raise UsageError(
             f"{given} with --global-batch-size {args.global_batch_size}",
-            "a start below it, and whole increments from one to the other",
+            "a smaller start, and a whole number of increments from one to the other",
             "Change one of them.",
         )

@@ -1,4 +1,4 @@
-"""Checks of rotated positions, and of what stretches them."""
+"""Checks of rotary embeddings and their scaling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _channels(args: Namespace) -> None:
     if not 2 <= rotated <= args.kv_channels:
         raise UsageError(
             f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
-            "at least one pair of channels, and no more than there are",
+            "at least one pair of channels, and at most all of them",
             "Change one of the two.",
         )
 
@@ -65,11 +65,11 @@ def _scaled(args: Namespace) -> None:
     if given and args.position_embedding_type != "rope":
         raise UsageError(
             f"{given[0]} with --position-embedding-type {args.position_embedding_type}",
-            f"{_ROPE}, which it changes",
-            f"Add that flag, or drop {given[0]}.",
+            f"{_ROPE}, which the flag modifies",
+            f"Add that flag, or remove {given[0]}.",
         )
     if len(given) > 1:
-        raise UsageError(" and ".join(given), "one of them", "Drop one.")
+        raise UsageError(" and ".join(given), "only one of them", "Remove one.")
     if not args.use_rope_scaling:
         return
     if args.rope_scaling_type == rotary_flags.DYNAMIC:

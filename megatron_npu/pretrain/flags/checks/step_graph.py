@@ -1,4 +1,4 @@
-"""Checks of a step that is one CUDA graph (--cuda-graph-impl)."""
+"""Checks of --cuda-graph-impl."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(args: Namespace) -> None:
         return
     for given, why in _obstacles(args):
         raise UsageError(
-            f"{_FLAG} with {given}", f"one of them: {why}", f"Drop {_FLAG.split()[0]}, or the other."
+            f"{_FLAG} with {given}", f"only one of them: {why}", f"Remove {_FLAG.split()[0]}, or the other."
         )
 
 

@@ -1,4 +1,4 @@
-"""The switches of acceleration on Megatron's own models: Megatron's flags for them, or one line why not."""
+"""Map acceleration switches to Megatron's flags, or reject them with a one-line error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _precision(args: Namespace, switches: Switches) -> None:
         return
     other = "fp16" if wanted == "bf16" else "bf16"
     if getattr(args, other):
-        raise UsageError(f"--mixed-precision {wanted} and --{other}", "one of them", "Drop one.")
+        raise UsageError(f"--mixed-precision {wanted} and --{other}", "only one of them", "Remove one.")
     derive.precision(args, wanted)
     _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
 
@@ -99,8 +99,8 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
     if version < _FIRST_FSDP:
         raise UsageError(
             f"{flag} with megatron-core {args.megatron_version}",
-            "0.16 or newer, whose FSDP reduces the right gradients",
-            "Use --fsdp-memory-optimization, which is torch's, --zero-1-memory-optimization, or install it.",
+            "0.16 or newer, whose FSDP reduces gradients correctly",
+            "Use --fsdp-memory-optimization (torch's FSDP) or --zero-1-memory-optimization, or install 0.16.",
         )
     _require_shardable(args, flag)
     derive.sharding(args, "megatron", strategy)
@@ -110,7 +110,7 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
 
 def _torch_fsdp(args: Namespace, flag: str) -> None:
     if args.use_distributed_optimizer:
-        raise UsageError(f"{flag} and --use-distributed-optimizer", "one of them", "Drop the second.")
+        raise UsageError(f"{flag} and --use-distributed-optimizer", "only one of them", "Remove the second.")
     _require_shardable(args, flag)
     derive.sharding(args, "torch")
     _say(args, f"{flag} is torch's fully_shard here: shares out Adam's states, gradients and weights")
@@ -151,8 +151,8 @@ def _offload(args: Namespace, switches: Switches) -> None:
     if args.use_precision_aware_optimizer or args.reuse_fp32_param:
         raise UsageError(
             "--cpu-offload with --use-precision-aware-optimizer or --reuse-fp32-param",
-            "one of them: what is updated on the host is fp32",
-            "Drop one.",
+            "only one of them: the update on the host is in fp32",
+            "Remove one.",
         )
     for flag, given, without in (
         ("--save", args.save, args.no_save_optim),
@@ -161,9 +161,9 @@ def _offload(args: Namespace, switches: Switches) -> None:
         if given and not without:
             raise UsageError(
                 f"{flag} with --cpu-offload",
-                "a checkpoint without the optimizer: megatron-core 0.12 to 0.16 writes objects of torch into "
-                "that of an offloaded one, which are not read",
-                f"Give --no-{flag.removeprefix('--')}-optim, or leave out --cpu-offload.",
+                "a checkpoint without the optimizer: megatron-core 0.12 to 0.16 stores torch objects in "
+                "an offloaded one, which are not loaded",
+                f"Pass --no-{flag.removeprefix('--')}-optim, or remove --cpu-offload.",
             )
     derive.offloaded_optimizer(args, on=True)
     _say(args, "--cpu-offload: Adam's states and the fp32 main weights rest and are updated on the host")

@@ -1,4 +1,4 @@
-"""``megatron-npu dashboard``: the page of a run that has ended, or that another process trains."""
+"""``megatron-npu dashboard``: serve the dashboard of a finished or running job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ METRICS = "metrics.jsonl"
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     result = Parser("megatron-npu dashboard", description=__doc__)
-    result.add_argument("run", metavar="DIR", help=f"what --save was; or the file, where it is no {METRICS}")
+    result.add_argument(
+        "run", metavar="DIR", help=f"folder given to --save, or the log file if it is not named {METRICS}"
+    )
     result.add_argument(
         "--at",
         type=address,
         metavar="[HOST:]PORT",
         default=Address(LOOPBACK, 0),
-        help=f"where to serve the page (default: {LOOPBACK}, a free port)",
+        help=f"address to serve the dashboard at (default: {LOOPBACK}, any free port)",
     )
     return result
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron_npu.pretrain.report.dashboard import server
 
     with listening(f"--at {args.at}", args.at) as sock:
-        print(f" {metrics} is shown at {url(sock)} (Ctrl-C ends it)", flush=True)
+        print(f" the dashboard of {metrics} is at {url(sock)} (Ctrl-C stops it)", flush=True)
         server.serve(metrics, name_of(metrics), sock, args.at)
     return 0
 

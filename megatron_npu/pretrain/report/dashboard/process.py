@@ -1,4 +1,4 @@
-"""The server of a run's page as a process beside the run, which ends with it in whatever way it ends."""
+"""The dashboard server as a separate process, which ends with the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of the page. Nothing can be changed through it: it answers GET alone, with a page and a state.
+"""The read-only dashboard server: it answers only GET, with a page and its data.
 
 ``process`` starts it: ``python -m megatron_npu.pretrain.report.dashboard.server METRICS NAME SOCKET HOST``.
 """

@@ -1,4 +1,4 @@
-"""What the page shows of a run, as one JSON object."""
+"""The data of the dashboard as one JSON object."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _iteration(history: History) -> int:
 
 
 def _seconds_left(history: History) -> float | None:
-    """Return how long training takes from here if it goes on like this; None if nobody knows."""
+    """Return how long training takes from here if it continues like this; None if nobody knows."""
     batch = history.last.get("global_batch_size") or history.start.get("global_batch_size") or 0
     tokens = batch * (history.start.get("seq_length") or 0)
     speeds = list(history.throughput.values())[-_RECENT:]

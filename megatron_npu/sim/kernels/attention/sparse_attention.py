@@ -76,7 +76,7 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int | None = _EVERYTHING,
     attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and of both rotated parts; the weights are computed anew."""
+    """Return the gradients of query, key, value and of both rotated parts; the weights are computed again."""
     assert value is not None
     assert query_rope is not None
     assert key_rope is not None
