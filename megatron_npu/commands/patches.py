@@ -104,7 +104,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
     """
     parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the pin file (default: in this package)"
+        "--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)"
     )
     options = parser.parse_args(argv)
     found = _find(options)
