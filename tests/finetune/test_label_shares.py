@@ -33,6 +33,18 @@ TAGS = [  # of one row nothing is asked: it has no words
     }
     for n, size in enumerate((2, 9, 1, 8, 0, 3, 1, 7))
 ]
+CONTEXTS = [  # of 3 to 24 words, and which of them is the answer
+    ([WORDS[(n + k) % 30] for k in range(size)], size // 2)
+    for n, size in enumerate((3, 24, 5, 9, 17, 3, 21, 4))
+]
+QUESTIONS = [
+    {
+        "question": f"where is {words[at]} ?",
+        "context": " ".join(words),
+        "answers": {"text": [words[at]], "answer_start": [len(" ".join([*words[:at], ""]))]},
+    }
+    for words, at in CONTEXTS
+]
 ITERATIONS, LR = 4, 3e-3
 FLAGS = ["--global-batch-size", "8", "--epochs", str(ITERATIONS), "--lr", str(LR), "--weight-decay", "0"]
 FLAGS += ["--log-interval", "1", "--eval-interval", "99", "--no-plot"]
@@ -80,15 +92,27 @@ def of_tags(model: Any, folder: Path) -> torch.Tensor:
     return torch.cat(every).mean()
 
 
+def of_answers(model: Any, folder: Path, rows: int = len(QUESTIONS)) -> torch.Tensor:
+    """Return the mean over questions, each by itself: the model's own loss, of which nothing is filled up."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    every = []
+    for row, (_, before) in [*zip(QUESTIONS, CONTEXTS, strict=True)][:rows]:
+        batch = tokenizer([row["question"]], [row["context"]], return_tensors="pt")
+        at = torch.tensor([2 + len(row["question"].split()) + before])  # behind CLS and SEP
+        every.append(model(**batch, start_positions=at, end_positions=at).loss)
+    return torch.stack(every).mean()
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows and models; four rows to validate on."""
     folder = tmp_path_factory.mktemp("labels")
-    for name, rows in (("pairs", PAIRS), ("tags", TAGS)):
+    for name, rows in (("pairs", PAIRS), ("tags", TAGS), ("questions", QUESTIONS)):
         tasks_data.write_rows(folder / name / "train.jsonl", rows)
         tasks_data.write_rows(folder / name / "validation.jsonl", rows[:5])
     tiny_models.t5(folder / "t5")
     tiny_models.bert(folder / "bert", "ForTokenClassification", num_labels=2)
+    tiny_models.bert(folder / "reader", "ForQuestionAnswering")
     return folder
 
 
@@ -97,7 +121,9 @@ def whole(place: Path) -> dict[str, tuple[list[float], list[float]]]:
     """Losses and norms of the loops."""
     t5 = transformers.T5ForConditionalGeneration.from_pretrained(place / "t5")
     bert = transformers.BertForTokenClassification.from_pretrained(place / "bert")
+    reader = transformers.BertForQuestionAnswering.from_pretrained(place / "reader")
     return {
+        "question_answering": loop(reader, lambda model: of_answers(model, place / "reader")),
         "seq2seq": loop(t5, lambda model: of_pairs(model, place / "t5")),
         "token_classification": loop(bert, lambda model: of_tags(model, place / "bert")),
     }
@@ -105,7 +131,11 @@ def whole(place: Path) -> dict[str, tuple[list[float], list[float]]]:
 
 def command(place: Path, task: str, micro_batch: int, *flags: str) -> list[str]:
     """Return the command line of a task behind ``train``."""
-    data, model = {"seq2seq": ("pairs", "t5"), "token_classification": ("tags", "bert")}[task]
+    data, model = {
+        "seq2seq": ("pairs", "t5"),
+        "token_classification": ("tags", "bert"),
+        "question_answering": ("questions", "reader"),
+    }[task]
     named = ["--task", task, "--data-path", str(place / data)]
     return [
         *(*named, "--pretrained-model-name-or-path", str(place / model)),
@@ -128,12 +158,23 @@ def test_targets_of_2_and_30_words(place: Path, whole: Any, tmp_path: Path) -> N
     assert norms == pytest.approx(whole["seq2seq"][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("task", ["seq2seq", "token_classification"])
+@pytest.mark.parametrize("task", ["seq2seq", "token_classification", "question_answering"])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_one_rank(micro_batch: int, task: str, place: Path, whole: Any) -> None:
     _, outcome = tasks_data.train(command(place, task, micro_batch))
     assert outcome.losses == pytest.approx(whole[task][0], rel=2e-6)
     assert outcome.grad_norms == pytest.approx(whole[task][1], rel=1e-5)
+
+
+def test_the_loss_of_an_evaluation_is_over_all_questions(place: Path) -> None:
+    """Five rows in batches of one and of eight: what fills them up counts in none."""
+    reader = transformers.BertForQuestionAnswering.from_pretrained(place / "reader").eval()
+    with torch.no_grad():
+        expected = float(of_answers(reader, place / "reader", 5))
+    for micro_batch in (1, 8):
+        argv = [*command(place, "question_answering", micro_batch), "--lr", "0", "--epochs", "1"]
+        _, outcome = tasks_data.train(argv)
+        assert [one.loss for one in outcome.evaluations.values()] == [pytest.approx(expected, rel=2e-6)]
 
 
 SWITCHES: dict[str, list[str]] = {
@@ -159,6 +200,8 @@ def test_two_ranks_with_switches(place: Path, whole: Any, tmp_path: Path) -> Non
     for size in (2, 4):
         log = ("--json-log", str(tmp_path / f"pairs-{size}"))
         commands[f"pairs-{size}"] = command(place, "seq2seq", size, *log)
+    log = ("--json-log", str(tmp_path / "questions"))
+    commands["questions"] = command(place, "question_answering", 2, *log)
     (tmp_path / "commands.json").write_text(json.dumps(commands))
     result = tiny.run_python(
         [
@@ -176,7 +219,8 @@ def test_two_ranks_with_switches(place: Path, whole: Any, tmp_path: Path) -> Non
     assert lora[1] == pytest.approx(alone.grad_norms, rel=1e-4)
     for name in commands.keys() - {"lora"}:
         losses, norms = found(tmp_path / name)
-        expected = whole["seq2seq" if name.startswith("pairs") else "token_classification"]
+        tasks = {"pairs-2": "seq2seq", "pairs-4": "seq2seq", "questions": "question_answering"}
+        expected = whole[tasks.get(name, "token_classification")]
         expected = clipped if name == "clipped" else expected
         within = {"fp16": 2e-3, "bf16": 2e-2}.get(name, 1e-5)
         assert losses == pytest.approx(expected[0], rel=within), name

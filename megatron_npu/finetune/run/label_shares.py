@@ -8,6 +8,7 @@ the first one goes backward.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -102,6 +103,7 @@ class MicroBatches:
         self._ranks, self._note = ranks, note
         self._ahead: deque[tuple[Any, Counts]] = deque()
         self._taken: list[Counts] = []  # since the last loss
+        self._rehearsed: list[tuple[Any, Counts]] | None = None  # None: what is taken is taken
         self._several = False
         self._micro_batches, self._each = 1, 0
         self._totals: Counts | None = None
@@ -112,7 +114,9 @@ class MicroBatches:
     def __next__(self) -> Any:
         batch, counts = self._ahead.popleft() if self._ahead else self._next()
         self._taken.append(counts)
-        if self._note is not None:
+        if self._rehearsed is not None:
+            self._rehearsed.append((batch, counts))
+        elif self._note is not None:
             self._note(batch)
         return self._move(batch)
 
@@ -125,6 +129,21 @@ class MicroBatches:
         """Begin an iteration of so many micro-batches on each rank."""
         self._micro_batches, self._totals = micro_batches, None
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Give what is taken in this block once more behind it."""
+        self._rehearsed = []
+        try:
+            yield
+        finally:
+            self._ahead.extendleft(reversed(self._rehearsed))
+            self._rehearsed, self._taken = None, []
+
+    def read_ahead(self) -> None:
+        """Have the micro-batches of this iteration in memory, so that nothing is drawn for them later."""
+        while len(self._ahead) < self._micro_batches * (self._each or 1):
+            self._ahead.append(self._next())
+
     def divisors(self) -> list[float]:
         """Return what each loss of the micro-batch taken last is divided by: inf, if it has no labels.
 
@@ -135,12 +154,18 @@ class MicroBatches:
         Raises:
             UsageError: a template took another number of batches for this loss than for those before.
         """
-        counts = self.counted()
+        found = self.coming_divisors()
+        self._taken = []
+        return found
+
+    def coming_divisors(self) -> list[float]:
+        """Return what ``divisors`` will, while the micro-batch is in the model."""
+        number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
-            self._totals = self._all_labels(counts)
-        elif self._each != self._number:
+            self._totals = self._all_labels(number, counts)
+        elif self._each != number:
             raise UsageError(
-                f"run_forward_step took {self._each} batches for a loss, and {self._number} for the next one",
+                f"run_forward_step took {self._each} batches for a loss, and {number} for the next one",
                 "the same number for each loss, because labels are counted before a global batch "
                 "is trained on",
                 "Use one batch for each loss.",
@@ -150,13 +175,17 @@ class MicroBatches:
 
     def counted(self) -> Counts:
         """Return the labels of the batches that were taken since the last call; 1 where none was."""
-        self._number, counts = len(self._taken), _sums(self._taken)
-        self._taken = []
+        counts, self._taken = _sums(self._taken), []
         return counts
 
-    def _all_labels(self, first: Counts) -> Counts:
-        """Return the labels of the whole global batch: those of the first micro-batch, and of all to come."""
-        self._each = self._number
+    def _all_labels(self, number: int, first: Counts) -> Counts:
+        """Return the labels of the whole global batch: those of the first micro-batch, and of all to come.
+
+        Args:
+            number: batches of the first micro-batch.
+            first: its labels.
+        """
+        self._each = number
         coming = (self._micro_batches - 1) * self._each
         while len(self._ahead) < coming:
             self._ahead.append(self._next())

@@ -20,7 +20,7 @@ from megatron_npu.finetune.data.loading import Loader, on_device
 from megatron_npu.finetune.model.precision import SMALLEST
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.finetune.rapidformer import providers
-from megatron_npu.finetune.run import checkpoint, export
+from megatron_npu.finetune.run import checkpoint, expert_balance, export
 from megatron_npu.finetune.run.label_shares import Held, MicroBatches
 from megatron_npu.finetune.run.outcome import Evaluation, Outcome
 from megatron_npu.finetune.run.report import Report, Steps
@@ -76,6 +76,7 @@ class Loop:
         self.evaluations = evaluations
         self.outcome = Outcome()
         self.iteration = 0
+        self.balance = expert_balance.of(prepared.module, self.engine.args.world_size)
         self.clock = Clock()
         self.nonfinite = FirstNonFinite()
         self._begin = 0  # where this process's part of the run began
@@ -92,7 +93,8 @@ class Loop:
             self.prepared.model.train()
             start = self.iteration * self.plan.micro_batches
             batches = micro_batches(self.template, self.batches.held_forever(start), self._count_tokens)
-            with Termination(self.args.exit_signal_handler) as termination:
+            balanced = contextlib.nullcontext() if self.balance is None else self.balance.armed()
+            with balanced, Termination(self.args.exit_signal_handler) as termination:
                 self.clock.start()
                 with watchdog.phase("between two steps"):
                     while self.iteration < self.plan.iterations:
@@ -136,17 +138,36 @@ class Loop:
         prepared, count = self.prepared, self.plan.micro_batches
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         batches.begin(count)
-        for number in range(count):
-            with prepared.accumulating(last=number == count - 1):
-                with prepared.forward_context():
-                    losses = losses_of(self.template, self.forward(batches), batches.losses)
-                divisors = batches.divisors()
-                parts = [loss / divisor for loss, divisor in zip(losses, divisors, strict=True)]
-                prepared.backward(functools.reduce(torch.add, parts))
-            for loss, divisor in zip(losses, divisors, strict=True):
-                if not math.isinf(divisor):  # a mean over no labels is no number
-                    total += loss.detach().float() / divisor
+        with self._balanced(batches):
+            for number in range(count):
+                with prepared.accumulating(last=number == count - 1):
+                    with prepared.forward_context():
+                        losses = losses_of(self.template, self.forward(batches), batches.losses)
+                    divisors = batches.divisors()
+                    parts = [loss / divisor for loss, divisor in zip(losses, divisors, strict=True)]
+                    prepared.backward(functools.reduce(torch.add, parts))
+                for loss, divisor in zip(losses, divisors, strict=True):
+                    if not math.isinf(divisor):  # a mean over no labels is no number
+                        total += loss.detach().float() / divisor
         return total
+
+    @contextlib.contextmanager
+    def _balanced(self, batches: MicroBatches) -> Iterator[None]:
+        """Let a loss of experts' balance be over the tokens of the whole global batch.
+
+        Of several micro-batches the choices are counted first, with the same dropout as afterwards.
+        """
+        if self.balance is None:
+            yield
+            return
+        if self.plan.micro_batches > 1:
+            batches.read_ahead()
+            with untouched_generators(), torch.no_grad(), batches.rehearsal(), self.balance.counting():
+                for _ in range(self.plan.micro_batches):
+                    with self.prepared.forward_context():
+                        self.forward(batches)
+        with self.balance.step(lambda: batches.coming_divisors()[0]):
+            yield
 
     @watchdog.phase("training")
     def _step(self, batches: MicroBatches) -> None:

@@ -15,7 +15,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data import columns, texts
 from megatron_npu.finetune.run import metrics
 from megatron_npu.finetune.tasks.declaration import Flag
-from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, Task
+from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, Task, inputs
 
 _POSITIONS = ("start_positions", "end_positions")
 _ASIDE = (
@@ -106,6 +106,11 @@ class QuestionAnswering(Task):
         """Return a batch, padded to its longest window."""
         return self.padded(examples, numbers=_POSITIONS)
 
+    def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
+        """Return the loss of a batch: the mean over its windows, whatever they are filled up to."""
+        outputs = model(**inputs(batch))
+        return position_losses(outputs.start_logits, outputs.end_logits, batch).mean()
+
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         """Return the loss of the windows, and how the answers compare with the true ones."""
         found = self.evaluated(model, eval_dataloader, self._read)
@@ -147,18 +152,33 @@ class QuestionAnswering(Task):
         for row, own in enumerate(offsets):
             inside[row, : len(own)] = torch.tensor(own)[:, 0] >= 0
         spans, scores = best_spans(start, end, inside.to(start.device), self.args.max_answer_length)
-        losses = [
-            torch.nn.functional.cross_entropy(logits, batch[name], reduction="none")
-            for logits, name in zip((start, end), _POSITIONS, strict=True)
-        ]
         nowhere = _nowhere(batch["input_ids"], self.tokenizer)[:, None]
         return {
             "first": spans[:, 0],
             "last": spans[:, 1],
             "score": scores,
             "nothing": (start.gather(1, nowhere) + end.gather(1, nowhere))[:, 0],
-            "loss": (losses[0] + losses[1]) / 2,
+            "loss": position_losses(start, end, batch),
         }
+
+
+def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of each window [b]: the mean of that of its first token and that of its last.
+
+    Transformers' models let the softmax go over what fills up a batch, too, so that a window's loss depends
+    on the longest one beside it. Here only a window's own tokens are among those that it may be.
+
+    Args:
+        start: logits of the first token [b, s].
+        end: logits of the last token [b, s].
+        batch: has the true ones, [b], and perhaps ``attention_mask`` [b, s], 0 where it is filled up.
+    """
+    filled = batch.get("attention_mask")
+    losses = []
+    for logits, name in zip((start.float(), end.float()), _POSITIONS, strict=True):
+        own = logits if filled is None else logits.masked_fill(filled == 0, -torch.inf)
+        losses.append(torch.nn.functional.cross_entropy(own, batch[name], reduction="none"))
+    return (losses[0] + losses[1]) / 2
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,159 @@
+"""The loss that keeps the experts of Transformers' mixtures balanced, over the tokens of a global batch.
+
+With E experts it is E * sum of f_e * P_e: how often expert e is chosen, and its mean probability, over the
+tokens of a batch. A product of two means is not the mean of those of micro-batches. But f_e has no gradient:
+once the choices of the whole global batch are counted, each micro-batch adds its part of P_e. Where a rank
+has several micro-batches, they go through the model once more for that, before the first one goes backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_NAME = "load_balancing_loss_func"  # of the modules of Transformers' mixtures
+_TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+
+class Sums(NamedTuple):
+    """What the loss is made of, summed over the tokens of all layers.
+
+    Attributes:
+        chosen: how often each expert is [E].
+        probabilities: of each expert [E].
+        tokens: how many they are.
+    """
+
+    chosen: Tensor
+    probabilities: Tensor
+    tokens: Tensor
+
+
+def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None) -> Sums:
+    """Return the sums over the tokens of a batch.
+
+    Args:
+        layers: the router's logits of each, [b * s, E].
+        experts: their number E.
+        top_k: how many a token goes to.
+        mask: 0 for tokens that do not count [b, s]; None: all count.
+    """
+    weights = torch.ones_like(layers[0][:, 0]) if mask is None else mask.reshape(-1).to(layers[0])
+    weights = weights.float()
+    chosen = torch.zeros(experts, device=weights.device)
+    probabilities = torch.zeros_like(chosen)
+    for logits in layers:
+        each = logits.to(weights.device).softmax(-1)
+        choice = each.topk(top_k, dim=-1).indices
+        chosen = chosen.scatter_add(0, choice.reshape(-1), weights.repeat_interleave(top_k))
+        probabilities = probabilities + (each.float() * weights[:, None]).sum(0)
+    return Sums(chosen, probabilities, len(layers) * weights.sum())
+
+
+class ExpertBalance:
+    """Stands in for a mixture's loss of balance while a run is trained.
+
+    Args:
+        names: those of the module that the model is from.
+        ranks: that share the global batch.
+    """
+
+    def __init__(self, names: dict[str, Any], ranks: int) -> None:
+        self._names, self._ranks = names, ranks
+        self._divisor: Callable[[], float] | None = None  # None: nothing is trained on
+        self._counted: Tensor | None = None  # choices [E] and tokens [1] of this rank; None: not counting
+        self._whole: Tensor | None = None  # of all ranks
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Let the model ask this object for its loss of balance; outside of a step that is 0."""
+        own = self._names[_NAME]
+        self._names[_NAME] = self._loss
+        try:
+            yield
+        finally:
+            self._names[_NAME] = own
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is chosen in all micro-batches of a global batch."""
+        self._counted = torch.zeros(1)
+        try:
+            yield
+            self._whole = self._of_all_ranks(self._counted)
+        finally:
+            self._counted = None
+
+    @contextlib.contextmanager
+    def step(self, divisor: Callable[[], float]) -> Iterator[None]:
+        """Give the loss of a global batch; without ``counting`` before it has one micro-batch on each rank.
+
+        Args:
+            divisor: says what the loss of the micro-batch that is in the model will be divided by.
+        """
+        self._divisor = divisor
+        try:
+            yield
+        finally:
+            self._divisor = self._whole = None
+
+    def _loss(
+        self,
+        gate_logits: Any,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | int:
+        """Return the part of a micro-batch, times what it will be divided by; 0 outside of a step."""
+        if not isinstance(gate_logits, tuple):
+            return 0  # as Transformers' own
+        nothing = gate_logits[0].new_zeros((), dtype=torch.float32)
+        if self._divisor is None and self._counted is None:
+            return nothing
+        experts = gate_logits[0].shape[-1] if num_experts is None else num_experts
+        sums = sums_of(gate_logits, experts, top_k, attention_mask)
+        own = torch.cat([sums.chosen, sums.tokens[None]]).detach()
+        if self._counted is not None:
+            self._counted = self._counted.to(own) + own
+            return nothing
+        if self._whole is None:
+            self._whole = self._of_all_ranks(own)
+        assert self._divisor is not None
+        factor = self._divisor() * self._ranks
+        if math.isinf(factor):  # nothing of this micro-batch counts
+            return nothing
+        *_, tokens = self._whole
+        shares = self._whole[:-1] / tokens
+        return (shares * sums.probabilities).sum() * (experts * factor / tokens)
+
+    def _of_all_ranks(self, own: Tensor) -> Tensor:
+        together = own.clone()
+        if self._ranks > 1:
+            dist.all_reduce(together)
+        return together
+
+
+def asked_for(model: nn.Module) -> bool:
+    """Return whether a model of Transformers trains on a loss of balance, by its configuration."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "output_router_logits", False))
+
+
+def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
+    """Return what stands in for the loss of balance of a model; None: it has none, or one of another kind."""
+    own: Any = model
+    if hasattr(own, "get_base_model"):  # of peft's adapters
+        own = own.get_base_model()
+    names = getattr(inspect.unwrap(type(own).forward), "__globals__", {})
+    function = names.get(_NAME)
+    if not asked_for(own) or function is None or tuple(inspect.signature(function).parameters) != _TAKES:
+        return None
+    return ExpertBalance(names, ranks)
