@@ -38,6 +38,28 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path):
     assert tiny.differences(two / "iter_0000006", one / "iter_0000006") == []
 
 
+def test_indices_of_the_data_on_a_disk_of_each_machine_are_named(tmp_path):
+    """Upstream's error is that a file is not there, whose name ends in document_index.npy."""
+    words = [
+        "pretrain",
+        *tiny.flags_for(tiny.write_dataset(tmp_path / "numbers")),
+        "--data-cache-path",
+        "own",
+    ]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(ports.free_port())]
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    machines = [_machine(number, meeting, words, tmp_path / str(number)) for number in range(2)]
+    try:
+        told = machines[1].communicate(timeout=LONGEST)[0]
+    finally:
+        for machine in machines:
+            machine.terminate()
+            machine.communicate()
+    line = r"error: own/\S+\.npy on \S+ \(rank 1\): rank 0 has written it, and it is not there; expected"
+    assert re.search(line, told), told
+
+
 def _command(command: str, folder: Path) -> tuple[list[str], tuple[str, ...], dict[str, str]]:
     """Return a command that saves into ``save``, what it imports, and its variables."""
     save = ["--save", "save", "--save-interval", "1"]

@@ -118,7 +118,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
         config: of the datasets; its split is changed in place.
 
     Raises:
-        UsageError: the indices cannot be written.
+        UsageError: the indices cannot be written, or are not seen where they have to be read.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
@@ -128,7 +128,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
     try:
         return Datasets(*builder.build())
     except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
-        if not isinstance(error.__cause__, OSError):
+        if isinstance(error, UsageError) or not isinstance(error.__cause__, OSError):
             raise
         raise UsageError(
             f"the indices of the data cannot be written: {error.__cause__}",

@@ -77,6 +77,19 @@ def test_bytes_of_the_stock_tool(
     assert contents(run(file, folder, "--append-eod")) == contents(stock)
 
 
+def test_a_tokenizer_without_an_end_token_is_refused(
+    folder: Path, corpus_file: Callable[..., Path], capsys
+) -> None:
+    """With --append-eod and without it: a training ends its documents with that token, too."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    file = corpus_file([{"text": "a"}])
+    line = ["preprocess", "--input", str(file), "--output-prefix", str(file)]
+    line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    for more in ([], ["--append-eod"]):
+        assert cli.main([*line, *more]) == 2
+        assert "tokenizer_config.json names None as eos_token" in capsys.readouterr().err
+
+
 def test_missing_files_are_named(folder: Path, corpus_file: Callable[..., Path], capsys) -> None:
     file = corpus_file([{"text": "a"}])
     line = ["preprocess", "--input", str(file), "--output-prefix", str(file)]

@@ -72,6 +72,26 @@ def test_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert indexed_dataset.validate(tmp_path / "pieces").tokens == 8
 
 
+def test_sequences_beyond_2_gib_are_where_the_index_says(tmp_path: Path) -> None:
+    """In a .bin of 4.8 GB, of which all but the last 12 bytes is a hole."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    lengths = np.array([600_000_000, 600_000_000, 3], np.int32)
+    pointers = np.concatenate([*indexed_dataset._sequence_pointers(lengths, 4)])
+    assert pointers.tolist() == [0, 2_400_000_000, 4_800_000_000]
+    prefix = tmp_path / "d"
+    with indexed_dataset.Writer(str(prefix), np.dtype("<i4")) as writer:
+        writer.add(b"", lengths, np.ones(3, np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.seek(int(pointers[-1]))
+        stream.write(np.array([7, 8, 9], "<i4").tobytes())
+    data = IndexedDataset(str(prefix))
+    assert data[2].tolist() == [7, 8, 9]
+    assert data.get(1, offset=599_999_998, length=2).tolist() == [0, 0]
+
+
 def test_a_large_dataset_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_dataset, "_SAMPLE_BYTES", 8)
     monkeypatch.setattr(indexed_dataset, "_SAMPLE_BLOCKS", 2)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant, records
 from megatron_npu.adaptors.shared import data, questions
+from megatron_npu.base.errors import UsageError
 from megatron_npu.safe_files import safe_numpy, safe_pickle
 from megatron_npu.safe_files.safe_numpy import DamagedIndexError
 
@@ -114,7 +116,20 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
         for file in error.file.parent.glob(f"{error.file.name.rpartition('-')[0]}-*"):
             file.unlink()
         return build()
+    except FileNotFoundError as error:
+        if first:
+            raise
+        raise _unseen(Path(error.filename)) from error
     return indices
+
+
+def _unseen(file: Path) -> UsageError:
+    """Return the error of a rank that reads what the first one has written, and does not see it."""
+    return UsageError(
+        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 has written it, and it is not there",
+        "a folder that all machines share, for the indices of the data",
+        "Name one with --data-cache-path, or copy the files from rank 0's machine.",
+    )
 
 
 def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> None:
