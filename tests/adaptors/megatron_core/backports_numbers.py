@@ -397,6 +397,37 @@ def splits() -> list[Any]:
     return found
 
 
+def factors_of_a_script() -> list[float]:
+    """Return by what a GPT of a script divides positions, and its slowest wave, that were to be 2 and 32."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    name = "megatron.training.global_vars"
+    args = SimpleNamespace(rotary_seq_len_interpolation_factor=2, rope_scaling_factor=32.0)
+    before = sys.modules.get(name)
+    sys.modules[name] = SimpleNamespace(_GLOBAL_ARGS=args)
+    try:
+        model = GPTModel(
+            config=TransformerConfig(
+                num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
+            ),
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=8,
+            max_sequence_length=8,
+            position_embedding_type="rope",
+            rotary_base=500_000,
+            rope_scaling=True,
+        )
+    finally:
+        sys.modules.pop(name)
+        if before is not None:
+            sys.modules[name] = before
+    rotary = model.rotary_pos_emb
+    slowest = float(rotary.inv_freq[-1]) * 500_000 ** (6 / 8)
+    return [rotary.seq_len_interpolation_factor or 1, round(1 / slowest, 3)]
+
+
 def everything() -> dict[str, Any]:
     """Return what the numbers are."""
     return {
@@ -413,4 +444,5 @@ def everything() -> dict[str, Any]:
         "second stage": names_of_second_stage(),
         "counted places": counted_places(),
         "splits": splits(),
+        "factors of a script": factors_of_a_script(),
     }

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_npu.adaptors.megatron_core.layers import activation_offloading
 from megatron_npu.adaptors.megatron_core.options import argument_checks, arguments
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.patching.registry import registry
 from tests.support.comparison import here
@@ -44,6 +45,32 @@ def test_without_an_interval_nothing_is_evaluated_before_the_end(given: int | No
     args = argparse.Namespace(eval_interval=given)
     argument_checks.evaluate_at_the_end_alone(args)
     assert args.eval_interval == given or (given is None and 10**9 // args.eval_interval == 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"rotary_seq_len_interpolation_factor": 4},
+            ["--rotary-seq-len-interpolation-factor 4"],
+        ),
+        ({"rotary_seq_len_interpolation_factor": 1}, []),
+        ({"rope_scaling_factor": 32.0, "use_rope_scaling": True}, ["--rope-scaling-factor 32"]),
+        ({"rope_scaling_factor": 32.0, "use_rope_scaling": False}, []),
+        ({"rope_scaling_factor": 8.0, "use_rope_scaling": True}, []),
+        ({}, []),
+    ],
+)
+def test_flags_of_positions_without_effect_are_said(given, said, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(arguments, "CHECKS", checks("tell_factors_without_effect"))
+    monkeypatch.delenv(settings.BACKPORT.name, raising=False)
+    args = argparse.Namespace(**given)
+    assert arguments.validate_args(lambda args: args, args) is args
+    assert [record.message.partition(" has no effect: ")[0] for record in caplog.records] == said
+    caplog.clear()
+    monkeypatch.setenv(settings.BACKPORT.name, "1")  # they have one then
+    arguments.validate_args(lambda args: args, args)
+    assert not caplog.records
 
 
 def test_batches_that_are_dealt_out_are_not_run_again() -> None:

@@ -51,6 +51,7 @@ RIGHT = {
     "second stage": ("#7452/12", [f"module.decoder.layers.{number}.weight" for number in (2, 3, 2, 3)]),
     "counted places": ("#6981", [2, 4, 4]),
     "splits": ("#7512", [[0.5, 0.5, 0.0], "UsageError", "UsageError", [0.9, 0.1, 0.0]]),
+    "factors of a script": ("filed upstream", [2, 32.0]),
 }
 
 
@@ -135,7 +136,7 @@ def test_the_doctor_lists_the_bugs_of_a_megatron(capsys, monkeypatch) -> None:
     text = capsys.readouterr().out
     assert "fully_shard_optimizer" in text
     assert "#5338" not in text  # fixed in 0.19.0
-    assert "14 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
+    assert "15 with wrong numbers as upstream has them (MEGATRON_NPU_BACKPORT=0)" in text
     assert text.count("cured in megatron-npu's own trainings") == 4
     monkeypatch.setenv(settings.BACKPORT.name, "1")
     assert cli.main([*command, "--json"]) == 0

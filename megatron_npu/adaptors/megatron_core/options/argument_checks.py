@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import math
 import os
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_npu import devices
+from megatron_npu.adaptors.megatron_core.backports.positions import UPSTREAMS_FACTOR
 from megatron_npu.adaptors.megatron_core.decorators import (
     NOT_FIXED,
     WITHOUT_CUDA,
@@ -27,9 +29,13 @@ from megatron_npu.adaptors.megatron_core.layers import activation_offloading, te
 from megatron_npu.adaptors.megatron_core.optimizers import swapped_optimizer
 from megatron_npu.adaptors.megatron_core.options import unsupported_options
 from megatron_npu.adaptors.megatron_core.run import communicators
+from megatron_npu.adaptors.shared import decorators
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.options import hccl_buffers, memory_flags, older_flags
 from megatron_npu.patching.patch import ALL_DEVICES
+
+logger = logging.getLogger(__name__)
 
 # The flags of FSDP: torch's, and Megatron's by its name before 0.14 and since.
 _SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp")
@@ -80,6 +86,20 @@ def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
     """
     if args.eval_interval is None:
         args.eval_interval = _NEVER
+
+
+def tell_factors_without_effect(args: argparse.Namespace) -> None:
+    """Say which of the flags of rotary positions upstream's scripts do not pass to the model."""
+    if decorators.backports_not_wanted() is None:
+        return
+    interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    scaling = getattr(args, "rope_scaling_factor", UPSTREAMS_FACTOR)
+    without = [f"--rotary-seq-len-interpolation-factor {interpolation}"] * (interpolation not in (None, 1))
+    if getattr(args, "use_rope_scaling", False) and scaling != UPSTREAMS_FACTOR:
+        without.append(f"--rope-scaling-factor {scaling:g}")
+    for flag in without:
+        line = "%s has no effect: the script does not pass it to the model. %s=1 does"
+        logger.warning(line, flag, settings.BACKPORT.name)
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
@@ -266,6 +286,12 @@ CHECKS = (  # they run in this order
     Check(
         evaluate_at_the_end_alone,
         why="without --eval-interval a script of 0.16 or newer ends in a TypeError, when its data are built",
+        until=NOT_FIXED,
+    ),
+    Check(
+        tell_factors_without_effect,
+        why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect, and nothing "
+        "says so (0.12 to 0.20)",
         until=NOT_FIXED,
     ),
     Check(

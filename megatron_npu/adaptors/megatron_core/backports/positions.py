@@ -1,0 +1,56 @@
+"""Rotary positions: two flags that upstream's scripts read and do not hand on to their models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, backport
+from megatron_npu.adaptors.megatron_core.options.script_arguments import script_arguments
+
+# the arguments of a script, and what models call them
+FACTORS = {
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "rope_scaling_factor": "rope_scaling_factor",
+}
+UPSTREAMS_FACTOR = 8.0  # by which its models scale where nobody says otherwise
+_MODELS = "megatron.core.models"
+
+_factors = partial(
+    backport,
+    until=NOT_FIXED,
+    why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the scripts do not "
+    "hand them on to the model, which divides no positions and scales by 8",
+)
+
+
+def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Give a model the factors of the script that builds it, where the script has not."""
+    given = {**kwargs, **_named(original, self, args)}
+    script = script_arguments()
+    for flag, name in FACTORS.items():
+        value = getattr(script, flag, None)
+        if value is not None and given.get(name) is None and _takes(original, name):
+            kwargs[name] = value
+    original(self, *args, **kwargs)
+
+
+def _named(original: Callable[..., None], self: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    return inspect.signature(original).bind_partial(self, *args).arguments
+
+
+def _takes(original: Callable[..., None], name: str) -> bool:
+    return name in inspect.signature(original).parameters
+
+
+for _target, _versions in {
+    "gpt.gpt_model:GPTModel": "",
+    "bert.bert_model:BertModel": "",
+    "T5.t5_model:T5Model": "",
+    "mamba.mamba_model:MambaModel": "<0.18",
+    "hybrid.hybrid_model:HybridModel": ">=0.18",
+}.items():
+    # outside of what refuses a Mamba without its package
+    _factors(f"{_MODELS}.{_target}.__init__", versions=_versions, order=1)(hand_factors_on)
