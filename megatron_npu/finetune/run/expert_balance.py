@@ -142,7 +142,7 @@ class ExpertBalance:
 
 def asked_for(model: nn.Module) -> bool:
     """Return whether a model of Transformers trains on a loss of balance, by its configuration."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "output_router_logits", False))
 

@@ -403,6 +403,8 @@ def factors_of_a_script() -> list[float]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    for other in ("bert.bert_model", "T5.t5_model", "mamba.mamba_model"):  # hybrid.hybrid_model by the last
+        importlib.import_module(f"megatron.core.models.{other}")
     name = "megatron.training.global_vars"
     args = SimpleNamespace(rotary_seq_len_interpolation_factor=2, rope_scaling_factor=32.0)
     before = sys.modules.get(name)
