@@ -73,6 +73,13 @@ def test_flags_of_positions_without_effect_are_said(given, said, monkeypatch, ca
     assert not caplog.records
 
 
+def test_weights_of_xavier_are_refused() -> None:
+    """Upstream hands the flag to a field that no configuration has: a TypeError when it is made."""
+    with pytest.raises(UsageError, match="--init-method-xavier-uniform; expected no such flag"):
+        argument_checks.refuse_xavier_weights(argparse.Namespace(init_method_xavier_uniform=True))
+    argument_checks.refuse_xavier_weights(argparse.Namespace(init_method_xavier_uniform=False))
+
+
 def test_batches_that_are_dealt_out_are_not_run_again() -> None:
     args = argparse.Namespace(hybrid_context_parallel=True, rerun_mode="validate_results")
     with pytest.raises(

@@ -141,6 +141,16 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
             )
 
 
+def refuse_xavier_weights(args: argparse.Namespace) -> None:
+    """Refuse a flag whose value upstream hands to a field that no configuration has."""
+    if getattr(args, "init_method_xavier_uniform", False):
+        raise UsageError(
+            "--init-method-xavier-uniform",
+            "no such flag: Megatron hands it to a field that its configuration does not have",
+            "Leave it out; --init-method-std is the deviation of the weights.",
+        )
+
+
 def refuse_flex_dispatching(args: argparse.Namespace) -> None:
     """Refuse the dispatcher that sends through a library of CUDA."""
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
@@ -334,6 +344,12 @@ CHECKS = (  # they run in this order
         condition=te_layers_present,
         why="--moe-grouped-gemm with biases, or not in bf16, is an assertion of upstream's grouped MLP when "
         "the model is there, or in the first step (0.12 to 0.16)",
+    ),
+    Check(
+        refuse_xavier_weights,
+        why="--init-method-xavier-uniform is a TypeError when the configuration is made: it is handed on as "
+        "scaled_init_method, which TransformerConfig does not have (0.12 to 0.20)",
+        until=NOT_FIXED,
     ),
     Check(
         refuse_flex_dispatching,
