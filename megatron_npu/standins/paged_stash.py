@@ -20,4 +20,4 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 get_paged_stash_context = paged_stash_group_start = paged_stash_group_commit = _refuse
 paged_stash_init_chunk_handler = paged_stash_reset = _refuse
-check_paged_stash_overflow = check_paged_stash_host_spill = PagedStashRunner = _refuse
+check_paged_stash_overflow = check_paged_stash_host_spill = PagedStashRunner = PagedStashManager = _refuse

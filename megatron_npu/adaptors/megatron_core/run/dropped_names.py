@@ -1,8 +1,24 @@
-"""Names that upstream has removed but libraries still use; connects ``transformer.enums``."""
+"""Names that upstream has removed or changed, and that libraries on top of it still use.
+
+Connects ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
+of ``megatron.core``.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
+
 from megatron_npu.adaptors.megatron_core.decorators import wrap
+
+# What 0.20's TransformerLayer reads and a layer of its own kind says otherwise: nothing returns its residual.
+_UNSET = {
+    "_input_layernorm_returns_residual": False,
+    "_pre_cross_attn_layernorm_returns_residual": False,
+    "_pre_mlp_layernorm_returns_residual": False,
+    "_legacy_forward_post_mlp": None,
+}
 
 
 @wrap(
@@ -15,3 +31,41 @@ def with_type_of_two_stacks(original: type) -> type:
     if not hasattr(original, "encoder_and_decoder"):
         original.encoder_and_decoder = "encoder_and_decoder"  # type: ignore[attr-defined]
     return original
+
+
+@wrap(
+    "megatron.core.transformer.transformer_layer:TransformerLayer",
+    versions=">=0.20",
+    why="mcore-bridge 1.6.5 builds the parts of its layer itself and runs upstream's forward, which reads "
+    "fields of 0.20's __init__: an AttributeError in the first forward",
+)
+def with_fields_of_layers_that_build_themselves(original: type) -> type:
+    """Return upstream's class with what its ``__init__`` sets for layers that return no residual."""
+    for name, value in _UNSET.items():
+        if not hasattr(original, name):
+            setattr(original, name, value)
+    return original
+
+
+@wrap(
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
+    versions=">=0.20",
+    why="mbridge 0.15.1 asks whether a model is an instance of it (core/util.py:284): a TypeError since it "
+    "is a function that makes one of two classes",
+)
+def as_type_of_either(original: Callable[..., Any]) -> type:
+    """Return a type that makes what the function makes, and whose instances are those of both classes."""
+    module = sys.modules[original.__module__]
+
+    class Either(type):
+        """The type of ``FullyShardedDataParallel``."""
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(
+                instance, (module.FullyShardedDataParallelV1, module.FullyShardedDataParallelV2)
+            )
+
+    return Either(original.__name__, (), {"__doc__": original.__doc__, "__wrapped__": staticmethod(original)})
