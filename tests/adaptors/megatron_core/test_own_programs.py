@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,7 @@ def run(
     )
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", on_version.MAIN])
 def test_a_program_with_every_call_by_keywords_runs_unedited(version: str, tmp_path: Path) -> None:
     """Distributed optimizer, schedule, checkpoint; what goes on from it has the same losses, bit for bit."""
     program = Path(__file__).with_name("own_program.py")
@@ -65,3 +67,17 @@ def test_a_program_with_every_call_by_keywords_runs_unedited(version: str, tmp_p
     done = run(command, "cpu", tmp_path, on_version.environment(version))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("goes on bit for bit") == 1
+
+
+def test_names_that_were_bound_before_the_plugin_came_are_patched_too(tmp_path: Path) -> None:
+    """As verl's and ms-swift's modules bind them. Newer ones than 0.16.1 need triton to be imported so."""
+    programs = [Path(__file__).with_name(f"own_program{late}.py") for late in ("", "_late")]
+    said = []
+    for program in programs:
+        command = [sys.executable, *tiny.torchrun(2), str(program), str(tmp_path / program.stem)]
+        variables = {"MEGATRON_NPU_AUTOLOAD": str(int(program is programs[0]))}
+        done = run(command, "cpu", tmp_path, on_version.environment("0.16.1") | variables)
+        assert done.returncode == 0, done.stderr[-4000:]
+        said.append(re.findall(r"goes on bit for bit after (.*)", done.stdout))
+    assert len(said[0]) == 1
+    assert said[0] == said[1]
