@@ -55,6 +55,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megatron-npu checkpoint list checkpoints/gpt",
         "megatron-npu checkpoint verify checkpoints/gpt",
         "megatron-npu checkpoint prune checkpoints/gpt --keep 3",
+        "megatron-npu checkpoint gather node1/gpt node2/gpt --into checkpoints/gpt",
     ),
     "megatron-npu bench": ("megatron-npu bench --suite 3d --devices 4 --json 3d.json --markdown 3d.md",),
     "megatron-npu sim": (

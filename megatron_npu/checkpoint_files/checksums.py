@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import index, shared_folder
+from megatron_npu.checkpoint_files import disks, index, shared_folder
 
 NAME = "checksums.json"
 ALGORITHM = "xxh3_128"
@@ -36,18 +36,27 @@ def write(folder: Path) -> None:
     """Write the checksums of all files in ``folder``. All ranks must call this when all are written.
 
     Ranks share the files: the shards of torch_dist by the rank that has written each, which are still in its
-    machine's memory; the folders ``mp_rank_…`` of the format torch in turns.
+    machine's memory; the folders ``mp_rank_…`` of the format torch in turns. Where machines keep a part each,
+    the ranks of each share its files, and each part has the checksums of all.
 
     Raises:
         FileNotFoundError: a rank does not see what another has written, or the index names a shard that is
             not there: no checkpoint is half of one. On all ranks.
     """
     rank, ranks = _place()
+    several = disks.several()
+    disks.complete(folder)
     found = {path.relative_to(folder).as_posix(): path for path in _all(folder)}
-    shared_folder.require_all(folder, {*found, *index.shards(folder)})
-    own = {name: _entry(path) for name, path in found.items() if _writer(path, found, ranks) == rank}
+    if several is None:
+        shared_folder.require_all(folder, {*found, *index.shards(folder)})
+        own = {name: _entry(path) for name, path in found.items() if _writer(path, found, ranks) == rank}
+    else:
+        own = {
+            name: _entry(found[name])
+            for name in [*found][several.members.index(rank) :: len(several.members)]
+        }
     parts = _gathered(own, ranks)
-    if rank == 0:
+    if rank == (0 if several is None else several.first):
         together = {name: entry for part in parts for name, entry in part.items()}
         content = {"algorithm": ALGORITHM, "files": dict(sorted(together.items()))}
         files.write(folder / NAME, json.dumps(content, indent=1))
@@ -107,6 +116,8 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """
     rank, ranks = _place()
     entries, faults = _entries(folder)
+    if ranks == 1:
+        disks.require_whole(folder)
     own = [name for name, reader in _readers(entries, ranks).items() if reader == rank]
     large = [name for name in own if int(entries[name][0]) > _SMALL]
     faults += _faults(folder, entries, set(own) - set(large))
@@ -182,12 +193,14 @@ def _entries(folder: Path) -> tuple[Entries, list[str]]:
     """Return the recorded checksums, none where there are none; and what is missing or wrong with them.
 
     They are those of the files that were there when they were written; the index names all that must be.
+    Files that lie on other machines' disks are left out.
     """
-    faults = [f"{name} is missing" for name in index.missing(folder)]
+    away = disks.absent(folder)
+    faults = [f"{name} is missing" for name in index.missing(folder) if name not in away]
     if not (folder / NAME).is_file():
         return {}, faults
     try:
-        return _read(folder), faults
+        return {name: entry for name, entry in _read(folder).items() if name not in away}, faults
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return {}, [*faults, f"{NAME} cannot be read ({error})"]
 
@@ -248,7 +261,7 @@ def newest_whole(root: str | Path) -> int | None:
 
 
 def _all(folder: Path) -> Iterable[Path]:
-    passing = (NAME, ".nfs")  # the latter is what a network keeps of a removed file that somebody reads
+    passing = (NAME, disks.NAME, ".nfs")  # the last: of a network, removed while somebody reads
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(passing))
 
 

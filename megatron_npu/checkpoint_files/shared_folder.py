@@ -27,13 +27,19 @@ _OF_ONE_MACHINE = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2
 _PATIENCE = {True: 1.0, False: 60.0}  # seconds, where it is of one machine, and on a network
 _PAUSE = 0.05
 _SHARE = "a folder that all machines share"
+PER_MACHINE = ", or add --save-per-machine: a part on each, which `megatron-npu checkpoint gather` joins"
 _SHOWN = 8  # machines in one line
 
 
-def require(flag: str, folder: Path) -> None:
+def require(flag: str, folder: Path, otherwise: str = "") -> None:
     """Check that every rank sees the file that rank 0 makes in a folder. All ranks must call this.
 
     A folder that rank 0 cannot write to is told where it is first written to.
+
+    Args:
+        flag: which names the folder.
+        folder: as it is named.
+        otherwise: what else a user may do, as the end of a sentence.
 
     Raises:
         UsageError: some do not, on all ranks; it names their machines.
@@ -53,7 +59,7 @@ def require(flag: str, folder: Path) -> None:
             f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not seen by "
             f"{_machines(seen, lambda own: not own)}",
             _SHARE,
-            "Mount it on every machine under this name, or name one that is.",
+            f"Mount it on every machine under this name, or name one that is{otherwise}.",
         )
 
 
@@ -142,10 +148,6 @@ def _gathered(own: Any) -> list[tuple[Any, str]]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (own, socket.gethostname()))
     return parts
-
-
-def _equals(kind: Any) -> Callable[[Any], bool]:
-    return functools.partial(operator.eq, kind)
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:

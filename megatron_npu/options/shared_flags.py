@@ -61,6 +61,11 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": positive,
         "help": "iterations between two checkpoints (default: one at the end)",
     },
+    "--save-per-machine": {
+        "action": "store_true",
+        "help": "where machines do not share --save, keep on each what its ranks write of a checkpoint: "
+        "the same machines resume from it, and `megatron-npu checkpoint gather` joins the parts",
+    },
     # what a checkpoint is computed with
     "--use-flash-attn": {"action": "store_true", "help": "= --attention-backend flash"},
     # what is told of a run

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.checkpoint import checkpoint_command
 from tests.conftest import LONGEST, checkout
 from tests.support import ports, stock_core, tiny, train_runs, warm
 
@@ -36,6 +38,8 @@ def test_two_machines_train_as_two_processes_of_one(tmp_path):
     assert tiny.losses(two / "metrics.jsonl") == tiny.losses(one / "metrics.jsonl")
     assert tiny.rows(two / "metrics.jsonl", "start")[0]["world_size"] == 2
     assert tiny.differences(two / "iter_0000006", one / "iter_0000006") == []
+    assert len(tiny.rows(two / "metrics.jsonl", "ranks")[0]["hosts"]) == 2
+    assert all(len(row["forward_ms_of_ranks"]) == 2 for row in tiny.rows(two / "metrics.jsonl"))
 
 
 def test_indices_of_the_data_on_a_disk_of_each_machine_are_named(tmp_path):
@@ -129,3 +133,55 @@ def test_a_disk_on_each_machine_is_refused_in_one_line(command, tmp_path):
     line = r"error: --save save: what .* \(rank 0\) writes there is not seen by .* \(rank 1\); expected"
     assert re.search(line, told), told
     assert not [*tmp_path.glob("*/save/iter_*")]
+
+
+TRAINS = Path(__file__).parents[1] / "finetune" / "scripts" / "dropout.py"
+IN_EPOCHS = "--epochs 1 --micro-batch-size 4 --global-batch-size 8 --lr 1e-2 --no-plot".split()
+PARTS = {
+    "pipeline": ("pretrain", "--pipeline-model-parallel-size", "2", "--data-cache-path", "cache"),
+    "train": ("train",),
+    "stock-torch": ("run", "--ckpt-format", "torch", "--tensor-model-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_machines_keep_parts_resume_from_them_and_join_them(case, tmp_path, capsys):
+    """Half of a checkpoint lies on each disk: none is called whole, both resume, and joined they load."""
+    command, *layout = PARTS[case]
+    words, modules, variables = _command(command, tmp_path)
+    ways = [["--save-interval", "4", "--exit-interval", "4"], []]
+    if command == "train":
+        words, ways = [*words[:2], str(TRAINS), *IN_EPOCHS, *words[3:]], [["--save-interval", "4"]] * 2
+    words += [*layout, "--load", "save", "--save-per-machine", "--log-interval", "1"]
+    parts = [tmp_path / str(number) / "save" for number in range(2)]
+    for part in parts:
+        part.parent.mkdir()
+    for ending in ways:
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(ports.free_port())]
+        machines = [
+            _machine(number, meeting, [*words, *ending], part.parent, modules, **variables)
+            for number, part in enumerate(parts)
+        ]
+        try:
+            told = [machine.communicate(timeout=LONGEST)[0] for machine in machines]
+        finally:
+            for machine in machines:
+                machine.kill()
+        assert [machine.returncode for machine in machines] == [0, 0], "\n".join(told)
+    assert re.search(
+        r"going on from iteration (4|6)|successfully loaded checkpoint .* at iteration 4", told[0]
+    ), told
+    for part in parts:
+        assert checkpoint_command.main(["verify", str(part)]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said
+        assert all(
+            re.search(r"the part of .*; \d files are on .* \(its own files: whole", line) for line in said
+        )
+    joined = tmp_path / "joined"
+    assert checkpoint_command.main(["gather", *map(str, parts), "--into", str(joined)]) == 0
+    assert checkpoint_command.main(["verify", str(joined)]) == 0
+    assert capsys.readouterr().out.endswith(": whole\n")
+    lacking = ["gather", str(parts[0]), "--into", str(tmp_path / "half")]
+    with pytest.raises(UsageError, match=r"lies in none of the parts \(\d files do not\): it is on"):
+        checkpoint_command.main(lacking)

@@ -22,7 +22,7 @@ from megatron_npu.adaptors.shared.start import announce_first, connect_old_tree
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.replaced import Replaced
-from megatron_npu.checkpoint_files import stranger_weights
+from megatron_npu.checkpoint_files import disks, stranger_weights
 from megatron_npu.patching.registry import Recorder
 from megatron_npu.process import deepspeed_device, extension_locks
 from megatron_npu.safe_files.checkpoint_values import data_only
@@ -103,7 +103,9 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
         place = _newest(given, root)
         of_scripts.require_same(root, place)
         compared = place if getattr(given, "verify_checkpoint", True) else None
-        with of_scripts.verifying(compared, _REMEDY), data_only(root, *named, *deepspeed_device.harmless()):
+        verifying = of_scripts.verifying(compared, _REMEDY)
+        reading = data_only(root, *named, *deepspeed_device.harmless())
+        with disks.whole(place), verifying, reading:
             iteration = original(*args, **kwargs)
         if place is not None:
             stranger_weights.tell_of_loaded(place, called["model"])
@@ -163,6 +165,7 @@ def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
         replaced.undo()
     if of_scripts.is_first():
         files.write(Path(root, _TAG), tag)
+    disks.publish(Path(root, _TAG))
 
 
 # --- what cannot work -------------------------------------------------------------------------------

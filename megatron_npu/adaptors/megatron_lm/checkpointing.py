@@ -17,7 +17,7 @@ from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.adaptors.shared import resumed_schedule
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, stranger_weights
+from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
 from megatron_npu.safe_files.checkpoint_values import data_only
 
 around(
@@ -115,7 +115,10 @@ def compare_checksums(
     of_scripts.require_same(root, place)
     token = _CHOSEN.set(chosen)
     try:
-        with of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None):
+        with (
+            disks.whole(place),
+            of_scripts.verifying(place if getattr(args, "verify_checkpoint", True) else None),
+        ):
             iteration = original(model, optimizer, *rest, **kwargs)
     finally:
         _CHOSEN.reset(token)

@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_npu.base import files
-from megatron_npu.checkpoint_files import checksums, shared_folder, trackers
+from megatron_npu.checkpoint_files import checksums, disks, shared_folder, trackers
+from megatron_npu.options.shared_flags import add_shared
 
 WHY = "upstream loads files with flipped bits without a word, and trains on with other weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"
@@ -40,7 +41,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare the flag of all trees."""
+    """Declare the flags of all trees."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
@@ -48,6 +49,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
         dest="verify_checkpoint",
         help="neither write nor verify checkpoint checksums",
     )
+    add_shared(parser.add_argument, "--save-per-machine")
     return parser
 
 
@@ -58,8 +60,9 @@ def folder(root: str | Path, iteration: int, *, release: bool = False) -> Path:
 
 def begin_save(place: Path) -> None:
     """Let nobody compare the files of a checkpoint that is written over with the sums of the former one."""
-    if is_first():
+    if disks.leads():
         checksums.forget(place)
+        (place / disks.NAME).unlink(missing_ok=True)
 
 
 @dataclass
@@ -108,7 +111,10 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
         yield
         if verifies:
             checksums.write(place)
+        else:
+            disks.complete(place)
         save.publish()  # DeepSpeed's engine writes none
+        disks.publish(save.tracker)
         if dist.is_initialized():  # a rank that loads at once would not find the tracker yet
             dist.barrier()
     for do in save.afterwards:
@@ -123,7 +129,7 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
     """
     tracker = Path(root, TRACKER)
     save = Save(tracker, files.partial_file(tracker))
-    if is_first():
+    if disks.leads():
         files.remove_abandoned(tracker)  # of runs that were killed while they saved
     begin_save(place)
     token = _SAVE.set(save)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_npu import watchdog
 from megatron_npu.adaptors.shared import private_files
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
-from megatron_npu.checkpoint_files import folder_lock, shared_folder
+from megatron_npu.checkpoint_files import disks, folder_lock, shared_folder
 from megatron_npu.ops.compiled import building
 from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
@@ -57,10 +59,14 @@ def _hold_save_folder(args: Any) -> None:
     # a script that initialises twice holds the first one
     if not args.save:
         return
-    if args.rank == 0 and not folder_lock.held():
+    folder, per_machine = Path(args.save), getattr(args, "save_per_machine", False)
+    if per_machine and dist.is_initialized():
+        disks.save_into(folder)
+    if disks.leads() and not folder_lock.held():
         with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
-            folder_lock.hold(Path(args.save))
-    shared_folder.require("--save", Path(args.save))
+            folder_lock.hold(folder)
+    if not per_machine:
+        shared_folder.require("--save", folder, shared_folder.PER_MACHINE)
 
 
 def connect_old_tree(recorder: Recorder) -> None:

@@ -108,10 +108,17 @@ def _derive(args: argparse.Namespace) -> None:
     if args.data_path is not None and len(args.data_path) == 1:
         args.data_path = args.data_path[0]
     args.dataset_path, args.dataset_name = args.data_path, args.data_name
+    _require_folders(args)
+
+
+def _require_folders(args: argparse.Namespace) -> None:
+    """Check that flags of checkpoints come with the folder that they speak of."""
     if args.load_last_good and not args.load:
         raise UsageError("--load-last-good", "--load DIR with it", "Add --load.")
     if args.save_interval and not args.save:
         raise UsageError("--save-interval without --save", "both", "Add --save DIR.")
+    if args.save_per_machine and not args.save:
+        raise UsageError("--save-per-machine", "--save DIR with it", "Add --save.")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -317,7 +324,7 @@ def _data(add: Add) -> None:
 
 def _checkpoints(add: Add) -> None:
     add_shared(add, "--save", help="folder for checkpoints, the log and the trained model")
-    add_shared(add, "--load", "--load-last-good", "--save-interval")
+    add_shared(add, "--load", "--load-last-good", "--save-interval", "--save-per-machine")
 
 
 def _logging(add: Add) -> None:

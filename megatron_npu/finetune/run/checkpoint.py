@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from megatron_npu import devices, watchdog
 from megatron_npu.base import files, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, shared_folder
+from megatron_npu.checkpoint_files import checksums, disks, shared_folder
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
@@ -132,7 +132,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         content["random"] = {str(args.rank): _random_states()}
     else:
         said.append("the number of ranks has changed: random numbers start again from --seed")
-    with checksums.verifying(place), _reading(place):
+    with disks.whole(place), checksums.verifying(place), _reading(place):
         reader = FileSystemReader(place)
         _require_same_weights(reader, content["train"]["model"], place)
         dcp.load(content, storage_reader=reader)

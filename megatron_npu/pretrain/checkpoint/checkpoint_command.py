@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, positive, whole
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, removal
-from megatron_npu.pretrain.checkpoint import checkpoint_description, checkpoint_files, whole_checkpoints
+from megatron_npu.checkpoint_files import checksums, disks, gather, removal
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_description,
+    checkpoint_files,
+    whole_checkpoints,
+)
 
 _SHOWN = (  # of the arguments
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "world_size"),
@@ -31,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         UsageError: bad input.
     """
     args = _parser().parse_args(argv)
+    if args.action == "gather":
+        return _gather(args)
     if not Path(args.directory).is_dir():
         raise UsageError(
             f"{args.directory}: no such directory", "what was given to --save", "Correct the path."
@@ -75,7 +82,23 @@ def _parser() -> Parser:
             action.add_argument(
                 "--dry-run", action="store_true", help="print what would be removed, and remove nothing"
             )
+    _add_gather(actions)
     return parser
+
+
+def _add_gather(actions: Any) -> None:
+    text = "join the parts that --save-per-machine has left on each machine into one checkpoint"
+    action = actions.add_parser("gather", help=text, description=text)
+    action.add_argument(
+        "directories",
+        nargs="+",
+        metavar="DIR",
+        help="what was given to --save, of each machine (mounted or copied)",
+    )
+    action.add_argument(
+        "--into", required=True, metavar="DIR", help="the folder that gets the whole checkpoint"
+    )
+    action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration (default: the newest)")
 
 
 def _list(args: Namespace) -> int:
@@ -84,7 +107,7 @@ def _list(args: Namespace) -> int:
     for path in _places(args.directory):
         found = _faults(path)
         faults += bool(found)
-        state = "damaged" if found else "whole" if (path / checksums.NAME).is_file() else "no checksums"
+        state = "damaged" if found else _state(path, "no checksums")
         mark = "  <- latest" if path == latest else ""
         print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
     for path in checkpoint_files.unfinished(args.directory):
@@ -167,11 +190,32 @@ def _verify(args: Namespace) -> int:
     for path in _asked_for(args):
         faults = _faults(path)
         damaged += bool(faults)
-        for fault in faults or [
-            "whole" if (path / checksums.NAME).is_file() else "no checksums to compare with"
-        ]:
+        for fault in faults or [_state(path, "no checksums to compare with")]:
             print(f"{path.name}: {fault}")
     return 1 if damaged else 0
+
+
+def _gather(args: Namespace) -> int:
+    parts = []
+    for directory in args.directories:
+        place = checkpoint_files.newest(directory, args.ckpt_step) if Path(directory).is_dir() else None
+        if place is None:
+            raise UsageError(
+                f"{directory}: no checkpoint there", "what was given to --save", "Correct the path."
+            )
+        parts.append(place)
+    place, count = gather.join(parts, Path(args.into))
+    name = place.name.removeprefix("iter_")
+    files.write(Path(args.into) / checkpoint_files.TRACKER, f"{int(name) if name.isdecimal() else name}\n")
+    print(f"{place}: whole, {count} files of {len(parts)} parts, {_size(place):,} bytes")
+    return 0
+
+
+def _state(path: Path, without: str) -> str:
+    """Return what a checkpoint without faults is; ``without``: what it is if it has no checksums."""
+    state = "whole" if (path / checksums.NAME).is_file() else without
+    part = disks.told(path)
+    return f"{part} (its own files: {state})" if part else state
 
 
 def _prune(args: Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_npu.base import files
+from megatron_npu.checkpoint_files import disks
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 _TRIES, _PAUSE = 20, 0.1  # and seconds between them
@@ -40,7 +41,7 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
 def begin(root: str | Path, iteration: int) -> Path:
     """Make the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
     part = hidden(root, iteration)
-    if dist.get_rank() == 0:
+    if disks.leads():
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
@@ -49,7 +50,7 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 def finish(root: str | Path, iteration: int) -> None:
     """Give the folder its name, and have the tracker name it: all ranks have written. All must call this."""
-    if dist.get_rank() == 0:
+    if disks.leads():
         # there is one if a run went back to an earlier iteration
         files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
         checkpoint_files.set_latest(root, iteration)
@@ -58,7 +59,7 @@ def finish(root: str | Path, iteration: int) -> None:
 
 def discard(root: str | Path, iteration: int) -> None:
     """Remove the hidden folder; each rank may call this by itself."""
-    if dist.get_rank() == 0:
+    if disks.leads():
         _remove(hidden(root, iteration))
 
 

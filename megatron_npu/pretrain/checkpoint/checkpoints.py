@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, stranger_weights
+from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_compatibility,
     checkpoint_description,
@@ -151,7 +151,8 @@ def load(args: Namespace, state: State) -> Position:
     reading = _load_own if found.is_own else _load_stock
     if checkpoint_files.is_of_fsdp(found.path):
         reading = _load_of_fsdp
-    with checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext():
+    verifying = checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext()
+    with disks.whole(found.path), verifying:
         position = reading(args, state, found)
     stranger_weights.tell_of_loaded(found.path, state.model)
     return position

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_npu.base.arg_parser import Number
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import disks
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.flags import arguments, expert_flags, rotary_flags, validation
 from megatron_npu.pretrain.flags.checks import model, rotary
@@ -94,7 +95,7 @@ def _is_number(value: Any, kind: Number) -> bool:
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
     """Check that the files are large enough for the model: each weight has a byte at least."""
     least, held = _fewest_weights(values), _bytes(found)
-    if least > held:
+    if least > held and not disks.absent(found.path):
         raise _unfit(found, f"a model of {least:,} weights and more in {held:,} bytes", "files that hold it")
 
 

@@ -8,9 +8,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import folder_lock, shared_folder
+from megatron_npu.checkpoint_files import disks, folder_lock, shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
@@ -46,11 +48,30 @@ def owned(args: Namespace) -> Iterator[None]:
 def require_shared(args: Namespace) -> None:
     """Check that all ranks save into one folder. All ranks must call this, when they have met.
 
+    With --save-per-machine machines may have one each, which is then held for this run on each.
+
     Raises:
-        UsageError: their machines have one each.
+        UsageError: their machines have one each, and no flag allows it; or another run holds one of them.
     """
-    if args.save:
-        shared_folder.require("--save", Path(args.save))
+    disks.forget()
+    if args.save and args.save_per_machine:
+        hold_on_each_machine(Path(args.save))
+    elif args.save:
+        shared_folder.require("--save", Path(args.save), shared_folder.PER_MACHINE)
+
+
+def hold_on_each_machine(folder: Path) -> None:
+    """Save into a folder of each machine's own from now on, which the first rank there holds.
+
+    Rank 0 holds its own already. The lock ends with the process. All ranks must call this.
+
+    Raises:
+        UsageError: another run holds one of them.
+    """
+    disks.save_into(folder)
+    if disks.leads() and dist.is_initialized() and dist.get_rank():
+        folder_lock.hold(folder)
+        remove_unfinished(folder)
 
 
 def remove_unfinished(folder: Path) -> None:

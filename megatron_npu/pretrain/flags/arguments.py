@@ -582,7 +582,7 @@ def _checkpoints(add: Add) -> None:
         dest="verify_checkpoint",
         help="load a checkpoint without verifying its checksums",
     )
-    add_shared(add, "--save-interval")
+    add_shared(add, "--save-interval", "--save-per-machine")
     add(
         "--async-save",
         action="store_true",

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, removal
+from megatron_npu.checkpoint_files import checksums, disks, removal
 from megatron_npu.pretrain.checkpoint import checkpoint_files, whole_checkpoints
 
 
 class Retention:
-    """Removes what is not to be kept, on rank 0. The newest, which has just been saved, always stays.
+    """Removes what is not to be kept, on rank 0, with --save-per-machine on one rank of each machine.
+
+    The newest, which has just been saved, always stays.
 
     Without --save-keep-last, the one that was the latest before is all that is removed, as upstream does.
 
@@ -25,7 +27,7 @@ class Retention:
     def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:
         self._keep, self._every = args.save_keep_last, args.save_retain_interval
         self._root, self._say = args.save, say
-        self._acts = args.rank == 0 and bool(self._keep or self._every)
+        self._acts = disks.leads() and bool(self._keep or self._every)
         self._before = checkpoint_files.newest(self._root) if self._acts and self._root else None
 
     @watchdog.phase(watchdog.SAVING)

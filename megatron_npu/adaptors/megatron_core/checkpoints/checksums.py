@@ -21,14 +21,15 @@ from typing import Any
 from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_core.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.checkpoint_files import checksums, stranger_weights
+from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
 
 _OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
 _DECLARED = "metadata.json"  # which they alone have
 # Whether checksums are wanted by the stock script that saves or loads; False while none does.
 _VERIFIES: ContextVar[bool] = ContextVar("whether the script verifies", default=False)
-# Of an asynchronous save that begins: what is to be done when its files are there, and when it has ended.
-_FINISHING: ContextVar[tuple[Callable[[], None], Callable[[], None]] | None] = ContextVar(
+# Of an asynchronous save that begins: what is to be done when its files are there, when rank 0 has ended
+# it, and when all ranks have.
+_FINISHING: ContextVar[tuple[Callable[[], None], ...] | None] = ContextVar(
     "how the save that begins is finished", default=None
 )
 
@@ -73,13 +74,15 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
         def sum_up() -> None:
             if verifies:
                 checksums.write(place)
+            else:
+                disks.complete(place)
 
         def name() -> None:
             former = of_scripts.of_tracker(root)
             if save.publish():
                 _retire(former, place, retain)
 
-        token = _FINISHING.set((sum_up, name))
+        token = _FINISHING.set((sum_up, name, functools.partial(disks.publish, save.tracker)))
         try:
             yield
         finally:
@@ -95,10 +98,10 @@ def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
     """Give the tracker its name when upstream has written it, before anybody is told of the checkpoint."""
     finishing = _FINISHING.get()
     if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
-        sum_up, name = finishing
+        sum_up, name, publish = finishing
         own = async_request.finalize_fns
         # the first is that of the files, on every rank; later ones are of some ranks
-        own[:] = [*own[:1], sum_up, *(_then(each, name) for each in own[1:])]
+        own[:] = [*own[:1], sum_up, *(_then(each, name) for each in own[1:]), publish]
     return original(async_request)
 
 
@@ -114,11 +117,7 @@ def _retire(former: Path | None, place: Path, interval: int | None) -> None:
     """Remove the checkpoint before, as upstream with the flag, which has not seen the tracker's own name."""
     if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
         return
-    if (
-        of_scripts.is_first()
-        and not former.is_symlink()
-        and int(former.name.removeprefix("iter_")) % interval
-    ):
+    if disks.leads() and not former.is_symlink() and int(former.name.removeprefix("iter_")) % interval:
         threading.Thread(target=shutil.rmtree, args=(former, True)).start()
 
 
@@ -158,9 +157,14 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
         try:
             if root and getattr(given, "load_last_good", False):
                 given.ckpt_step = checksums.newest_whole(root) or step
+            whole = None
             if root:
-                of_scripts.require_same(root, of_scripts.to_load(root, given.ckpt_step))
-            with of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None):
+                whole = of_scripts.to_load(root, given.ckpt_step)
+                of_scripts.require_same(root, whole)
+            with (
+                disks.whole(whole),
+                of_scripts.verifying(_of_ranks(root, given.ckpt_step) if root and verifies else None),
+            ):
                 result = original(*args, **kwargs)
             if root and (place := of_scripts.to_load(root, given.ckpt_step)):
                 stranger_weights.tell_of_loaded(place, bound["ddp_model"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
+from megatron_npu.adaptors.megatron_core.data import private_caches
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around, constant, records
 from megatron_npu.adaptors.shared import data, questions
 from megatron_npu.base.errors import UsageError
@@ -102,11 +103,13 @@ def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kw
 def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
     """Return indices that upstream builds or reads; without the files of a damaged cache it builds them.
 
+    On a machine that does not see what rank 0 has built they are built once more, by one of its ranks.
+
     Only the first rank looks into them: upstream lets it finish before the others read.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        indices = build()
+        indices = build() if first else private_caches.read(build)
         if first:
             check(indices)
     except DamagedIndexError as error:

@@ -94,6 +94,8 @@ def checkpoints(args: Namespace) -> None:
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR with it", "Add --save.")
+    if args.save_per_machine and not args.save:
+        raise UsageError("--save-per-machine", "--save DIR with it", "Add --save.")
     _retention(args)
     if args.async_save and args.fully_sharded:
         raise UsageError(

@@ -1,0 +1,326 @@
+"""Machines that keep a part of each checkpoint on a disk of their own (``--save-per-machine``).
+
+Ranks that see the same folder under one name share a disk; the first of them acts for it. Each disk holds a
+checkpoint's folder with the shards of its own ranks and with all that is small: the index, the description,
+the checksums, and ``machine.json``, which names the files that lie elsewhere. To load, the machines send each
+other what they lack; ``megatron-npu checkpoint gather`` joins the parts into one checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import index
+
+NAME = "machine.json"
+_MARK = ".disk-of-rank."
+_PATIENCE = 1.0  # seconds in which a mark of the same disk is seen
+_PAUSE = 0.05
+_CHUNK = 1 << 26  # bytes of a file that are sent at a time
+_TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold up
+
+
+@dataclass(frozen=True)
+class Disks:
+    """Which ranks see which disk under the name of one folder.
+
+    Attributes:
+        of_rank: of each rank, the first rank that sees the same disk.
+        hosts: of each such first rank its machine.
+        group: of these ranks, on the host; None: this rank is none of them.
+    """
+
+    of_rank: tuple[int, ...]
+    hosts: Mapping[int, str]
+    group: Any
+
+    @property
+    def first(self) -> int:
+        """The rank that acts for this rank's disk."""
+        return self.of_rank[dist.get_rank()]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that see this rank's disk."""
+        return [rank for rank, first in enumerate(self.of_rank) if first == self.first]
+
+
+@dataclass
+class _Run:
+    """The run of this process.
+
+    Attributes:
+        saves_into: where it saves; None: all ranks share one folder.
+    """
+
+    saves_into: Disks | None = None
+
+
+_run = _Run()
+
+
+def several() -> Disks | None:
+    """Return the disks that this run saves into; None where there is one for all ranks."""
+    return _run.saves_into
+
+
+def leads() -> bool:
+    """Return whether this rank, or process, acts for the disk that it saves into."""
+    return not dist.is_initialized() or dist.get_rank() == (
+        0 if _run.saves_into is None else _run.saves_into.first
+    )
+
+
+def save_into(folder: Path) -> None:
+    """Find out which ranks see the same disk, and let later saves go there. All ranks must call this."""
+    _run.saves_into = _found(folder)
+
+
+def forget() -> None:
+    """Let later saves go into a folder of all ranks again."""
+    _run.saves_into = None
+
+
+def _found(folder: Path) -> Disks | None:
+    """Return the disks under the name of a folder, which is made if need be; None if all see the same."""
+    mark = folder / f"{_MARK}{uuid.uuid4().hex}"
+    error = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as raised:
+        error = raised.strerror or "no reason given"
+    marks = _gathered((mark.name, socket.gethostname(), error))
+    faults = [f"{host}: {fault}" for _, host, fault in marks if fault]
+    if faults:
+        raise UsageError(f"{folder} on {faults[0]}", "a directory that can be written", "Give another path.")
+    seen = _gathered(_seen(folder, [name for name, _, _ in marks]))
+    mark.unlink(missing_ok=True)
+    of_rank = tuple(min(each) for each in seen)
+    if not any(of_rank):
+        return None
+    firsts = sorted(set(of_rank))
+    group = dist.new_group(firsts, timeout=_TIMEOUT, backend="gloo")
+    hosts = {first: marks[first][1] for first in firsts}
+    return Disks(of_rank, hosts, group if dist.get_rank() in hosts else None)
+
+
+def _seen(folder: Path, names: list[str]) -> list[int]:
+    """Return the ranks whose marks are seen here."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        there = [rank for rank, name in enumerate(names) if (folder / name).is_file()]
+        if len(there) == len(names) or time.monotonic() > end:
+            return there
+        time.sleep(_PAUSE)
+
+
+def _gathered(own: Any) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+# -- a part
+
+
+def absent(folder: Path) -> dict[str, str]:
+    """Return the files of a checkpoint that lie on other machines, and on which; none of a whole one."""
+    elsewhere = _record(folder).get("elsewhere")
+    if not isinstance(elsewhere, dict):
+        return {}
+    return {name: str(host) for name, host in elsewhere.items() if not (folder / name).is_file()}
+
+
+def told(folder: Path) -> str | None:
+    """Return in words what a folder holds of a checkpoint; None: all of it."""
+    away = absent(folder)
+    if not away:
+        return None
+    return f"the part of {_record(folder).get('host')}; {len(away)} files are on {_listed(away)}"
+
+
+def require_whole(folder: Path) -> None:
+    """Check that a checkpoint that one process is to read is not the part of a machine.
+
+    Raises:
+        UsageError: it is.
+    """
+    if part := told(folder):
+        raise UsageError(
+            f"{folder} is {part}",
+            "a whole checkpoint",
+            "Join the parts with `megatron-npu checkpoint gather`, or load it with as many machines.",
+        )
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _listed(away: Mapping[str, str]) -> str:
+    return ", ".join(sorted(set(away.values())))
+
+
+# -- saving
+
+
+def complete(folder: Path) -> None:
+    """Give every machine what is small of a checkpoint, and the list of what lies elsewhere.
+
+    All ranks must call this when all have written; nothing is done where they share one folder.
+
+    Raises:
+        FileNotFoundError: the index names a shard that no machine has. On all ranks.
+    """
+    if _run.saves_into is None:
+        return
+    lost = None
+    if _run.saves_into.group is not None:
+        lost = _spread(folder, _run.saves_into)
+    lost = _gathered(lost)[0]
+    if lost:
+        raise FileNotFoundError(f"{folder / lost} is on no machine, and the index of the checkpoint names it")
+
+
+def _spread(folder: Path, disks: Disks) -> str | None:
+    """Do what ``complete`` does, on the first rank of a disk; return a shard that is nowhere."""
+    listed: list[Any] = [None] * len(disks.hosts)
+    own = _names(folder)
+    dist.all_gather_object(listed, own, group=disks.group)
+    places = dict(zip(disks.hosts, listed, strict=True))
+    for name in sorted(set().union(*listed)):
+        having = [first for first, names in places.items() if name in names]
+        if not _is_shard(name) and len(having) < len(places):
+            _send(folder / name, min(having), name not in own, disks.group)
+    host = {name: disks.hosts[first] for first, names in places.items() for name in names if _is_shard(name)}
+    content = {
+        "host": disks.hosts[dist.get_rank()],
+        "machines": [*disks.hosts.values()],
+        "elsewhere": {name: host[name] for name in sorted(set(host) - set(own))},
+    }
+    files.write(folder / NAME, json.dumps(content, indent=1))
+    return next(iter(sorted(index.shards(folder) - set(host))), None)
+
+
+def publish(tracker: Path) -> None:
+    """Let every machine have a tracker that rank 0 has written, if it has. All ranks must call this."""
+    if _run.saves_into is None or _run.saves_into.group is None:
+        return
+    there = [tracker.is_file()]
+    dist.broadcast_object_list(there, 0, group=_run.saves_into.group)
+    if there[0]:
+        _send(tracker, 0, dist.get_rank() != 0, _run.saves_into.group)
+
+
+def _is_shard(name: str) -> bool:
+    """Return whether a file belongs to the machine of the rank that has written it."""
+    return name.endswith(".distcp") or name.startswith("mp_rank_")
+
+
+def _names(folder: Path) -> list[str]:
+    passing = (NAME, "checksums.json", ".nfs")
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(passing)
+    )
+
+
+def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
+    """Send a file to the other ranks of a group, of which those write it who want it. Collective."""
+    is_source = dist.get_rank() == source
+    size = [path.stat().st_size if is_source else 0]
+    dist.broadcast_object_list(size, source, group=group)
+    if wanted:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        reading = stack.enter_context(open(path, "rb")) if is_source else None
+        writing = stack.enter_context(files.writing(path)) if wanted else None
+        for begin in range(0, size[0], _CHUNK):
+            chunk = bytearray(min(_CHUNK, size[0] - begin))
+            if reading is not None:
+                reading.readinto(chunk)
+            dist.broadcast(torch.frombuffer(chunk, dtype=torch.uint8), source, group=group)
+            if writing is not None:
+                writing.write(chunk)
+
+
+# -- loading
+
+
+@contextlib.contextmanager
+def whole(folder: Path | None) -> Iterator[None]:
+    """Have all files of a checkpoint on every machine while the block loads it. All ranks must call this.
+
+    Where machines have a part each, they send each other the rest, which is removed after the block.
+
+    Args:
+        folder: of the checkpoint; None on all ranks: there is none to load.
+
+    Raises:
+        UsageError: some files are on none of the machines. On all ranks.
+    """
+    if folder is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    away = _gathered(sorted(absent(folder)))
+    if not any(away):
+        yield
+        return
+    disks = _found(folder)
+    brought: list[Path] = []
+    try:
+        lost = None
+        if disks is None:
+            lost = away[0]
+        elif disks.group is not None:
+            lost = _bring(folder, disks, brought)
+        every = _gathered(lost)  # and nobody reads before all is there
+        if missing := sorted(set().union(*filter(None, every))):
+            raise UsageError(
+                f"{folder}: {missing[0]} is on none of these machines ({len(missing)} files are not)",
+                "the machines that have saved it (--save-per-machine), or all of their parts",
+                "Start the run on those machines, or join the parts with `megatron-npu checkpoint gather`.",
+            )
+        yield
+        dist.barrier()  # others of this machine read the same files
+    finally:
+        for path in brought:
+            path.unlink(missing_ok=True)
+
+
+def _bring(folder: Path, disks: Disks, brought: list[Path]) -> list[str]:
+    """Fetch what this disk lacks, for which this rank acts; return what is nowhere."""
+    listed: list[Any] = [None] * len(disks.hosts)
+    dist.all_gather_object(listed, (_names(folder), sorted(absent(folder))), group=disks.group)
+    places = {first: set(own) for first, (own, _) in zip(disks.hosts, listed, strict=True)}
+    nowhere = []
+    for name in sorted(set().union(*(away for _, away in listed))):
+        having = [first for first, names in places.items() if name in names]
+        if not having:
+            nowhere.append(name)
+            continue
+        wanted = name not in places[dist.get_rank()]
+        if wanted:
+            brought.append(folder / name)
+        _send(folder / name, min(having), wanted, disks.group)
+    return nowhere

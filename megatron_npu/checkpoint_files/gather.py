@@ -1,0 +1,75 @@
+"""One checkpoint of the parts that machines keep on disks of their own (``--save-per-machine``)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import checksums, disks, index
+
+
+def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
+    """Copy the parts of one checkpoint into a new folder; return it and how many files it has.
+
+    Args:
+        parts: the folder of the iteration on each machine's disk.
+        root: where the folder of that name is made.
+
+    Raises:
+        UsageError: they are no parts of one checkpoint, something is missing or damaged, or there is such a
+            folder already.
+    """
+    place = root / parts[0].name
+    if place.exists():
+        raise UsageError(f"--into: {place} is there already", "a folder without it", "Name another folder.")
+    if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
+        raise UsageError(
+            f"{parts[0]} and {strange} are not parts of one checkpoint: their indices or checksums differ",
+            "the folders that one run has saved into with --save-per-machine",
+            "Name those of one run, and with --ckpt-step an iteration that all of them have.",
+        )
+    found = _files(parts)
+    with files.new_folder(place) as folder:
+        for name, source in found.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+        if faults := checksums.damaged(folder):
+            raise UsageError(
+                f"{parts[0].name}: {'; '.join(faults)}",
+                "parts that are as they were saved",
+                "`megatron-npu checkpoint verify` says which part is damaged; take an older iteration.",
+            )
+    return place, len(found)
+
+
+def _identity(part: Path) -> tuple[str, list[bytes]]:
+    """Return what all parts of one save have in common."""
+    paths = [part / name for name in (checksums.NAME, index.NAME)]
+    return part.name, [path.read_bytes() for path in paths if path.is_file()]
+
+
+def _files(parts: Sequence[Path]) -> dict[str, Path]:
+    """Return where each file of the checkpoint lies.
+
+    Raises:
+        UsageError: some lie in none of the parts.
+    """
+    found: dict[str, Path] = {}
+    for part in parts:
+        for path in sorted(part.rglob("*")):
+            if path.is_file() and path.name != disks.NAME:
+                found.setdefault(path.relative_to(part).as_posix(), path)
+    away = {name: host for part in parts for name, host in disks.absent(part).items() if name not in found}
+    for name in index.shards(parts[0]) - set(found):
+        away.setdefault(name, "another machine")
+    if away:
+        name, host = min(away.items())
+        raise UsageError(
+            f"{name} lies in none of the parts ({len(away)} files do not): it is on {host}",
+            "the folder of every machine",
+            "Name that machine's, too.",
+        )
+    return found
