@@ -29,6 +29,8 @@ class History:
         validation: validation losses.
         evaluated: losses of training samples that were evaluated together with them.
         samples: texts drawn at an iteration, each with its ``prompt`` and ``text``.
+        hosts, stages: of each rank its machine and its stage of the pipeline; empty of a rank that is alone.
+        forward_ms: of each rank, of a forward pass by itself, at the last logged iteration.
         start, last, end: values of the last ``start``, ``train`` and ``end`` object; empty if there is none.
     """
 
@@ -41,6 +43,9 @@ class History:
     validation: Points = field(default_factory=dict)
     evaluated: Points = field(default_factory=dict)
     samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
     start: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
@@ -51,23 +56,37 @@ class History:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is none of a run's: it may be a stranger's.
         """
-        kind = row["event"]
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
             raise ValueError(f"iteration {row['iteration']!r}")
-        if kind == "start":
-            self._restart(row)
-        elif kind == "train":
-            self._train(row["iteration"], row)
-        elif kind == "validation":
-            _note(self.validation, row["iteration"], row["loss"])
-            _note(self.evaluated, row["iteration"], row.get("training_loss"))
-        elif kind == "sample":
-            texts = self.samples.setdefault(row["iteration"], [])
-            texts.append({name: _text(row[name]) for name in ("prompt", "text")})
-        elif kind == "rewind":
-            self._forget_after(row["iteration"])
-        elif kind == "end":
-            self.end = row
+        taking = {
+            "start": self._restart,
+            "ranks": self._place,
+            "train": self._train,
+            "validation": self._validate,
+            "sample": self._sample,
+            "rewind": self._go_back,
+            "end": self._finish,
+        }
+        if take := taking.get(row["event"]):
+            take(row)
+
+    def _place(self, row: dict[str, Any]) -> None:
+        self.hosts = [_text(host) for host in row["hosts"]]
+        self.stages = [int(_number(stage)) for stage in row["stages"]]
+
+    def _validate(self, row: dict[str, Any]) -> None:
+        _note(self.validation, row["iteration"], row["loss"])
+        _note(self.evaluated, row["iteration"], row.get("training_loss"))
+
+    def _sample(self, row: dict[str, Any]) -> None:
+        texts = self.samples.setdefault(row["iteration"], [])
+        texts.append({name: _text(row[name]) for name in ("prompt", "text")})
+
+    def _go_back(self, row: dict[str, Any]) -> None:
+        self._forget_after(row["iteration"])
+
+    def _finish(self, row: dict[str, Any]) -> None:
+        self.end = row
 
     def _restart(self, row: dict[str, Any]) -> None:
         """Forget what came after the iteration at which a run begins."""
@@ -76,14 +95,16 @@ class History:
             if value is not None and not (type(value) is int and 0 <= value < _MANY):
                 raise ValueError(f"{name} {value!r}")
         self.start, self.last, self.end = row, {}, {}
+        self.hosts, self.stages, self.forward_ms = [], [], []
         self._forget_after(row["iteration"])
 
     def _forget_after(self, iteration: int) -> None:
-        for points in vars(self).values():
+        for points in filter(lambda value: isinstance(value, dict), vars(self).values()):
             for number in [n for n in points if isinstance(n, int) and n > iteration]:
                 del points[number]
 
-    def _train(self, iteration: int, row: dict[str, Any]) -> None:
+    def _train(self, row: dict[str, Any]) -> None:
+        iteration = row["iteration"]
         if not 0 <= (row.get("global_batch_size") or 0) < _MANY:
             raise ValueError(f"global_batch_size {row['global_batch_size']!r}")
         first = iteration - len(row["losses"]) + 1
@@ -97,6 +118,7 @@ class History:
             (self.grad_norms, "grad_norm"),
         ):
             _note(points, iteration, row.get(name))
+        self.forward_ms = [_number(each) for each in row.get("forward_ms_of_ranks", [])]
         self.last = {name: value for name, value in row.items() if not isinstance(value, list)}
 
 

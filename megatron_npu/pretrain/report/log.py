@@ -18,6 +18,7 @@ from megatron_npu import devices
 from megatron_npu.devices.rows import Rows
 from megatron_npu.pretrain.report import flops
 from megatron_npu.pretrain.report.drawn_texts import Text
+from megatron_npu.pretrain.report.rank_times import Place
 from megatron_npu.pretrain.report.sinks import Sinks
 from megatron_npu.pretrain.run.expert_losses import LOSSES
 from megatron_npu.pretrain.run.prediction_losses import PREFIX
@@ -83,6 +84,7 @@ class Log(Sinks):
         of_ranks: Mapping[int, float] | None = None,
         of_experts: Mapping[str, list[float]] | None = None,
         of_predictions: Mapping[str, float] | None = None,
+        milliseconds: Sequence[float] = (),
     ) -> None:
         """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
 
@@ -92,23 +94,35 @@ class Log(Sinks):
             of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported too.
             of_experts: the losses of each layer with experts (``ExpertLosses.take``), likewise.
             of_predictions: those of multi-token prediction (``PredictionLosses.take``), likewise.
+            milliseconds: of each rank, of a forward pass by itself (``RankTimes.take``).
         """
         if not self.on_rank_0:
             return
         of_experts, of_predictions = of_experts or {}, of_predictions or {}
-        row = _row(self.args, steps)
-        row |= {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
-        row |= of_predictions
-        if self.args.moe_per_layer_logging:
-            row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
+        row = _row(self.args, steps) | self._of_layers(of_experts) | dict(of_predictions)
         self.say(line(self.args, iteration, row))
         if of_ranks is not None:
             self._of_ranks(iteration, of_ranks)
             row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
+        if milliseconds:
+            row["forward_ms_of_ranks"] = [round(each, 3) for each in milliseconds]
         self.write("train", iteration, row)
         self._curves(iteration, steps.losses, row, [*_CURVES, *of_experts, *of_predictions])
         if "global_batch_size" in row:
             self.scalars(iteration, [("batch-size", row["global_batch_size"])])
+
+    def _of_layers(self, of_experts: Mapping[str, list[float]]) -> dict[str, Any]:
+        """Return the mean of each loss of experts, and those of the layers where that is asked for."""
+        row: dict[str, Any] = {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
+        if self.args.moe_per_layer_logging:
+            row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
+        return row
+
+    def places(self, iteration: int, places: Sequence[Place]) -> None:
+        """Report on which machine each rank is, and which stage of the pipeline it has; nothing of one."""
+        if places:
+            hosts, stages = [place.host for place in places], [place.stage for place in places]
+            self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
 
     def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
         for rank, loss in losses.items():

@@ -20,6 +20,7 @@ from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Interval, Log, Steps
+from megatron_npu.pretrain.report.rank_times import RankTimes
 from megatron_npu.pretrain.run import loss
 from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
 from megatron_npu.pretrain.run.clock import Clock
@@ -73,6 +74,7 @@ class Trainer:
         self.guard = Guard(args, self.state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         forward = functools.partial(self._forward, forward_only=True)
+        self.times = RankTimes(measures=args.cuda_graph_impl == "none")
         self.deadline = Deadline(args.exit_duration_in_mins, time.monotonic() if began is None else began)
         self.evaluation = Evaluation(args, prepared, log, self.batches, forward, self.deadline.has_passed)
         self.saving = Saving(args, self.state, self.clock, log)
@@ -84,6 +86,7 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
+        self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
         for chunk in self.state.model:
@@ -154,6 +157,7 @@ class Trainer:
         for chunk in self.state.model:
             chunk.zero_grad_buffer()
         self.state.optimizer.zero_grad()
+        self.times.begin()
         count = self.plan.micro_batches_of(self._batch())
         return self._forward(self._data, forward_only=False, micro_batches=count)
 
@@ -245,7 +249,7 @@ class Trainer:
         single = len(model) == 1
         iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
         outputs = self.forward_backward(
-            forward_step_func=self.forward_step,
+            forward_step_func=self.times.timed(self.forward_step),
             data_iterator=iterators[0] if single else iterators,
             model=model[0] if single else model,
             num_microbatches=micro_batches or self.plan.micro_batches,
@@ -290,7 +294,7 @@ class Trainer:
         if not self.interval.losses:
             return
         groups = self.state.optimizer.param_groups
-        seconds = self.clock.lap()
+        seconds, times = self.clock.lap(), self.times.take()
         losses = loss.means(self.interval.losses.all())
         samples = sum(self.interval.batches)
         count = self.plan.micro_batches_of(samples)
@@ -307,11 +311,12 @@ class Trainer:
             of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
             of_experts=self.of_experts.take(count),
             of_predictions=self.of_predictions.take(),
+            milliseconds=times,
         )
         self._check_losses(losses)
-        slower = self.pace.note(seconds, len(losses))
-        if slower:
-            self.log.say(slower)
+        for line in (self.pace.note(seconds, len(losses)), self.times.slow(times, len(losses))):
+            if line:
+                self.log.say(line)
         if self.outcome.loss_first is None:
             self.outcome.loss_first = losses[0]
             self.outcome.first_seconds, self.outcome.first_steps = seconds, len(losses)

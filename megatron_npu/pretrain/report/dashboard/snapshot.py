@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_npu.pretrain.report.history import History, Points, Reader
+from megatron_npu.pretrain.report.slow_ranks import slow_ranks
 
 POINTS = 1000  # of a curve; more than a screen has pixels for
 SAMPLES = 20  # texts, the newest
@@ -96,6 +97,7 @@ def _state(history: History) -> dict[str, Any]:
             "utilization": thinned(history.utilization),
             "grad_norm": thinned(history.grad_norms),
         },
+        "machines": _machines(history),
         "samples": _samples(history),
     }
 
@@ -130,6 +132,19 @@ def _seconds_left(history: History) -> float | None:
 
 def _newest(points: Points) -> float | None:
     return points[max(points)] if points else None
+
+
+def _machines(history: History) -> list[dict[str, Any]]:
+    """Return each machine with its ranks, the milliseconds of each, and those that are slow."""
+    times = history.forward_ms
+    slow = slow_ranks(times, history.stages)
+    found: dict[str, dict[str, Any]] = {}
+    for rank, host in enumerate(history.hosts):
+        machine = found.setdefault(host, {"host": host, "ranks": [], "milliseconds": [], "slow": []})
+        machine["ranks"].append(rank)
+        machine["milliseconds"] += times[rank : rank + 1]
+        machine["slow"] += [rank] * (rank in slow)
+    return list(found.values())
 
 
 def _samples(history: History) -> list[dict[str, Any]]:

@@ -138,6 +138,21 @@ function showSamples() {
   }));
 }
 
+function showMachines() {
+  const machines = state.machines || [];
+  byId("cluster").hidden = machines.length === 0;
+  byId("machines").replaceChildren(...machines.map(({ host, ranks, milliseconds, slow }) => {
+    const box = element("li");
+    box.append(element("p", "", `${host}: ${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}`));
+    if (milliseconds.length) {
+      const [low, high] = extremes([milliseconds]);
+      box.append(element("b", "", low === high ? `${low} ms` : `${low} to ${high} ms`));
+    }
+    if (slow.length) box.append(element("p", "slow", `slow: rank ${slow.join(", ")}`));
+    return box;
+  }));
+}
+
 // --- charts
 
 function makeFigure([title, write, curves, fromZero], place) {
@@ -284,6 +299,7 @@ function show(text) {
   showHead();
   showState();
   showFacts();
+  showMachines();
   showSamples();
   figures.forEach(drawFigure);
 }

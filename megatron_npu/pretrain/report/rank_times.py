@@ -1,0 +1,129 @@
+"""How long each rank computes by itself: the forward pass of one micro batch a step, before ranks wait.
+
+The steps of all ranks take as long as those of the slowest one. What a rank does before it meets others
+differs: data, and the first micro batch through its own part of the model. Each rank measures that, on the
+device's clock where there is one, and one exchange a log event brings the numbers together.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu import devices
+from megatron_npu.pretrain.report.slow_ranks import slow_ranks
+
+STEPS = 20  # so many in a row are no chance
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        host: its machine.
+        stage: of the pipeline, whose ranks compute alike.
+    """
+
+    host: str
+    stage: int
+
+
+class RankTimes:
+    """Measures one forward pass a step on this rank, and compares the ranks. Nothing of one that is alone.
+
+    Args:
+        measures: whether to; not where a step's kernels are recorded and replayed.
+    """
+
+    def __init__(self, *, measures: bool) -> None:
+        self.places: list[Place] = []
+        self._measures = measures and dist.get_world_size() > 1
+        self._due = False
+        self._marks: list[tuple[Any, Any]] = []
+        self._slow_steps: dict[int, int] = {}  # of each rank that is slow now, for so many
+        if self._measures:
+            self.places = _places()
+
+    def begin(self) -> None:
+        """Let the next forward pass be measured: a step begins."""
+        self._due = self._measures
+
+    def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a micro batch, measured where it is due."""
+
+        @functools.wraps(step)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not self._due:
+                return step(*args, **kwargs)
+            self._due = False
+            begin = _mark()
+            result = step(*args, **kwargs)
+            self._marks.append((begin, _mark()))
+            return result
+
+        return measured if self._measures else step
+
+    def take(self) -> list[float]:
+        """Return the milliseconds of each rank since the last time; nothing without any. Collective."""
+        if not self._measures:
+            return []
+        marks, self._marks = self._marks, []
+        own = sum(map(_milliseconds, marks)) / len(marks) if marks else 0.0
+        mine = torch.tensor([own], dtype=torch.float32, device=devices.current().torch_device())
+        every = [torch.empty_like(mine) for _ in self.places]
+        dist.all_gather(every, mine)
+        return torch.cat(every).tolist()
+
+    def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
+        """Return a line that names the ranks that have become slow, once each time.
+
+        Args:
+            milliseconds: what ``take`` returned.
+            steps: how many they are of.
+        """
+        found = slow_ranks(milliseconds, [place.stage for place in self.places])
+        before = self._slow_steps
+        self._slow_steps = {rank: before.get(rank, 0) + steps for rank in found}
+        told = [rank for rank, sum_ in self._slow_steps.items() if before.get(rank, 0) < STEPS <= sum_]
+        if not told:
+            return None
+        named = ", ".join(
+            f"rank {rank} on {self.places[rank].host} ({milliseconds[rank]:.1f} ms, {found[rank]:.1f} times)"
+            for rank in told
+        )
+        return f" slower than the median of ranks with the same layers, by their own forward passes: {named}"
+
+
+def _places() -> list[Place]:
+    from megatron.core import parallel_state
+
+    every: list[Any] = [None] * dist.get_world_size()
+    own = (socket.gethostname(), parallel_state.get_pipeline_model_parallel_rank())
+    dist.all_gather_object(every, own)
+    return [Place(*each) for each in every]
+
+
+def _mark() -> Any:
+    """Return a point in time: of the host, or in the queue of the device."""
+    device = devices.current()
+    if device.is_host:
+        return time.perf_counter()
+    event = getattr(torch, device.torch_device().type).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(marks: tuple[Any, Any]) -> float:
+    begin, end = marks
+    if isinstance(begin, float):
+        return (end - begin) * 1e3
+    end.synchronize()
+    return float(begin.elapsed_time(end))
