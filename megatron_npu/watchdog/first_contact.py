@@ -21,8 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.watchdog import network
+from megatron_npu.watchdog import network, restarts
 
 _TRY = 20.0  # seconds for the store, and then a line
 _GIVE_UP = 600.0  # seconds for ranks to come, as torch's own default
@@ -43,6 +44,7 @@ class _Place:
         machine: ``network.machine``.
         address, port: at which it is reached; port 0: it is not the first of its machine.
         towards: interface and address through which it reaches the store; empty: not known.
+        simulated: whether its NPU is simulated.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class _Place:
     address: str
     port: int
     towards: tuple[str, ...]
+    simulated: bool = False
 
 
 @contextlib.contextmanager
@@ -89,7 +92,7 @@ def _is_of_several_machines() -> bool:
 
 
 def _prefix() -> str:
-    return f"megatron_npu/contact/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"megatron_npu/contact/{restarts.attempt()}"
 
 
 def _where() -> tuple[str, int]:
@@ -133,7 +136,7 @@ def _meet(store: dist.Store) -> None:
     with network.listening(address) if first else contextlib.nullcontext() as ear:
         port = ear.getsockname()[1] if ear else 0
         towards = network.towards(os.environ["MASTER_ADDR"]) or ()
-        own = _Place(rank, socket.gethostname(), network.machine(), address, port, towards)
+        own = _Place(rank, socket.gethostname(), network.machine(), address, port, towards, _is_simulated())
         store.set(f"here/{rank}", json.dumps(asdict(own)))
         store.add("arrived", 1)
         if rank == 0:
@@ -206,7 +209,7 @@ def _assemble(store: dist.Store, ranks: int) -> None:
     if len(machines) < 2:
         firsts = {}
     else:
-        fault = _loopback(places)
+        fault = _unfit(places)
     store.set("met", json.dumps({"fault": fault, "places": firsts}))
 
 
@@ -223,6 +226,28 @@ def _missing(store: dist.Store, ranks: int) -> str:
 def _places(store: dist.Store, ranks: int) -> list[_Place]:
     texts = store.multi_get([f"here/{rank}" for rank in range(ranks)])
     return [_Place(**json.loads(text)) for text in texts]
+
+
+def _unfit(places: list[_Place]) -> list[str]:
+    """Return why these machines cannot train together, as far as they can tell without a connection."""
+    return _simulated(places) or _loopback(places)
+
+
+def _is_simulated() -> bool:
+    return settings.SIM.enabled() and settings.DEVICE.get() in ("auto", "npu")
+
+
+def _simulated(places: list[_Place]) -> list[str]:
+    """Return why simulated NPUs cannot be on several machines, where some are."""
+    if not any(each.simulated for each in places):
+        return []
+    hosts = [*dict.fromkeys(each.host for each in places)]
+    more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
+    return [
+        f"simulated NPUs on several machines ({', '.join(hosts[:_SHOWN])}{more})",
+        "all ranks on one machine, whose memory the simulated HCCL moves data through",
+        f"Start all ranks there, or train on these machines with {settings.DEVICE.name}=cpu.",
+    ]
 
 
 def _loopback(places: list[_Place]) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
 from megatron_npu.base import settings
-from megatron_npu.watchdog import prompt
+from megatron_npu.watchdog import prompt, restarts
 from megatron_npu.watchdog.alone import Alone
 from megatron_npu.watchdog.board import Board, connect
 from megatron_npu.watchdog.rank import Rank
@@ -58,8 +57,7 @@ def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
     store = connect()
     if store is None:
         return
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    board = Board(store, f"{attempt}/{_process.runs}", f"{store.host}:{store.port}")
+    board = Board(store, f"{restarts.attempt()}/{_process.runs}", f"{store.host}:{store.port}")
     _process.watch = Rank(board, dist.get_rank(), dist.get_world_size(), limit, step_now)
     _process.runs += 1
     _process.watch.start()

@@ -27,3 +27,15 @@ def require_fresh_store() -> None:
             f"{_REMEDY}=1 in torchrun's environment",
             "Start it again with that; the run goes on from its last checkpoint (--load).",
         )
+
+
+def attempt() -> str:
+    """Return what tells the attempts of a run apart in the store of the run, the same on all its ranks.
+
+    Where torchrun's agent shares its store, that lives on, and all agents count restarts alike. Where each
+    attempt has a store of its own there is nothing to tell apart, and the counts differ: a machine that
+    joined later (``--nnodes 1:2``) has counted none.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

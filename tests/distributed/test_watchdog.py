@@ -15,6 +15,7 @@ import pytest
 from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.watchdog import rank as ranks_watchdog
+from megatron_npu.watchdog import restarts
 from tests.conftest import LONGEST
 from tests.support import tiny, warm
 from tests.support.ports import free_port
@@ -199,6 +200,18 @@ def test_too_few_open_files_are_raised_or_refused() -> None:
             watchdog.require_open_files(hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_machine_that_joins_later_finds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its torchrun has counted no restart: it looked elsewhere in the store, and all waited."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = restarts.attempt()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert restarts.attempt() == restarted
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # which lives on
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert restarts.attempt() != restarted
 
 
 def test_a_restarted_run_ends_as_if_no_rank_had_been_killed(tmp_path: Path) -> None:
