@@ -1,27 +1,32 @@
-"""Faults of several machines, as a job meets them: machines.py [--only NAME...] (root, Linux, on request)
+"""Faults of several machines, as a job meets them: machines.py [--only TEXT...] (root, Linux, on request)
 
-A machine is a set of namespaces (network, mount, host name, processes, ipc) on one bridge: an address,
-``/tmp``, ``/dev/shm`` and processes of its own. Each trial starts a launcher on every machine, does its harm,
-and looks how all of them end: nobody may be silent, live longer than the watchdog's limit and 30 s, or end
-well with less than was asked for.
+Each trial starts a launcher on every machine (``namespaces``), does its harm, and looks how all of them end:
+nobody may be silent, live longer than the watchdog's limit and 30 s, or end well with less than was asked
+for. The harms are done to each of ``COMMANDS``; compiled kernels are those of this user, everything else is
+each machine's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
+import json
 import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from megatron_npu.upstream import megatrons
+from tests.campaign.namespaces import Cluster, Machine, cluster
 from tests.conftest import ROOT, checkout
+from tests.support import stock_lm
 
 LIMIT = 20  # seconds of the watchdog
 START = 600  # seconds at most until ranks train, or have been refused
@@ -30,167 +35,169 @@ FLAGS = [
     *"--max-position-embeddings 32 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer".split(),
     *"--vocab-size 127 --lr 1e-3 --log-interval 1".split(),
 ]
-SETUP = """
-hostname {name}
-mount --make-rprivate /
-mkdir -p {disk}/disk
-mount --bind {disk} /tmp
-mount -t tmpfs tmpfs /dev/shm
-mount --bind {hosts} /etc/hosts
-exec sleep infinity
-"""
+STOCK = [*FLAGS, *"--eval-interval 1000000 --eval-iters 0".split()]
+TRAIN = ROOT / "tests" / "finetune" / "scripts" / "dropout.py"
+LOSS = r"\bloss: (\S+)"
 
 
-@dataclass
-class Machine:
-    """One of them.
+@dataclass(frozen=True)
+class Command:
+    """What is started on each machine.
 
     Attributes:
-        number: from 1 on.
-        space: the name of its network namespace.
-        init: the process that keeps its namespaces.
-        hosts: its /etc/hosts, as a file outside.
+        words: of ``megatron-npu``, given the folder that all machines share, for so many iterations.
+        variables: of its environment.
     """
 
-    number: int
-    space: str
-    init: int
-    hosts: Path
+    words: Callable[[Path, int], list[str]]
+    variables: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *words: str) -> list[str]:
-        """Return a command line that runs on it."""
-        return ["nsenter", "-t", str(self.init), "-m", "-u", "-n", "-p", "-i", "--", *words]
 
-    def sh(self, text: str) -> None:
-        """Run shell commands in its network, as the machine outside."""
-        subprocess.run(["ip", "netns", "exec", self.space, "sh", "-c", text], check=True, timeout=30)
+def _driver(_: Path, iterations: int) -> list[str]:
+    return ["pretrain", *FLAGS, "--train-iters", str(iterations), "--eval-iters", "0"]
+
+
+def _train(_: Path, iterations: int) -> list[str]:
+    sizes = "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --log-interval 1 --no-plot"
+    return ["train", "--user-script", str(TRAIN), *sizes.split(), "--train-iters", str(iterations)]
+
+
+def _core(_: Path, iterations: int) -> list[str]:
+    script = checkout("megatron_core", "0.16.1") / "pretrain_gpt.py"
+    return ["run", str(script), *STOCK, "--train-iters", str(iterations)]
+
+
+def _tree(tree: Path, shared: Path, iterations: int) -> list[str]:
+    if not (shared / "text.bin").exists():
+        stock_lm.write_data(shared)
+    ends = ["--train-iters", str(iterations), "--eval-iters", "0", "--eval-interval", "1000000"]
+    return ["run", str(tree / "pretrain_gpt.py"), *stock_lm.flags(shared), *ends]
+
+
+def _legacy(shared: Path, iterations: int) -> list[str]:
+    return _tree(checkout("megatron_lm", megatrons.LEGACY_VERSION), shared, iterations)
+
+
+def _deepspeed(shared: Path, iterations: int) -> list[str]:
+    path = shared / "engine.json"
+    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": stock_lm.BATCH}
+    path.write_text(json.dumps({**sizes, "zero_optimization": {"stage": 1}}))
+    engine = f"--deepspeed --deepspeed_config {path} --zero-stage 1"
+    return [*_tree(_tree_of_deepspeed(), shared, iterations), *engine.split()]
+
+
+def _tree_of_deepspeed() -> Path:
+    return checkout("megatron_deepspeed", "8387ae17")
+
+
+def _of(tree: Callable[[], Path]) -> dict[str, str]:
+    return {"MEGATRON_LM_PATH": str(tree())}
+
+
+COMMANDS: dict[str, Callable[[], Command]] = {
+    "driver": lambda: Command(_driver),
+    "train": lambda: Command(_train),
+    "stock-0.16.1": lambda: Command(_core, _of(lambda: checkout("megatron_core", "0.16.1"))),
+    "stock-285068c8": lambda: Command(
+        _legacy, _of(lambda: checkout("megatron_lm", megatrons.LEGACY_VERSION))
+    ),
+    "deepspeed": lambda: Command(_deepspeed, _of(_tree_of_deepspeed)),
+}
 
 
 @dataclass
-class Cluster:
-    """Machines that see each other, and a folder that they share."""
+class Trial:
+    """Machines, and what is started on them.
 
-    folder: Path
-    machines: list[Machine] = field(default_factory=list)
+    Attributes:
+        them: the machines.
+        out: the folder of what they say.
+        command: see ``COMMANDS``.
+        ranks: of each machine.
+    """
 
-    def start(self, words: Callable[[int], list[str]], out: Path) -> list[subprocess.Popen[bytes]]:
-        """Start a launcher on each, in a home of its own; return them."""
-        found = []
-        for each in self.machines:
-            env = {
-                **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
-                **{"HOME": "/tmp/disk", "OMP_NUM_THREADS": "1", "MEGATRON_NPU_WATCHDOG": str(LIMIT)},
-                **{"PYTHONPATH": str(ROOT), "MEGATRON_LM_PATH": str(checkout("megatron_core", "0.16.1"))},
-            }
-            if words(each.number)[0] != "run":
-                del env["MEGATRON_LM_PATH"]
-            command = each.command(
-                "env", "-C", "/tmp/disk", sys.executable, *_launcher(each.number, len(self.machines))
+    them: Cluster
+    out: Path
+    command: Command
+    ranks: int = 1
+
+    @property
+    def shared(self) -> Path:
+        return self.them.folder / "shared"
+
+    def words(self, iterations: int, *more: str) -> list[str]:
+        """Return the command for so many iterations, with more flags."""
+        return [*self.command.words(self.shared, iterations), *more]
+
+    def start(self, words: list[str], **how: Any) -> list[subprocess.Popen[bytes]]:
+        """Start a launcher on each machine, as ``start_on`` does."""
+        return [self.start_on(machine, words, **how) for machine in self.them.machines]
+
+    def start_on(
+        self,
+        machine: Machine,
+        words: list[str],
+        *,
+        simulated: bool = False,
+        launcher: Sequence[str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a launcher on a machine, in a home of its own.
+
+        Args:
+            machine: one of them.
+            words: of ``megatron-npu``.
+            simulated: whether on simulated NPUs.
+            launcher: torchrun's flags, in place of those of a fixed number of machines.
+        """
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        env = {
+            **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
+            **{"HOME": "/tmp/disk", "OMP_NUM_THREADS": "1", "MEGATRON_NPU_WATCHDOG": str(LIMIT)},
+            **{"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"},
+            **({} if simulated else {"MEGATRON_NPU_DEVICE": "cpu"}),
+            **self.command.variables,
+        }
+        under = [sys.executable, "-m", "megatron_npu", "sim", "--"] if simulated else []
+        where = f"--nnodes {len(self.them.machines)} --node-rank {machine.number - 1}"
+        fixed = [*where.split(), "--master-addr", "node1", "--master-port", "29500"]
+        each = ["--nproc-per-node", str(self.ranks), "-m", "megatron_npu"]
+        python = [*under, sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
+        with (self.out / f"{machine.number}.log").open("ab") as stream:
+            return subprocess.Popen(
+                machine.command("env", "-C", "/tmp/disk", *python, *words),
+                env=env,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
             )
-            stream = (out / f"{each.number}.log").open("wb")
-            found.append(
-                subprocess.Popen(
-                    [*command, "-m", "megatron_npu", *words(each.number)],
-                    env=env, stdout=stream, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
-        return found
 
+    def run(self, words: list[str], simulated: bool = False) -> Outcome:
+        """Start the launchers and wait for all of them."""
+        return self.ended(self.start(words, simulated=simulated), START, time.monotonic())
 
-def _launcher(number: int, machines: int) -> list[str]:
-    where = f"--nnodes {machines} --node-rank {number - 1} --nproc-per-node 1 --master-addr node1"
-    return ["-m", "torch.distributed.run", *where.split(), "--master-port", "29500"]
+    def for_ever(self) -> list[subprocess.Popen[bytes]] | None:
+        """Start a training without an end; return its launchers as soon as it trains, None if it does not."""
+        started = self.start(self.words(1000000, "--log-interval", "20"))
+        end = time.monotonic() + START
+        while time.monotonic() < end and all(process.poll() is None for process in started):
+            if re.search(r"\biteration +\d*[1-9]", self.log(1)) or "| lm loss" in self.log(len(started)):
+                return started
+            time.sleep(0.5)
+        return None
 
+    def log(self, number: int) -> str:
+        return (self.out / f"{number}.log").read_text(encoding="utf-8", errors="replace")
 
-@contextlib.contextmanager
-def cluster(count: int) -> Iterator[Cluster]:
-    """Give machines in the block; what they have started ends with it."""
-    mark = f"mn{os.getpid()}"
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        result = Cluster(Path(name))
-        (result.folder / "shared").mkdir()
-        keepers = []
-        try:
-            _ip("netns", "add", f"{mark}s")
-            _in(f"{mark}s", "link add br-all type bridge")
-            _in(f"{mark}s", "link set br-all up")
-            for number in range(1, count + 1):
-                keeper, machine = _machine(result.folder, mark, number, count)
-                keepers.append(keeper)
-                result.machines.append(machine)
-            yield result
-        finally:
-            for keeper in keepers:
-                keeper.kill()
-            for each in result.machines:
-                _kill(each.init)
-            for keeper in keepers:
-                keeper.wait()
-            for space in (f"{mark}s", *(each.space for each in result.machines)):
-                subprocess.run(["ip", "netns", "del", space], check=False, timeout=30)
-
-
-def _kill(init: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # a trial has done so
-        os.kill(init, signal.SIGKILL)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=30)
-
-
-def _in(space: str, words: str) -> None:
-    _ip("-n", space, *words.split())
-
-
-def _machine(folder: Path, mark: str, number: int, count: int) -> tuple[subprocess.Popen[bytes], Machine]:
-    space, disk, hosts = f"{mark}m{number}", folder / f"disk{number}", folder / f"hosts{number}"
-    _ip("netns", "add", space)
-    _ip(
-        "link",
-        "add",
-        "eth0",
-        "netns",
-        space,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        f"p{number}",
-        "netns",
-        f"{mark}s",
-    )
-    _in(f"{mark}s", f"link set p{number} master br-all up")
-    for words in ("link set lo up", "link set eth0 up", f"addr add 10.77.0.{number}/24 dev eth0"):
-        _in(space, words)
-    names = "".join(f"10.77.0.{each} node{each}\n" for each in range(1, count + 1))
-    hosts.write_text(f"127.0.0.1 localhost\n{names}", encoding="utf-8")
-    disk.mkdir()
-    setup = SETUP.format(name=f"node{number}", disk=disk, hosts=hosts)
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        space,
-        "unshare",
-        *"--mount --uts --pid --ipc --fork --mount-proc".split(),
-    ]
-    keeper = subprocess.Popen([*command, "bash", "-ec", setup], start_new_session=True)
-    for _ in range(100):
-        time.sleep(0.1)
-        found = subprocess.run(
-            ["pgrep", "-P", str(keeper.pid)], capture_output=True, text=True, check=False, timeout=30
-        )
-        if found.stdout.strip() and _is_ready(int(found.stdout.split()[0])):
-            return keeper, Machine(number, space, int(found.stdout.split()[0]), hosts)
-    raise RuntimeError(f"machine {number} does not start")
-
-
-def _is_ready(pid: int) -> bool:
-    return b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-# -- the trials
+    def ended(self, started: list[subprocess.Popen[bytes]], seconds: float, began: float) -> Outcome:
+        """Wait for these launchers, at most so long; return how they have ended."""
+        codes: list[int | None] = []
+        for process in started:
+            try:
+                codes.append(process.wait(max(0.1, began + seconds - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+                process.kill()
+        logs = [self.log(number) for number in range(1, len(self.them.machines) + 1)]
+        return Outcome(codes, time.monotonic() - began, logs)
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ class Outcome:
     Attributes:
         codes: of each launcher; None: it lived on, and was killed.
         seconds: from the harm (or the start) to the last end.
-        logs: what each has said.
+        logs: what each machine has said.
     """
 
     codes: list[int | None]
@@ -208,140 +215,132 @@ class Outcome:
     logs: list[str]
 
 
-def ended(started: list[subprocess.Popen[bytes]], seconds: float, out: Path, began: float) -> Outcome:
-    """Wait for all launchers, at most so long; return how they have ended."""
-    codes: list[int | None] = []
-    for process in started:
-        try:
-            codes.append(process.wait(max(0.1, began + seconds - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-            process.kill()
-    logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(out.glob("*.log"))]
-    return Outcome(codes, time.monotonic() - began, logs)
+# -- the trials
 
 
-def has_trained(out: Path, seconds: float = START) -> bool:
-    """Wait until the first machine has told of an iteration."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if any("iteration" in path.read_text(errors="replace") for path in out.glob("1.log")):
-            return True
-        time.sleep(0.5)
-    return False
-
-
-def _commands(save: str) -> dict[str, list[str]]:
-    stock = str(checkout("megatron_core", "0.16.1") / "pretrain_gpt.py")
-    script = "/tmp/disk/mine.py"
-    ends = ["--train-iters", "4", "--save", save, "--save-interval", "2"]
-    return {
-        "pretrain": ["pretrain", *FLAGS, *ends],
-        "run": ["run", stock, *FLAGS, *ends, "--eval-interval", "100", "--eval-iters", "1"],
-        "train": ["train", "--user-script", script, *ends],
-    }
-
-
-def private_save(them: Cluster, out: Path, command: str) -> list[str]:
+def private_save(trial: Trial) -> list[str]:
     """A disk on each machine under one name: refused, and nothing called whole."""
-    for each in range(1, len(them.machines) + 1):
-        script = them.folder / f"disk{each}" / "disk" / "mine.py"
-        script.write_text(
-            "from rapidformer import RapidformerEngine\nRapidformerEngine()\n", encoding="utf-8"
-        )
-    words = _commands("/tmp/disk/save")[command]
-    found = ended(them.start(lambda number: words, out), START, out, time.monotonic())
+    found = trial.run(trial.words(4, "--save", "/tmp/disk/save", "--save-interval", "2"))
     faults = [] if all(found.codes) else [f"codes {found.codes}"]
-    if not re.search(r"is not seen by node2 \(rank 1\)", found.logs[0]):
+    if not re.search(r"is not seen by node2 \(rank \d+\)", "".join(found.logs)):
         faults.append("the machine is not named")
     return faults
 
 
-def shared_save(them: Cluster, out: Path, *parallel: str) -> list[str]:
-    """A folder of all: a training that ends well, with the losses of as many ranks on one machine."""
-    words = [*_commands(f"{them.folder}/shared/{out.name}")["pretrain"], *parallel]
-    found = ended(them.start(lambda number: words, out), START, out, time.monotonic())
+def parts(trial: Trial) -> list[str]:
+    """A part on each machine: called a part, resumed from, and joined to one that is whole."""
+    flags = [
+        "--save",
+        "/tmp/disk/save",
+        "--save-interval",
+        "2",
+        "--save-per-machine",
+        "--load",
+        "/tmp/disk/save",
+    ]
+    for iterations in (2, 4):
+        # the first run ends before its schedule does
+        ends = ["--exit-interval", "2"] if iterations == 2 and trial.command.words is not _train else []
+        found = trial.run(trial.words(4, *flags, *ends))
+        if any(found.codes):
+            return [f"codes {found.codes} of the run to iteration {iterations}"]
+    if not re.search(r"going on from iteration|successfully loaded", found.logs[0]):
+        return ["it has not resumed"]
+    saved = [trial.them.folder / f"disk{each.number}" / "disk" / "save" for each in trial.them.machines]
+    if (
+        trial.command.variables == COMMANDS["deepspeed"]().variables
+    ):  # whose folders the command does not know
+        return []
+    command = [sys.executable, "-m", "megatron_npu", "checkpoint"]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, timeout=START)
+    said = [run([*command, "verify", str(folder)], check=False) for folder in saved]
+    faults = [
+        each.stdout + each.stderr for each in said if each.returncode or "the part of" not in each.stdout
+    ]
+    joined = str(trial.them.folder / "joined")
+    run([*command, "gather", *map(str, saved), "--into", joined], check=True)
+    whole = run([*command, "verify", joined], check=False)
+    return faults + ([] if whole.stdout.endswith(": whole\n") else [whole.stdout + whole.stderr])
+
+
+def losses(trial: Trial, *parallel: str) -> list[str]:
+    """A training over the machines: the losses of as many ranks on one machine."""
+    words = trial.words(4, *parallel)
+    found = trial.run(words)
     if any(code != 0 for code in found.codes):
         return [f"codes {found.codes}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(them.machines))]
-    flags = [*FLAGS, "--train-iters", "4", *parallel]
+    ranks = trial.ranks * len(trial.them.machines)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     alone = subprocess.run(
-        [sys.executable, *launcher, "-m", "megatron_npu", "pretrain", *flags],
+        [sys.executable, *launcher, "-m", "megatron_npu", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **trial.command.variables},
         capture_output=True,
         text=True,
-        cwd=them.folder,
+        cwd=trial.them.folder,
         timeout=START,
         check=False,
     )
-    losses, expected = (
-        [*map(float, re.findall(r"lm loss: (\S+)", text))] for text in (found.logs[0], alone.stdout)
-    )
-    same = len(losses) == len(expected) and all(abs(a - b) < 2e-6 * abs(b) for a, b in zip(losses, expected))  # noqa: B905
-    return [] if same else [f"losses {losses}, of one machine {expected}"]
+    here, there = ([*map(float, re.findall(LOSS, text))] for text in ("".join(found.logs), alone.stdout))
+    same = len(here) == len(there) > 0 and all(abs(a - b) < 2e-6 * abs(b) for a, b in zip(here, there))  # noqa: B905
+    return [] if same else [f"losses {here}, of one machine {there}"]
 
 
-def _train_for_ever(them: Cluster, out: Path) -> list[subprocess.Popen[bytes]] | None:
-    words = ["pretrain", *FLAGS, "--train-iters", "1000000", "--log-interval", "50"]
-    started = them.start(lambda number: words, out)
-    return started if has_trained(out) else None
-
-
-def cut(them: Cluster, out: Path) -> list[str]:
+def cut(trial: Trial) -> list[str]:
     """The network of the last machine ends for ever: both sides end within the limit and 30 s."""
-    started = _train_for_ever(them, out)
+    started = trial.for_ever()
     if started is None:
         return ["it did not train"]
-    them.machines[-1].sh("ip link set eth0 down")
-    found = ended(started, LIMIT + 30, out, time.monotonic())
-    them.machines[-1].sh("ip link set eth0 up")
+    trial.them.machines[-1].sh("ip link set eth0 down")
+    found = trial.ended(started, LIMIT + 30, time.monotonic())
+    trial.them.machines[-1].sh("ip link set eth0 up")
     faults = [f"machine {number} lived on" for number, code in enumerate(found.codes, 1) if code is None]
     faults += [f"code 0 on machine {number}" for number, code in enumerate(found.codes, 1) if code == 0]
     for number, log in enumerate(found.logs, 1):
         expected = (
-            r"has not answered for" if number == len(found.logs) else rf"rank {len(found.logs) - 1} \(node"
+            r"has not answered for" if number == len(found.logs) else rf"rank \d+ \(node{len(found.logs)}"
         )
         if not re.search(rf"megatron_npu: rank \d+ ends: .*{expected}", log):
             faults.append(f"machine {number} names nobody")
     return faults
 
 
-def cut_for_a_while(them: Cluster, out: Path) -> list[str]:
+def cut_for_a_while(trial: Trial) -> list[str]:
     """It ends for less than the limit: the run goes on."""
-    started = _train_for_ever(them, out)
+    started = trial.for_ever()
     if started is None:
         return ["it did not train"]
-    them.machines[-1].sh("ip link set eth0 down")
+    trial.them.machines[-1].sh("ip link set eth0 down")
     time.sleep(LIMIT / 4)
-    them.machines[-1].sh("ip link set eth0 up")
-    before = len((out / "1.log").read_text(errors="replace"))
+    trial.them.machines[-1].sh("ip link set eth0 up")
+    before = len(trial.log(1)), len(trial.log(len(started)))
     time.sleep(LIMIT)
     goes_on = all(process.poll() is None for process in started)
-    more = (out / "1.log").read_text(errors="replace")[before:]
+    more = trial.log(1)[before[0] :] + trial.log(len(started))[before[1] :]
     for process in started:
         process.kill()
     return [] if goes_on and "iteration" in more else [f"it does not go on: {more[-300:]}"]
 
 
-def killed(them: Cluster, out: Path) -> list[str]:
+def killed(trial: Trial) -> list[str]:
     """The last machine is gone with all its processes."""
-    started = _train_for_ever(them, out)
+    started = trial.for_ever()
     if started is None:
         return ["it did not train"]
-    last = them.machines[-1]
+    last = trial.them.machines[-1]
     last.sh("ip link set eth0 down")
     subprocess.run(["kill", "-9", str(last.init)], check=True, timeout=30)
-    found = ended(started[:-1], LIMIT + 30, out, time.monotonic())
-    named = re.search(r"rank \d+ ends: rank \d+ \(node\d+", found.logs[0])
+    found = trial.ended(started[:-1], LIMIT + 30, time.monotonic())
+    named = re.search(rf"rank \d+ ends: rank \d+ \(node{last.number}", found.logs[0])
     return ([] if named else ["the machine is not named"]) + [f"codes {found.codes}"] * (None in found.codes)
 
 
-def first_killed(them: Cluster, out: Path) -> list[str]:
+def first_killed(trial: Trial) -> list[str]:
     """The first machine, which holds the store, is gone with all its processes; its address still answers."""
-    started = _train_for_ever(them, out)
+    started = trial.for_ever()
     if started is None:
         return ["it did not train"]
-    subprocess.run(["kill", "-9", str(them.machines[0].init)], check=True, timeout=30)
-    found = ended(started[1:], 30, out, time.monotonic())
+    subprocess.run(["kill", "-9", str(trial.them.machines[0].init)], check=True, timeout=30)
+    found = trial.ended(started[1:], 30, time.monotonic())
     faults = [f"codes {found.codes}"] * (None in found.codes)
     for number, log in enumerate(found.logs[1:], 2):
         if not re.search(r"megatron_npu: rank \d+ ends: .*rank 0 \(node1", log):
@@ -349,66 +348,150 @@ def first_killed(them: Cluster, out: Path) -> list[str]:
     return faults
 
 
-def loopback(them: Cluster, out: Path) -> list[str]:
+def loopback(trial: Trial) -> list[str]:
     """A host name that means 127.0.1.1, as Debian has it."""
-    last = them.machines[-1]
+    last = trial.them.machines[-1]
     text = last.hosts.read_text()
     last.hosts.write_text(text.replace(f"10.77.0.{last.number} ", "127.0.1.1 "))
-    return _refused(them, out, rf"the name of node{last.number} is 127\.0\.1\.1.*GLOO_SOCKET_IFNAME=eth0")
+    return _refused(trial, rf"the name of node{last.number} is 127\.0\.1\.1.*GLOO_SOCKET_IFNAME=eth0")
 
 
-def firewall(them: Cluster, out: Path) -> list[str]:
+def firewall(trial: Trial) -> list[str]:
     """Only the master's port passes."""
-    for each in them.machines:
+    for each in trial.them.machines:
         passing = "".join(
             f"ip rule add pref {n} ipproto tcp {way} 29500 lookup main; "
             for n, way in ((10, "dport"), (11, "sport"))
         )
         each.sh(f"{passing} ip rule add pref 20 to 10.77.0.0/24 ipproto tcp unreachable")
-    return _refused(them, out, r"node1 does not reach node2 at 10\.77\.0\.2:\d+.*GLOO_SOCKET_IFNAME")
+    return _refused(trial, r"node1 does not reach node2 at 10\.77\.0\.2:\d+.*GLOO_SOCKET_IFNAME")
 
 
-def _refused(them: Cluster, out: Path, line: str) -> list[str]:
-    words = ["pretrain", *FLAGS, "--train-iters", "2"]
-    found = ended(them.start(lambda number: words, out), START, out, time.monotonic())
+def simulated(trial: Trial) -> list[str]:
+    """Simulated NPUs share the memory of one machine: refused for that."""
+    return _refused(trial, r"simulated NPUs on several machines \(node1, node2\)", simulated=True)
+
+
+def _refused(trial: Trial, line: str, simulated: bool = False) -> list[str]:
+    found = trial.run(trial.words(2), simulated)
     faults = [f"codes {found.codes}"] if not all(found.codes) else []
     return faults + [
         f"machine {n} does not say it" for n, log in enumerate(found.logs, 1) if not re.search(line, log)
     ]
 
 
-def doctor(them: Cluster, out: Path) -> list[str]:
+def elastic(trial: Trial) -> list[str]:
+    """A machine is lost, the other goes on alone, and takes it back: losses are as if nothing had been."""
+    save, still = trial.shared / "save", ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    goes_on = ["--save", str(save), "--load", str(save), "--save-interval", "5", *still]
+    reshardable = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    words = trial.words(100000, *goes_on, *reshardable)
+    elastically = (
+        "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint node1:29500 --rdzv-id job"
+    )
+    often = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+    launcher = [*elastically.split(), "--rdzv-conf", often]
+    trial.command.variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    started = trial.start(words, launcher=launcher)
+    worlds = [2, 1, 2]
+    for number, world in enumerate(worlds):
+        if not _trains(save, worlds[: number + 1]):
+            return [f"it does not train with {world} machine(s), after {worlds[:number]}"]
+        if number == 0:
+            trial.them.machines[1].kill_all()
+        if number == 1:
+            started[1] = trial.start_on(trial.them.machines[1], words, launcher=launcher)
+    for process in started:
+        process.kill()
+    found = _losses_of_file(save)
+    alone = trial.shared / "alone"
+    command = [sys.executable, "-m", "megatron_npu"]
+    end = ["--exit-interval", str(max(found)), "--save", str(alone), *still, *reshardable]
+    subprocess.run(
+        [*command, *trial.words(100000, *end)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=trial.shared,
+        capture_output=True,
+        timeout=START,
+        check=True,
+    )
+    expected = _losses_of_file(alone)
+    differing = [each for each, loss in found.items() if abs(loss - expected[each]) > 1e-4 * expected[each]]
+    return [f"losses differ at {differing[:5]} of {max(found)} iterations"] if differing else []
+
+
+def _trains(save: Path, worlds: list[int]) -> bool:
+    """Wait until a run has begun with so many ranks one after the other, and then trained five iterations."""
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        rows = _rows(save)
+        starts = [place for place, row in enumerate(rows) if row["event"] == "start"]
+        if [rows[place]["world_size"] for place in starts] == worlds and len(rows) > starts[-1] + 8:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def _rows(save: Path) -> list[dict[str, Any]]:
+    path = save / "metrics.jsonl"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _losses_of_file(save: Path) -> dict[int, float]:
+    rows = [row for row in _rows(save) if row["event"] == "train"]
+    return {row["iteration"]: row["loss"] for row in rows}
+
+
+def doctor(trial: Trial) -> list[str]:
     """A look at all machines, and files of those that passed."""
-    words = [
-        "doctor",
-        "--cluster",
-        "--folder",
-        f"{them.folder}/shared",
-        "--out",
-        f"{them.folder}/shared/looked",
-    ]
-    found = ended(them.start(lambda number: words, out), START, out, time.monotonic())
-    passed = them.folder / "shared" / "looked" / "passed.txt"
-    hosts = "".join(f"node{each.number}\n" for each in them.machines)
-    good = found.codes == [0] * len(them.machines) and passed.is_file() and passed.read_text() == hosts
+    looked = trial.shared / "looked"
+    found = trial.run(["doctor", "--cluster", "--folder", str(trial.shared), "--out", str(looked)])
+    passed = looked / "passed.txt"
+    hosts = "".join(f"node{each.number}\n" for each in trial.them.machines)
+    good = found.codes == [0] * len(trial.them.machines) and passed.is_file() and passed.read_text() == hosts
     return [] if good else [f"codes {found.codes}: {found.logs[0][-800:]}"]
 
 
-TRIALS: dict[str, tuple[int, Callable[[Cluster, Path], list[str]]]] = {
-    "doctor": (2, doctor),
-    "private-save": (2, lambda them, out: private_save(them, out, "pretrain")),
-    "private-save-train": (2, lambda them, out: private_save(them, out, "train")),
-    "private-save-stock": (2, lambda them, out: private_save(them, out, "run")),
+Look = Callable[[Trial], list[str]]
+EACH: dict[str, tuple[int, Look]] = {  # machines, and what is done to each command
+    "private-save": (2, private_save),
+    "parts": (2, parts),
     "loopback": (2, loopback),
     "firewall": (2, firewall),
-    "data-parallel": (2, shared_save),
-    "pipeline": (2, lambda them, out: shared_save(them, out, "--pipeline-model-parallel-size", "2")),
+    "losses-data-parallel": (2, losses),
     "cut": (2, cut),
-    "cut-of-three": (3, cut),
     "cut-for-a-while": (2, cut_for_a_while),
     "killed": (3, killed),
     "first-killed": (2, first_killed),
 }
+OF_ONE: dict[str, tuple[int, str, int, Look]] = {  # machines, command, ranks of each machine
+    "doctor": (2, "driver", 1, doctor),
+    "simulated-npus": (2, "driver", 1, simulated),
+    "cut-of-three": (3, "driver", 1, cut),
+    "elastic": (2, "driver", 1, elastic),
+}
+LAYOUTS = {  # machines, ranks of each, flags
+    "pipeline": (2, 1, ("--pipeline-model-parallel-size", "2")),
+    "tensor-in-data-across": (2, 2, ("--tensor-model-parallel-size", "2")),
+    "data-parallel-of-four": (2, 2, ()),
+}
+
+
+def trials() -> dict[str, tuple[int, str, int, Look]]:
+    """Return all trials by their names: machines, command, ranks of each machine, and what is done."""
+    found = dict(OF_ONE)
+    for name, (machines, look) in EACH.items():
+        found |= {f"{name}/{command}": (machines, command, 1, look) for command in COMMANDS}
+    for name, (machines, ranks, flags) in LAYOUTS.items():
+        for command in ("driver", "stock-0.16.1"):
+            look = functools.partial(_losses_of, flags)
+            found[f"losses-{name}/{command}"] = (machines, command, ranks, look)
+    return found
+
+
+def _losses_of(flags: tuple[str, ...], trial: Trial) -> list[str]:
+    return losses(trial, *flags)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -416,17 +499,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="trials with it in their name"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for what the machines have said")
     given = parser.parse_args(argv)
     failed = 0
-    for name in given.only:
-        machines, trial = TRIALS[name]
+    for name, (machines, command, ranks, look) in trials().items():
+        if not any(text in name for text in given.only):
+            continue
         with cluster(machines) as them, tempfile.TemporaryDirectory() as folder:
-            out = (given.keep or Path(folder)) / name
-            out.mkdir(parents=True, exist_ok=True)
+            out = (given.keep or Path(folder)) / name.replace("/", "-")
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
             began = time.monotonic()
-            faults = trial(them, out)
+            faults = look(Trial(them, out, COMMANDS[command](), ranks))
         failed += bool(faults)
         print(f"{name}: {'; '.join(faults) or 'as it should'} ({time.monotonic() - began:.0f} s)", flush=True)
     return int(bool(failed))
