@@ -290,9 +290,20 @@ def places(args: Namespace) -> None:
         ("--data-cache-path", args.data_cache_path),
     ):
         if place:
+            _require_no_address(flag, place)
             _require_writable(flag, Path(place).absolute())
     if args.json_log:
         _require_appendable("--json-log", Path(args.json_log).absolute())
+
+
+def _require_no_address(flag: str, place: str) -> None:
+    """Check that a place is none of an object storage: a folder with that name would be made here."""
+    if "://" in place:
+        raise UsageError(
+            f"{flag} {place}",
+            "a directory of a file system: nothing is written to addresses",
+            "Mount the storage, or write to a disk and copy what is whole.",
+        )
 
 
 def _require_writable(flag: str, place: Path) -> None:
