@@ -204,6 +204,7 @@ def complete(folder: Path) -> None:
 def _spread(folder: Path, disks: Disks) -> str | None:
     """Do what ``complete`` does, on the first rank of a disk; return a shard that is nowhere."""
     listed: list[Any] = [None] * len(disks.hosts)
+    folder.mkdir(parents=True, exist_ok=True)  # none of its ranks may have written
     own = _names(folder)
     dist.all_gather_object(listed, own, group=disks.group)
     places = dict(zip(disks.hosts, listed, strict=True))
