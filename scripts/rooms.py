@@ -189,7 +189,7 @@ ROOMS = (
     Room(
         "planning/",
         "`megatron-npu plan`: a job's layout, the replay of CUDA's allocator, what is printed",
-        "base process devices sim",
+        "base process devices upstream sim",
         ("torch",),
     ),
     Room(

@@ -12,14 +12,17 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, byte_size, positive
-from megatron_npu.planning import remedies
+from megatron_npu.planning import hardware, page, remedies
+from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.report import Plan, Row
+from megatron_npu.planning.search import Search
 
 _DESCRIPTION = """Dry-run a job of --devices ranks on this machine: the memory of each kind of rank, what it
 sends, whether it fits, and the flags that would make it fit. NPU: torch_npu's own allocator on the simulated
@@ -47,6 +50,31 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the full report to FILE, sizes in bytes"
     )
+    result.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page with each rank's memory over time to FILE",
+    )
+    result.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="also write the fullest rank's allocations, with the lines that ask for them, to FILE (a pickle "
+        "that pytorch.org/memory_viz reads)",
+    )
+    result.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the layout (parallel sizes, micro batch, recomputation, distributed optimizer) of the "
+        "model: leave out by closed forms what cannot fit, and run the fastest dry; its times are estimates",
+    )
+    result.add_argument(
+        "--search-runs", type=positive, default=8, help="how many layouts --search runs dry, at most"
+    )
+    result.add_argument(
+        "--hardware", choices=HARDWARE, help="devices whose time --search estimates (default: by --device)"
+    )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     return result
 
@@ -61,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     job = Job.of(options.devices, command)
-    ranks = Ranks.on(options.device)
+    ranks = replace(Ranks.on(options.device), curve=options.html is not None)
+    if options.search:
+        return _search(job, ranks, options)
     plan = _planned(job, ranks, options)
     failed = plan.failed
     if failed is not None:
@@ -74,10 +104,37 @@ def main(argv: Sequence[str]) -> int:
     if plan.too_full is not None and not options.no_remedy:
         _look_for_remedy(plan, ranks)
     plan.seconds = time.monotonic() - begin
-    if options.json is not None:
-        files.write(options.json, json.dumps(plan.to_json(), indent=1) + "\n")
+    _write(plan, ranks, options)
     print("\n".join(plan.lines()), flush=True)
     return 0 if plan.too_full is None else 2
+
+
+def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
+    """Print the layouts that were run; return 2 if none fits."""
+    name = options.hardware or hardware.default_of(options.device)
+    search = Search(job, options.memory, options.devices_per_node, name, options.search_runs)
+
+    def needed(changed: Job) -> tuple[int | None, str]:
+        kinds = changed.representatives()
+        ends = dict.fromkeys((min(kinds), max(kinds)))
+        rows = [Row(rank, *kinds[rank], found) for rank, found in ranks.run(changed, ends).items()]
+        failed = next((row for row in rows if row.failed), None)
+        if failed is not None:
+            return None, _last_words(failed).splitlines()[-1]
+        return max(row.needed for row in rows), ""
+
+    found, lines = search.run(needed)
+    print("\n".join(lines), flush=True)
+    return 0 if any(map(search.fits, found)) else 2
+
+
+def _write(plan: Plan, ranks: Ranks, options: Namespace) -> None:
+    if options.json is not None:
+        files.write(options.json, json.dumps(plan.to_json(), indent=1) + "\n")
+    if options.html is not None:
+        files.write(options.html, page.page(plan))
+    if options.timeline is not None:
+        replace(ranks, curve=True, snapshot=options.timeline).run(plan.job, [plan.fullest.rank])
 
 
 def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:

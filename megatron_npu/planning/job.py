@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
+from megatron_npu.upstream import megatrons, stock_tools
 
 ITERATIONS = 2  # the second one has the optimizer's states from its beginning
 # of what is written or read beside the training, which a dry run leaves out: flags with a value, and without
@@ -25,11 +27,13 @@ class Job:
         devices: how many there are; a rank on each.
         start: the words in front of the program's own: ``pretrain``, or ``run SCRIPT``.
         flags: the program's own.
+        family: of the Megatron that takes the flags, as ``upstream.megatrons`` names it.
     """
 
     devices: int
     start: tuple[str, ...]
     flags: tuple[str, ...]
+    family: str = "megatron_core"
 
     @classmethod
     def of(cls, devices: int, command: Sequence[str]) -> Job:
@@ -46,7 +50,7 @@ class Job:
         if words and words[0].endswith(".py"):
             if not Path(words[0]).is_file():
                 raise UsageError(f"no script {words[0]}", "the path of a Python file", "Check the path.")
-            return cls(devices, ("run", words[0]), tuple(words[1:]))._checked()
+            return cls(devices, ("run", words[0]), tuple(words[1:]), _family(Path(words[0])))._checked()
         given = words[0] if words else "no command"
         raise UsageError(
             given,
@@ -118,18 +122,22 @@ class Job:
         return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
 
     def representatives(self) -> dict[int, tuple[int, int]]:
-        """Return the ranks that are run: rank -> (its stage, how many it stands for).
+        """Return the ranks that are run: rank -> (its stage, how many it stands for)."""
+        return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes()}
 
-        The first of each stage; where the optimizer's states are sharded, the last data-parallel one too,
-        whose part may be smaller for the padding.
+    def classes(self) -> list[tuple[int, list[int]]]:
+        """Return the ranks that are alike, with their stage; the first of each is run.
+
+        Those of a stage; where the optimizer's states are sharded, the last data-parallel ones are a class
+        of their own, whose part may be smaller for the padding.
         """
-        found = {}
+        found = []
+        inner = self.tensor * self.context
         for stage, ranks in self.stages().items():
-            first, last = ranks[0], ranks[-1] - (self.tensor * self.context - 1)
-            shares = self.has("--use-distributed-optimizer") and last > first
-            found[first] = (stage, len(ranks) - self.tensor * self.context * shares)
+            shares = self.has("--use-distributed-optimizer") and len(ranks) > inner
+            found.append((stage, ranks[:-inner] if shares else ranks))
             if shares:
-                found[last] = (stage, self.tensor * self.context)
+                found.append((stage, ranks[-inner:]))
         return found
 
     def words(self) -> tuple[list[str], int]:
@@ -146,10 +154,24 @@ class Job:
             job = job.without("--global-batch-size", "--rampup-batch-size").with_flags(
                 "--global-batch-size", str(batch)
             )
-        # a loss that nobody has computed is no number
-        job = job.with_flags("--no-check-for-nan-in-loss-and-grad", "--num-workers", "0")
-        job = job.with_flags("--log-interval", "1", "--exit-interval", str(ITERATIONS), "--eval-iters", "0")
+        job = job.with_flags("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0")
+        job = job._ending()
         return [*job.start, *job.flags], count
+
+    def _ending(self) -> Job:
+        """Return the job that ends after so many iterations, and takes a loss that is no number."""
+        if self.family == "megatron_core":  # a loss that nobody has computed is no number
+            return self.with_flags("--no-check-for-nan-in-loss-and-grad", "--exit-interval", str(ITERATIONS))
+        # trees of old save where --exit-interval ends them, wherever --save says; the learning rate's decay
+        # is that of the whole job, whose warm-up is shorter than it
+        if samples := self.number("--train-samples", 0):
+            batch = self.number("--global-batch-size", self.number("--micro-batch-size", 1) * self.data)
+            return self._shortened("samples", samples, ITERATIONS * batch)
+        return self._shortened("iters", self.number("--train-iters", ITERATIONS), ITERATIONS)
+
+    def _shortened(self, unit: str, whole: int, few: int) -> Job:
+        decay = [] if self.has(f"--lr-decay-{unit}") else [f"--lr-decay-{unit}", str(whole)]
+        return self.with_flags(*decay, f"--train-{unit}", str(min(whole, few)))
 
     def _checked(self) -> Job:
         sizes = self.tensor * self.pipeline * self.context
@@ -161,3 +183,11 @@ class Job:
                 "Change --devices or a parallel size.",
             )
         return self
+
+
+def _family(script: Path) -> str:
+    """Return the kind of Megatron that a script takes its flags from; its own tree's, where it has one."""
+    named = settings.MEGATRON_PATH.get()
+    tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
+    found = megatrons.inside(tree)
+    return found.name if found is not None else "megatron_core"

@@ -32,11 +32,15 @@ class Ranks:
     Attributes:
         device: ``npu`` or ``cuda``.
         computed: bytes up to which the simulated NPU computes, as the setting takes it.
+        curve: whether a rank reports its memory over time.
+        snapshot: file for torch's visualiser that a rank writes.
     """
 
     device: str
     environment: dict[str, str]
     computed: str = LIMIT
+    curve: bool = False
+    snapshot: Path | None = None
 
     @classmethod
     def on(cls, device: str) -> Ranks:
@@ -71,6 +75,7 @@ class Ranks:
             folder = Path(name)
             words, _ = job.words()
             told = {"words": words, "output": str(folder / "report.json"), "alone": True, "limit": memory}
+            told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}
             (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")
             with open(folder / "log", "wb") as log:
                 module = f"megatron_npu.planning.rank.{self.device}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from typing import Any
 
 _ROUND = 512
 _SMALL = 1 << 20  # the largest size of the small pool
@@ -54,6 +55,7 @@ class Allocator:
         allocated, reserved: bytes now, as ``torch.cuda.memory_allocated`` and ``memory_reserved`` say.
         peak, peak_reserved: the most there were.
         count: how many allocations there were.
+        events: what happened, as torch's snapshots list it; None: it is not noted.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -62,6 +64,9 @@ class Allocator:
         self._next = 1 << 30  # addresses of segments
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted
         self._blocks: dict[int, Block] = {}  # the free ones, by address
+        self._taken: dict[int, Block] = {}
+        self._segments: dict[int, int] = {}  # address -> bytes
+        self.events: list[dict[str, Any]] | None = None
 
     def allocate(self, asked: int) -> Block:
         """Return a block of at least so many bytes.
@@ -78,11 +83,16 @@ class Allocator:
         self.count += 1
         self.allocated += block.size
         self.peak = max(self.peak, self.allocated)
+        self._taken[block.address] = block
+        self._note("alloc", block.address, block.size)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back."""
         self.allocated -= block.size
+        del self._taken[block.address]
+        self._note("free_requested", block.address, block.size)
+        self._note("free_completed", block.address, block.size)
         for other in (block.before, block.after):
             if other is not None and other.free:
                 self._remove(other)
@@ -94,6 +104,32 @@ class Allocator:
         for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
             self._remove(block)
             self.reserved -= block.size
+            del self._segments[block.address]
+            self._note("segment_free", block.address, block.size)
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return the segments and their blocks, as torch's snapshots list them."""
+        found = {
+            address: {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": []}
+            for address, size in sorted(self._segments.items())
+        }
+        starts = list(found)
+        for block in sorted([*self._taken.values(), *self._blocks.values()], key=lambda each: each.address):
+            segment = found[starts[bisect.bisect_right(starts, block.address) - 1]]
+            state = "inactive" if block.free else "active_allocated"
+            told = {"address": block.address, "size": block.size, "requested_size": block.size}
+            segment["blocks"].append(told | {"state": state, "frames": []})
+            segment["segment_type"] = "small" if block.small else "large"
+        for segment in found.values():
+            used = sum(block["size"] for block in segment["blocks"] if block["state"] != "inactive")
+            segment |= {"allocated_size": used, "active_size": used, "requested_size": used}
+            segment |= {"segment_pool_id": (0, 0), "is_expandable": False, "frames": []}
+        return list(found.values())
+
+    def _note(self, action: str, address: int, size: int) -> None:
+        if self.events is not None:
+            told = {"action": action, "addr": address, "size": size, "stream": 0, "frames": []}
+            self.events.append(told | {"time_us": len(self.events)})
 
     def _take(self, size: int, small: bool) -> Block | None:
         listed = self._free[small]
@@ -121,6 +157,8 @@ class Allocator:
         self._next += bytes_
         self.reserved += bytes_
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._segments[block.address] = bytes_
+        self._note("segment_alloc", block.address, bytes_)
         return block
 
     def _split(self, block: Block, size: int) -> None:

@@ -86,7 +86,7 @@ class Plan:
         job = self.job
         _, count = job.words()
         head = (
-            f"{job.devices} x {self.device} of {_size(self.memory)}: "
+            f"{job.devices} x {self.device} of {size_text(self.memory)}: "
             f"tensor {job.tensor}, pipeline {job.pipeline}, "
             f"context {job.context}, data {job.data}; {job.micro_batches} micro batches"
         )
@@ -118,9 +118,9 @@ class Plan:
         for row in shown:
             found = row.found
             lasting = found["weights"] + found["gradients"] + found["optimizer"]
-            cells = [row.stage, row.stands_for, *map(_size, (found["weights"], found["gradients"]))]
-            cells += map(_size, (found["optimizer"], max(0, found["peak"] - lasting), found["logits"]))
-            cells += map(_size, (found["peak"], found["reserved"], row.buffers))
+            cells = [row.stage, row.stands_for, *map(size_text, (found["weights"], found["gradients"]))]
+            cells += map(size_text, (found["optimizer"], max(0, found["peak"] - lasting), found["logits"]))
+            cells += map(size_text, (found["peak"], found["reserved"], row.buffers))
             lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
         if len(self.rows) > _MOST:
             lines.append(
@@ -140,7 +140,7 @@ class Plan:
             across = first // self.devices_per_node != last // self.devices_per_node
             lines.append(
                 f"  {name.lower():<44} {group['ranks']:>5} ranks {group['calls']:>7} calls "
-                f"{_size(group['bytes']):>10}  {'across machines' if across else 'within a machine'}"
+                f"{size_text(group['bytes']):>10}  {'across machines' if across else 'within a machine'}"
             )
         return lines
 
@@ -172,11 +172,11 @@ class Plan:
         full = self.too_full
         if full is None:
             row = self.fullest
-            return [f"fits: rank {row.rank} needs {_size(row.needed)} of {_size(self.memory)}"]
-        lines = [f"does not fit: rank {full.rank} needs {_size(full.needed)} of {_size(self.memory)}"]
+            return [f"fits: rank {row.rank} needs {size_text(row.needed)} of {size_text(self.memory)}"]
+        lines = [f"does not fit: rank {full.rank} needs {size_text(full.needed)} of {size_text(self.memory)}"]
         if self.remedy is not None:
             flags, needed = self.remedy
-            lines.append(f"fits with: {' '.join(flags)} (rank {full.rank} then needs {_size(needed)})")
+            lines.append(f"fits with: {' '.join(flags)} (rank {full.rank} then needs {size_text(needed)})")
         elif self.tried:
             lines.append(f"does not fit either with: {'; '.join(self.tried)}")
         return lines
@@ -207,7 +207,8 @@ class Plan:
         }
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes as people read it."""
     if count >= _GIB:
         return f"{count / _GIB:.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB" if count else "0"

@@ -183,7 +183,8 @@ def _rows(function: Callable) -> list[list[str]]:
 
 
 def _works(function: Callable) -> dict[str, Work]:
-    return {name: Work(int(calls), int(size)) for name, calls, size in _rows(function)}
+    # of a dry run, names have blanks: "dry computed aten::sort"
+    return {" ".join(name): Work(int(calls), int(size)) for *name, calls, size in _rows(function)}
 
 
 def _groups(function: Callable) -> dict[str, Group]:

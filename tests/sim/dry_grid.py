@@ -1,18 +1,22 @@
 """Full simulated runs against dry runs of the same ranks, to the byte, on request.
 
-    megatron-npu sim -- python -m tests.sim.dry_grid [--layout NAME ...] [--output FILE]
+    python -m tests.sim.dry_grid [--layout NAME ...] [--program NAME ...] [--output FILE]
 
-The driver trains two iterations of a small model in each layout: once on simulated NPUs that compute and
-communicate, and once each rank alone, with nothing above 16 KiB computed. Peak and reserved memory of each
-rank, as torch_npu's allocator says them, must be equal; the exit code is 1 if one is not.
+Two iterations of a small model in each layout of ``dry_layouts``: once on simulated NPUs that compute and
+communicate, and once each rank alone, with nothing above 16 KiB computed, by the words that ``plan`` makes of
+the command line. Peak and reserved memory of each rank, as torch_npu's allocator says them, must be equal;
+the exit code is 1 if one is not. A process for each Megatron imports it, and is forked for each rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,70 +24,39 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import torch_npu  # noqa: F401  (registers torch.npu)
-
+from megatron_npu import plugin
 from megatron_npu.base import files, settings
-from megatron_npu.commands import cli  # noqa: F401  (what a rank needs, before it is forked)
-from megatron_npu.planning.rank import notes, npu, peers  # noqa: F401
-from megatron_npu.pretrain.run import pretrain  # noqa: F401
-from megatron_npu.sim import build
+from megatron_npu.planning.job import Job
+from tests.sim.dry_layouts import CHECKOUTS, DRIVER, LAYOUTS, Layout
 from tests.support.ports import free_port
 
 COMPUTED = 16 << 10  # bytes
-BASE = (
-    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --lr 1e-4 "
-    "--train-iters 2 --log-interval 1 --eval-iters 0 --num-workers 0 --no-check-for-nan-in-loss-and-grad"
+_LONGEST = 600  # seconds that a rank may take
+_IMPORTED = (
+    "megatron_npu.commands.cli",
+    "megatron_npu.planning.rank.notes",
+    "megatron_npu.planning.rank.npu",
 )
-LLAMA = (
-    "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
-)
-EXPERTS = (
-    f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-)
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-CP2, SHARED = "--context-parallel-size 2 --attention-dropout 0", "--use-distributed-optimizer"
-LAYOUTS = {  # processes, words
-    "gpt": (1, "--bf16"),
-    "gpt-fp32": (1, ""),
-    "gpt-recompute": (1, f"--bf16 {RECOMPUTE}"),
-    "llama": (1, LLAMA),
-    "llama-recompute": (1, f"{LLAMA} {RECOMPUTE}"),
-    "experts": (1, EXPERTS),
-    "gpt-tp2": (2, f"--bf16 {TP2}"),
-    "gpt-tp2-recompute": (2, f"--bf16 {TP2} {RECOMPUTE}"),
-    "llama-tp2-sp": (2, f"{LLAMA} {TP2} --sequence-parallel"),
-    "gpt-pp2": (2, f"--bf16 {PP2}"),
-    "llama-pp2-interleaved": (2, f"{LLAMA} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-    "gpt-dp2": (2, "--bf16"),
-    "llama-dp2-distributed": (2, f"{LLAMA} {SHARED}"),
-    "gpt-dp2-overlapped": (2, f"--bf16 {SHARED} --overlap-grad-reduce --overlap-param-gather"),
-    "llama-cp2": (2, f"{LLAMA} {CP2}"),
-    "llama-cp2-distributed": (2, f"{LLAMA} {CP2} {SHARED}"),
-    "experts-ep2": (2, f"{EXPERTS} --expert-model-parallel-size 2"),
-    "experts-ep2-grouped": (2, f"{EXPERTS} --expert-model-parallel-size 2 --moe-grouped-gemm {SHARED}"),
-    "llama-tp2-pp2-dp2": (8, f"{LLAMA} {TP2} --sequence-parallel {PP2} {SHARED}"),
-    "llama-tp2-cp2-pp2": (8, f"{LLAMA} {TP2} --sequence-parallel {PP2} {CP2} {SHARED}"),
-}
+_OF_DRIVER = ("megatron_npu.pretrain.run.pretrain",)
+_OF_STOCK = ("megatron.training",)
 
 
-def compared(name: str, folder: Path) -> list[dict]:
-    """Return of each rank of a layout its peak and reserved memory, full and dry, or the end of its log."""
-    ranks, words = LAYOUTS[name]
-    command = ["pretrain", *BASE.split(), *words.split(), "--global-batch-size", str(4 * ranks)]
+def compared(layout: Layout, folder: Path) -> list[dict]:
+    """Return of each rank of a layout its peak and reserved memory, full and dry, or the end of its log.
+
+    Dry runs the rank that stands for it in a plan.
+    """
+    ranks, command = layout.ranks, layout.command(folder)
+    job = Job.of(ranks, command)
+    dry_words, _ = job.words()
     full = [_forked(command, folder / f"full{rank}", rank, ranks, dry=False) for rank in _numbers(ranks)]
-    for child, _ in full:
-        os.waitpid(child, 0)
+    _wait([child for child, _ in full])
     rows = []
-    for rank in range(ranks):
-        child, path = _forked(command, folder / f"dry{rank}", rank, ranks, dry=True)
-        os.waitpid(child, 0)
-        rows.append({"rank": rank} | _row(full[rank][1], path))
-    return rows
+    for _, alike in job.classes():
+        child, path = _forked(dry_words, folder / f"dry{alike[0]}", alike[0], ranks, dry=True)
+        _wait([child])
+        rows += [{"rank": rank} | _row(full[rank][1], path) for rank in alike]
+    return sorted(rows, key=lambda row: row["rank"])
 
 
 def _numbers(ranks: int) -> Iterator[int]:
@@ -91,12 +64,31 @@ def _numbers(ranks: int) -> Iterator[int]:
     yield from range(ranks)
 
 
+def _wait(children: list[int]) -> None:
+    """Wait for all; when one has ended badly, or it takes too long, nobody waits for the others."""
+    left, end, bad = set(children), time.monotonic() + _LONGEST, False
+    while left:
+        for child in tuple(left):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                left.discard(child)
+                bad = bad or status != 0
+        if left and (bad or time.monotonic() > end):
+            time.sleep(2)  # the others may say what is wrong
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            return
+        time.sleep(0.05)
+
+
 def _row(full: Path, dry: Path) -> dict:
     row: dict = {}
     for kind, path in (("full", full), ("dry", dry)):
         report = json.loads(path.read_text()) if path.exists() else {"code": None}
-        if report["code"] != 0:
-            return {"failed": path.with_suffix(".log").read_text(errors="replace")[-1500:]}
+        if report["code"] != 0 or not report["updates"]:
+            said = path.with_suffix(".log").read_text(errors="replace")[-1500:]
+            return {"failed": f"{kind}: {said} {report.get('error')}"}
         row[kind] = {key: report[key] for key in ("peak", "reserved", "allocations")}
         row[kind]["sent"] = sum(work["bytes"] for work in report["communication"].values())
     row["equal"] = all(row["full"][key] == row["dry"][key] for key in ("peak", "reserved"))
@@ -105,6 +97,9 @@ def _row(full: Path, dry: Path) -> dict:
 
 def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool) -> tuple[int, Path]:
     """Start a rank in a fork of this process, which has imported all that it needs."""
+    from megatron_npu.planning.rank import npu
+    from megatron_npu.sim import build
+
     told = {"words": command, "output": str(path), "alone": dry}
     path.with_suffix(".spec").write_text(json.dumps(told))
     sys.stdout.flush()
@@ -123,6 +118,7 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
         }
         place |= {"MASTER_ADDR": "127.0.0.1", settings.WATCHDOG.name: 0}
         os.environ.update({name: str(value) for name, value in place.items()})
+        os.chdir(path.parent)
         if dry:  # read when the first operation asks for it
             build.runtime_library().sim_set(b"dry", str(COMPUTED).encode())
         try:
@@ -132,29 +128,70 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
     os._exit(1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    found = {}
-    if options.output and options.output.exists():
-        found = json.loads(options.output.read_text())
+def of_one_program(layouts: list[Layout], output: Path) -> int:
+    """Compare layouts of one program in this process, which is on simulated NPUs; return how many differ."""
+    importlib.import_module("torch_npu")  # registers torch.npu
+    if layouts[0].program != DRIVER:  # as `megatron-npu run` does
+        plugin.install()
+        sys.path.insert(1, str((CHECKOUTS / layouts[0].program).resolve()))
+    for name in (*_IMPORTED, *(_OF_DRIVER if layouts[0].program == DRIVER else _OF_STOCK)):
+        importlib.import_module(name)
     wrong = 0
-    for name in options.layout:
+    for layout in layouts:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = compared(name, Path(folder))
-        for row in found[name]:
+            rows = compared(layout, Path(folder))
+        name = next(name for name, each in LAYOUTS.items() if each is layout)
+        for row in rows:
             wrong += not row.get("equal")
             said = row.get("failed") or f"{row['full']} {row['dry']}"
-            print(f"{name:24} rank {row['rank']} {'equal' if row.get('equal') else 'NOT EQUAL'} {said}")
-        print(f"{name:24} {time.monotonic() - begin:.0f} s", flush=True)
-        if options.output:
-            files.write(options.output, json.dumps(found, indent=1) + "\n")
-    return int(wrong > 0)
+            print(f"{name:32} rank {row['rank']} {'equal' if row.get('equal') else 'NOT EQUAL'} {said}")
+        print(f"{name:32} {time.monotonic() - begin:.0f} s", flush=True)
+        found = json.loads(output.read_text()) if output.exists() else {}
+        files.write(output, json.dumps(found | {name: rows}, indent=1) + "\n")
+    return wrong
+
+
+def _started(program: str, names: list[str], output: Path) -> int:
+    """Compare layouts of a program in a process of its own."""
+    words = [
+        sys.executable,
+        "-m",
+        "tests.sim.dry_grid",
+        "--here",
+        "--output",
+        str(output),
+        "--layout",
+        *names,
+    ]
+    environment = dict(os.environ)
+    if program != DRIVER:
+        environment[settings.MEGATRON_PATH.name] = str((CHECKOUTS / program).resolve())
+    launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"]
+    return subprocess.run([*launcher, *words], env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    programs = sorted({layout.program for layout in LAYOUTS.values()})
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS)
+    parser.add_argument("--program", nargs="+", choices=programs, help="all layouts of these")
+    parser.add_argument("--output", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.layout or [
+        name for name, each in LAYOUTS.items() if each.program in (options.program or programs)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        output = options.output or Path(folder, "grid.json")
+        if options.here:
+            return int(of_one_program([LAYOUTS[name] for name in names], output) > 0)
+        codes = []
+        for program in dict.fromkeys(LAYOUTS[name].program for name in names):
+            own = [name for name in names if LAYOUTS[name].program == program]
+            codes.append(_started(program, own, output.resolve()))
+    return int(any(codes))
 
 
 if __name__ == "__main__":
-    assert torch.npu is not None
     sys.exit(main())

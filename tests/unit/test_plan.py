@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import pickle
+from pathlib import Path
 
 import pytest
+from torch.cuda import _memory_viz
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
-from megatron_npu.planning import remedies
+from megatron_npu.planning import layouts, page, remedies, timeline
+from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 from megatron_npu.planning.report import Plan, Row
+from megatron_npu.planning.search import Search
+from megatron_npu.planning.shape import Shape
 
 MIB = 1 << 20
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1"
@@ -131,3 +137,137 @@ def test_a_full_device_gives_back_what_nobody_uses_first() -> None:
     assert allocator.reserved == 36 * MIB
     with pytest.raises(DeviceFullError, match="exceed"):
         allocator.allocate(16 * MIB)
+
+
+@pytest.mark.parametrize("family", ["megatron_core", "megatron_lm"])
+def test_a_tree_of_old_ends_by_its_number_of_iterations(family: str) -> None:
+    flags = tuple("--train-iters 500 --lr-warmup-iters 50 --micro-batch-size 2".split())
+    words, _ = Job(1, ("run", "pretrain_gpt.py"), flags, family).words()
+    said = " ".join(words)
+    if family == "megatron_core":
+        assert "--exit-interval 2" in said
+        assert "--no-check-for-nan-in-loss-and-grad" in said
+    else:  # it has no such flags, or saves where they end it
+        assert "--exit-interval" not in said
+        assert "--no-check" not in said
+        assert said.endswith("--lr-decay-iters 500 --train-iters 2")
+
+
+def test_samples_of_a_tree_of_old_are_shortened() -> None:
+    flags = tuple("--train-samples 4000 --global-batch-size 8 --micro-batch-size 4".split())
+    words, _ = Job(1, ("run", "pretrain_gpt.py"), flags, "megatron_lm").words()
+    assert " ".join(words).endswith("--lr-decay-samples 4000 --train-samples 16")
+
+
+def test_every_rank_is_in_one_class() -> None:
+    classes = job(f"{LAYOUT} --use-distributed-optimizer", 16).classes()
+    assert sorted(rank for _, ranks in classes for rank in ranks) == list(range(16))
+    assert [ranks[0] for _, ranks in classes] == [0, 6, 8, 14]
+
+
+def test_a_curve_knows_what_lives_on_by_its_longest_block() -> None:
+    def event(action: str, addr: int, size: int) -> dict:
+        return {"action": action, "addr": addr, "size": size}
+
+    events = [
+        event("segment_alloc", 1, 999),
+        event("alloc", 1, 10),  # temporary, where a weight lies later
+        event("free_requested", 1, 10),
+        event("alloc", 1, 7),
+        event("alloc", 2, 5),
+        event("free_requested", 2, 5),
+        event("free_completed", 2, 5),
+    ]
+    curve = timeline.curve(events, {"weights": [1], "gradients": [], "optimizer": [3]})
+    assert curve == [[0, 0, 0, 10], [0, 0, 0, 0], [7, 0, 0, 0], [7, 0, 0, 5], [7, 0, 0, 0]]
+
+
+def test_a_snapshot_of_the_replay_is_one_that_torch_draws(tmp_path: Path) -> None:
+    allocator = Allocator()
+    allocator.events = []
+    kept = allocator.allocate(3 * MIB)
+    allocator.free(allocator.allocate(100))
+    snapshot = {"segments": allocator.segments(), "device_traces": [allocator.events]}
+    report: dict = {}
+    timeline.keep(snapshot, {"weights": [kept.address]}, report, str(tmp_path / "snapshot.pickle"))
+    assert report["curve"][-1] == [3 * MIB, 0, 0, 0]
+    read = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert [segment["segment_type"] for segment in read["segments"]] == ["large", "small"]
+    assert sum(segment["allocated_size"] for segment in read["segments"]) == allocator.allocated
+    drawn = _memory_viz.trace(read)
+    assert "b = a[0:3.0MiB]" in drawn
+    assert "del d # 512.0B" in drawn
+    assert "total_allocated: 3.0MiB" in _memory_viz.segsum(read)
+
+
+def test_a_page_escapes_and_shows_each_kind() -> None:
+    found = {"weights": MIB, "gradients": 0, "optimizer": 0, "logits": 0, "peak": 2 * MIB, "updates": 2}
+    found |= {"reserved": 2 * MIB, "place": "<forward>", "code": 0, "groups": {}}
+    found["curve"] = [[0, 0, 0, MIB], [MIB, 0, 0, MIB]]
+    plan = Plan(job(LAYOUT), "npu", 3 * MIB, 8, [Row(0, 0, 8, found, fits=True)])
+    text = page.page(plan)
+    assert "<script" not in text
+    assert "&lt;forward&gt;" in text
+    assert text.count("<polygon") == 4
+    assert "stroke-dasharray" in text  # the memory of a device
+
+
+MODEL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 "
+    "--global-batch-size 16 --micro-batch-size 2 --tensor-model-parallel-size 8"
+)
+
+
+def test_layouts_divide_and_replace_the_one_that_is_given() -> None:
+    given = job(MODEL)
+    shape = Shape.of(given)
+    found = list(layouts.all_of(given, shape, per_node=8))
+    assert len(set(found)) == len(found) > 100
+    for layout in found:
+        assert layout.tensor * layout.pipeline * layout.context * layout.data == 8
+        assert layout.micro_batch * layout.micro_batches * layout.data == 16
+        assert 8 % (layout.pipeline * layout.chunks) == 0
+    (one,) = {
+        each
+        for each in found
+        if each.tensor == each.pipeline == each.context == each.micro_batch == 1
+        and each.recomputed == "full"
+        and each.shared
+    }
+    changed = one.job(given, shape)
+    assert changed.tensor == 1
+    assert "--tensor-model-parallel-size" not in changed.flags
+    assert changed.has("--use-distributed-optimizer")
+
+
+def search(memory: int, words: str = MODEL) -> Search:
+    return Search(job(words), memory, 8, "ascend-910b", 3)
+
+
+def test_only_what_may_fit_is_run_and_the_fastest_that_fits_is_said() -> None:
+    many, count = search(64 << 30).candidates()
+    few, again = search(2 << 30).candidates()
+    assert count == again > len(many) > len(few) > 0
+    assert all(each.memory() <= 1.15 * (2 << 30) for each in few)
+    times = [each.time().total for each in many]
+    assert times == sorted(times)
+    sizes = iter([(None, "no"), (3 << 30, ""), (1 << 30, "")])
+    found, lines = search(2 << 30).run(lambda _: next(sizes))
+    assert [each.needed for each in found] == [1 << 30, *[each.needed for each in found[1:]]]
+    assert lines[-1] == f"fastest that fits: {' '.join(found[0].estimate.layout.flags(Shape.of(job(MODEL))))}"
+    assert any("estimate" in line for line in lines)
+    assert len(lines) <= 40
+
+
+def test_the_estimate_of_a_large_job_is_no_faster_than_its_arithmetic() -> None:
+    words = MODEL.replace("--tensor-model-parallel-size 8", "--untie-embeddings-and-output-weights")
+    estimate = search(64 << 30, words).candidates()[0][0]
+    shape = estimate.shape
+    weights = shape.layers * (shape.attention + shape.mlp)
+    flops = 6 * weights * 16 * 2048 / 8
+    assert estimate.time().total > flops / HARDWARE["ascend-910b"].flops
+
+
+def test_a_search_without_sizes_says_which() -> None:
+    with pytest.raises(UsageError, match="--num-layers, --hidden-size"):
+        Shape.of(job("--num-attention-heads 4 --seq-length 8 --global-batch-size 2"))

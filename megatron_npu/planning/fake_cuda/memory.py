@@ -48,6 +48,11 @@ class CountedTensors(Tensors):
             self._inside_flash_backward(args[1])
         return result
 
+    def address(self, tensor: Tensor) -> int:
+        """Return where the memory of a tensor begins; 0 where it has none."""
+        known = self._blocks.get(tensor.untyped_storage()._cdata)
+        return known[1].address if known else 0
+
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -16,7 +16,7 @@ import os
 import resource
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from megatron_npu import plugin
 from megatron_npu.base import files
 from megatron_npu.commands import cli
 from megatron_npu.ops import triton
+from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
 from megatron_npu.planning.rank import notes
@@ -41,6 +42,8 @@ def main(path: str) -> int:
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     allocator = Allocator(specification.get("limit"))
+    if specification.get("curve"):
+        allocator.events = []
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
     mode = functools.partial(CountedTensors, allocator=allocator)
     plain: list[str] = []
@@ -55,20 +58,23 @@ def main(path: str) -> int:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with (
             machine.running(rank, ranks, _TOLD) as tensors,
-            notes.taken("cuda", lambda: allocator.peak) as noted,
+            notes.taken("cuda", lambda: allocator.peak, address=_address(tensors)) as noted,
         ):
             os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
             plugin.install()
             try:
                 report["code"] = cli.main(specification["words"])
             except SystemExit as end:
-                report["code"] = end.code if isinstance(end.code, int) else 1
+                report["code"] = end.code if isinstance(end.code, int) else int(end.code is not None)
             except DeviceFullError as error:
                 report["error"], report["out_of_memory"] = str(error), True
             except BaseException as error:
                 traceback.print_exc()
                 report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
     report |= vars(noted)
+    if allocator.events is not None:
+        snapshot = {"segments": allocator.segments(), "device_traces": [allocator.events]}
+        timeline.keep(snapshot, noted.addresses, report, specification.get("snapshot"))
     report |= {"peak": allocator.peak, "reserved": allocator.peak_reserved, "allocations": allocator.count}
     report |= {
         "workspaces": getattr(tensors, "workspaces", 0),
@@ -77,12 +83,20 @@ def main(path: str) -> int:
         "groups": {},
         "dry": {},
     }
+    report.pop("addresses")
     report["seconds"] = time.monotonic() - begin
     report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     files.write(Path(specification["output"]), json.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _address(tensors: Any) -> Callable[[torch.Tensor], int]:
+    def address(tensor: torch.Tensor) -> int:
+        return int(tensors.address(tensor))
+
+    return address
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+Address = Callable[[torch.Tensor], int] | None
+
 
 @dataclass
 class Notes:
@@ -26,6 +28,7 @@ class Notes:
         place: where the peak was reached: phase and module.
         asked: what the program has asked of numbers that nobody knows: ``file:line`` -> times.
         updates: how many updates there were.
+        addresses: of what lives on: ``weights``, ``gradients``, ``optimizer``.
     """
 
     weights: int = 0
@@ -35,13 +38,14 @@ class Notes:
     place: str = "building the model"
     asked: Counter[str] = field(default_factory=Counter)
     updates: int = 0
+    addresses: dict[str, list[int]] = field(default_factory=dict)
 
 
 class _Watch:
     """Looks at the peak where modules and optimizers begin and end, and says in what it rose."""
 
-    def __init__(self, notes: Notes, device: str, peak: Callable[[], int]) -> None:
-        self.notes, self._device, self._peak = notes, device, peak
+    def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
+        self.notes, self._device, self._peak, self._address = notes, device, peak, address
         self._seen = 0
         self._phase, self._stack = "building the model", []  # type: ignore[var-annotated]
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -122,6 +126,10 @@ class _Watch:
         notes.weights = weights.bytes()
         notes.gradients = gradients.bytes(weights)
         notes.optimizer = states.bytes(weights, gradients)
+        if self._address is not None:
+            kinds = {"optimizer": states, "gradients": gradients, "weights": weights}
+            told = {self._address(tensor): kind for kind, each in kinds.items() for tensor in each.tensors}
+            notes.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
 
 
 class _Storages:
@@ -146,15 +154,16 @@ class _Storages:
 
 
 @contextlib.contextmanager
-def taken(device: str, peak: Callable[[], int]) -> Iterator[Notes]:
+def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Notes]:
     """Note what happens in the block.
 
     Args:
         device: the type of the device whose memory is meant.
         peak: returns the largest number of bytes in use up to now.
+        address: returns where a tensor's memory begins; None: nobody asks.
     """
     notes = Notes()
-    watch = _Watch(notes, device, peak)
+    watch = _Watch(notes, device, peak, address)
     handles = [
         modules.register_module_forward_pre_hook(watch.enter),
         modules.register_module_forward_hook(watch.leave),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import files
+from megatron_npu.planning import timeline
 
 
 def main(path: str) -> int:
@@ -33,25 +34,40 @@ def main(path: str) -> int:
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
     torch.npu.set_device(0)  # type: ignore[attr-defined]
     alone = peers.absent(peers.of_npu) if specification["alone"] else contextlib.nullcontext()
-    with notes.taken("npu", torch.npu.max_memory_allocated) as noted, alone:  # type: ignore[attr-defined]
+    _record(specification)
+    peak = torch.npu.max_memory_allocated  # type: ignore[attr-defined]
+    with notes.taken("npu", peak, lambda tensor: tensor.untyped_storage().data_ptr()) as noted, alone:
         asked = _tell_of_asked(noted)
         try:
             report["code"] = cli.main(specification["words"])
         except SystemExit as end:
-            report["code"] = end.code if isinstance(end.code, int) else 1
+            report["code"] = end.code if isinstance(end.code, int) else int(end.code is not None)
         except torch.OutOfMemoryError as error:
             report["error"], report["out_of_memory"] = str(error).partition("\n")[0], True
         except BaseException as error:
             traceback.print_exc()
             report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
     del asked
+    if specification.get("curve"):
+        snapshot = torch.npu.memory._snapshot()  # type: ignore[attr-defined]
+        timeline.keep(snapshot, noted.addresses, report, specification.get("snapshot"))
     report |= _memory() | vars(noted)
+    report.pop("addresses")
     report["seconds"] = time.monotonic() - begin
     report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     files.write(Path(specification["output"]), json.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing that ends a process group waits for peers
+
+
+def _record(specification: dict[str, Any]) -> None:
+    """Let torch_npu's allocator note what it does, with the lines that ask where a snapshot is wanted."""
+    import torch
+
+    if specification.get("curve"):
+        context = "all" if specification.get("snapshot") else None
+        torch.npu.memory._record_memory_history("all", context, "python")  # type: ignore[attr-defined]
 
 
 def _tell_of_asked(noted: Any) -> Any:

@@ -25,6 +25,9 @@ from megatron_npu.planning import alone
 
 _ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
 
+# who reads the data tells the others which there are: to train, to validate and to test on
+_DATA_SETS = 3
+
 _stores: list[dist.Store] = []  # what torch holds is only the part of them that is not Python's
 
 
@@ -89,9 +92,19 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         _join_hosts(group)
         return group
 
+    send = dist.broadcast
+
+    @functools.wraps(send)
+    def broadcast(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+        source = inspect.signature(send).bind(tensor, *given, **named).arguments.get("src")
+        if source != dist.get_rank() and tensor.dtype is torch.int64 and tensor.numel() == _DATA_SETS:
+            tensor.fill_(1)
+        return send(tensor, *given, **named)
+
     functions: dict[str, Callable[..., Any]] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
+        "broadcast": broadcast,
         "all_gather_object": alone.all_gather_object,
         "gather_object": alone.gather_object,
         "broadcast_object_list": alone.nothing,

@@ -71,6 +71,20 @@ void move_small(char* to, const char* from, uint64_t bytes) {
   if (bytes <= static_cast<uint64_t>(dry_limit())) std::memmove(to, from, bytes);
 }
 
+// The same for a reduction: counters and sums are those of ranks that all have what this one has.
+constexpr uint64_t kReducedAlone = 4 << 10;
+
+void reduce_alone(const Communicator& communicator, const Call& call, const char* from, char* to,
+                  uint64_t bytes) {
+  if (bytes > std::min<uint64_t>(kReducedAlone, dry_limit())) {
+    if (from != to) move_small(to, from, bytes);
+    return;
+  }
+  const std::vector<char> own(from, from + bytes);
+  const std::vector<const char*> parts(communicator.ranks, own.data());
+  reduce(to, parts, bytes / size_of(call.dtype), call.dtype, call.reduction);
+}
+
 }  // namespace
 
 HcclResult exchange_parts(Communicator& communicator, const Call& call, const char* send,
@@ -96,7 +110,7 @@ HcclResult reduce_parts(Communicator& communicator, const Call& call, const char
                         char* result) {
   const Part& own = parts[communicator.rank];
   if (communicator.alone()) {
-    move_small(result, send + own.offset, own.bytes);
+    reduce_alone(communicator, call, send + own.offset, result, own.bytes);
     return HCCL_SUCCESS;
   }
   Contributions contributions(communicator, send + own.offset, own.bytes);
@@ -114,7 +128,7 @@ HcclResult reduce_parts(Communicator& communicator, const Call& call, const char
 HcclResult all_reduce(Communicator& communicator, const Call& call, const char* send, char* receive) {
   const uint64_t element = size_of(call.dtype), bytes = call.count * element;
   if (communicator.alone()) {
-    if (send != receive) move_small(receive, send, bytes);
+    reduce_alone(communicator, call, send, receive, bytes);
     return HCCL_SUCCESS;
   }
   if (bytes <= kDirectBytes) {
@@ -133,7 +147,7 @@ HcclResult all_reduce(Communicator& communicator, const Call& call, const char* 
 HcclResult reduce_to_root(Communicator& communicator, const Call& call, const char* send, char* receive) {
   const uint64_t bytes = call.count * size_of(call.dtype);
   if (communicator.alone()) {
-    if (send != receive) move_small(receive, send, bytes);
+    reduce_alone(communicator, call, send, receive, bytes);
     return HCCL_SUCCESS;
   }
   Plan plan(communicator, call);

@@ -1,0 +1,171 @@
+"""Closed forms for a layout: what it needs of memory, to choose what is run dry, and an estimate of time.
+
+Time: each operation of a layer takes as long as its arithmetic or its traffic with memory, whichever is more
+(a roofline); tensor, expert and pipeline parallel communication is not hidden, that of data parallel ranks
+as far as the last micro batch's backward pass is long; the pipeline waits as 1F1B does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_npu.planning.hardware import REACHED_FLOPS, REACHED_LINKS, REACHED_MEMORY, Hardware
+from megatron_npu.planning.layouts import Layout
+from megatron_npu.planning.shape import Shape
+
+_HALF, _FULL = 2, 4  # bytes
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of an iteration.
+
+    Attributes:
+        computing: of operations on the busiest stage.
+        sending: of communication that is not hidden.
+        waiting: of the pipeline.
+        updating: of the optimizer.
+    """
+
+    computing: float
+    sending: float
+    waiting: float
+    updating: float
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.sending + self.waiting + self.updating
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Closed forms for one layout of one model.
+
+    Attributes:
+        per_node: devices of a machine.
+    """
+
+    shape: Shape
+    layout: Layout
+    hardware: Hardware
+    per_node: int
+
+    @property
+    def layers(self) -> int:
+        """Of a pipeline stage."""
+        return self.shape.layers // self.layout.pipeline
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro batch, on a rank."""
+        return self.layout.micro_batch * self.shape.length / self.layout.context
+
+    @property
+    def weights(self) -> float:
+        """Of the first stage, on a rank."""
+        shape, layout = self.shape, self.layout
+        experts = max(1, shape.experts / layout.expert)
+        tables = 1 + (layout.pipeline == 1 and not shape.tied)
+        return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
+
+    def memory(self) -> float:
+        """Return the bytes of the first stage: weights, gradients, states, activations in flight, logits."""
+        shape, layout = self.shape, self.layout
+        shares = layout.data * layout.context if layout.shared else 1
+        lasting = self.weights * (_HALF + _FULL + 12 / shares)
+        in_flight: float = min(layout.micro_batches, layout.pipeline)
+        if layout.chunks > 1:
+            in_flight *= 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks)
+        logits = self.tokens * shape.vocabulary / layout.tensor * 6 if layout.pipeline == 1 else 0
+        return lasting + in_flight * self.layers * self._activations() + self._of_a_layer() + logits
+
+    def _of_a_layer(self) -> float:
+        """Bytes that a layer keeps for its backward pass, whose attention keeps no probabilities."""
+        shape = self.shape
+        attention = shape.channels * (2 * shape.heads + 2 * shape.groups)
+        mlp = shape.chosen * shape.ffn * (shape.matrices + 1)
+        return self.tokens * _HALF * (5 * shape.hidden + attention + mlp) / self.layout.tensor
+
+    def _activations(self) -> float:
+        if self.layout.recomputed == "full":
+            return self.tokens * _HALF * self.shape.hidden / self.layout.tensor
+        return self._of_a_layer()
+
+    def time(self) -> Time:
+        """Return the estimate."""
+        layout = self.layout
+        forward, core = self._forward()
+        again = {"none": 0.0, "selective": core, "full": forward}[layout.recomputed]
+        computing = layout.micro_batches * (3 * forward + again)
+        sent = self._sent() * (3 if layout.recomputed == "full" else 2) / 2
+        sending = layout.micro_batches * sent
+        idle = (layout.pipeline - 1) / (layout.micro_batches * layout.chunks)
+        hidden = 2 * forward
+        return Time(
+            computing,
+            sending + max(0.0, self._reduced() - hidden),
+            (computing + sending) * idle,
+            self._updated(),
+        )
+
+    def _forward(self) -> tuple[float, float]:
+        """Return the seconds of a micro batch's forward pass on a stage, and attention's part of them."""
+        shape, layout, tokens = self.shape, self.layout, self.tokens
+        core = self._operation(
+            2 * tokens * shape.length * shape.heads * shape.channels / layout.tensor,  # half is masked
+            tokens * _HALF * shape.channels * 2 * (shape.heads + shape.groups) / layout.tensor,
+        )
+        attention = self._product(shape.attention / layout.tensor, tokens)
+        mlp = self._product(shape.mlp / layout.tensor, tokens * shape.chosen)
+        # norms, residuals and the activation function read and write what they work on
+        rest = self._operation(
+            0, tokens * _HALF * (10 * shape.hidden + 3 * shape.chosen * shape.ffn) / layout.tensor
+        )
+        logits = self._product(shape.table / layout.tensor, tokens)
+        layer = core + attention + mlp + rest
+        return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
+
+    def _product(self, weights: float, tokens: float) -> float:
+        """Seconds of a product of tokens with a matrix."""
+        return self._operation(2 * weights * tokens, _HALF * weights)
+
+    def _operation(self, flops: float, bytes_: float) -> float:
+        hardware = self.hardware
+        return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
+
+    def _sent(self) -> float:
+        """Seconds of a micro batch's communication, forward and backward, on a stage."""
+        shape, layout = self.shape, self.layout
+        states = self.tokens * shape.hidden * _HALF
+        tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring
+        pairs = 4 * self.tokens * shape.channels * shape.groups * _HALF / layout.tensor
+        context = pairs * layout.context * self._ring(layout.context, layout.tensor)
+        rows = 4 * states * shape.chosen / layout.tensor
+        experts = rows * self._ring(layout.expert, layout.tensor) if shape.experts else 0.0
+        staged = 2 * layout.chunks * states / layout.tensor * self._ring(layout.pipeline, self._inner)
+        return self.layers * (tensor + context + experts) + staged
+
+    @property
+    def _inner(self) -> int:
+        """Ranks between those of neighbouring pipeline stages."""
+        return self.layout.tensor * self.layout.context * self.layout.data
+
+    def _ring(self, ranks: int, apart: int) -> float:
+        """Seconds for a byte of a tensor that goes once around ranks that lie so far apart."""
+        if ranks == 1:
+            return 0.0
+        inside = ranks * apart <= self.per_node
+        speed = self.hardware.link if inside else self.hardware.network
+        return (ranks - 1) / ranks / (speed * REACHED_LINKS)
+
+    def _reduced(self) -> float:
+        """Seconds in which gradients are summed up, and weights sent back, once an iteration."""
+        layout = self.layout
+        ranks = layout.data * layout.context
+        back = _HALF if layout.shared else _FULL
+        return self.weights * (_FULL + back) * self._ring(ranks, layout.tensor)
+
+    def _updated(self) -> float:
+        layout = self.layout
+        shares = layout.data * layout.context if layout.shared else 1
+        return self._operation(0, self.weights * 28 / shares)

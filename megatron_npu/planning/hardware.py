@@ -1,0 +1,37 @@
+"""What devices can do, by their makers' sheets: only for estimates of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of device.
+
+    Attributes:
+        flops: operations a second in bf16, dense.
+        memory: bytes a second of the device's memory.
+        link: bytes a second and direction of a device to the others of its machine.
+        network: bytes a second and direction of a device to other machines.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    network: float
+
+
+HARDWARE = {
+    "ascend-910b": Hardware(313e12, 1.6e12, 196e9, 25e9),
+    "a100": Hardware(312e12, 2.0e12, 300e9, 25e9),
+    "h100": Hardware(989e12, 3.35e12, 450e9, 50e9),
+    "h200": Hardware(989e12, 4.8e12, 450e9, 50e9),
+}
+# what programs reach of a sheet's numbers: usual shares, measured nowhere here
+REACHED_FLOPS, REACHED_MEMORY, REACHED_LINKS = 0.6, 0.7, 0.7
+
+
+def default_of(device: str) -> str:
+    """Return the name of the hardware that is meant where only ``npu`` or ``cuda`` is said."""
+    return "ascend-910b" if device == "npu" else "h100"

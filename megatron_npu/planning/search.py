@@ -1,0 +1,144 @@
+"""Looks for the layout of a job: enumerates, leaves out by closed forms, runs the likeliest dry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.planning import layouts
+from megatron_npu.planning.estimate import Estimate
+from megatron_npu.planning.hardware import HARDWARE
+from megatron_npu.planning.job import Job
+from megatron_npu.planning.layouts import Layout
+from megatron_npu.planning.report import size_text
+from megatron_npu.planning.shape import Shape
+
+_MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a little too large is run
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was run.
+
+    Attributes:
+        needed: bytes of its fullest rank, None if it has not trained.
+        why: what it said then.
+    """
+
+    estimate: Estimate
+    needed: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is looked for, and with what.
+
+    Attributes:
+        memory: bytes of a device.
+        per_node: devices of a machine.
+        hardware: the name of the devices, for estimates of time.
+        runs: how many layouts are run dry, at most.
+    """
+
+    job: Job
+    memory: int
+    per_node: int
+    hardware: str
+    runs: int
+
+    def candidates(self) -> tuple[list[Estimate], int]:
+        """Return the layouts that may fit, the fastest by the estimate first, and how many there are in all.
+
+        Raises:
+            UsageError: no layout divides, or the command line does not say the model's sizes.
+        """
+        shape, hardware = Shape.of(self.job), HARDWARE[self.hardware]
+        listed = [
+            Estimate(shape, layout, hardware, self.per_node)
+            for layout in layouts.all_of(self.job, shape, self.per_node)
+        ]
+        if not listed:
+            raise UsageError(
+                f"--search on {self.job.devices} devices",
+                "parallel sizes that divide layers, heads and --global-batch-size",
+                "Change --devices or --global-batch-size.",
+            )
+        kept = _not_beaten(each for each in listed if each.memory() <= self.memory * _MARGIN)
+        return sorted(kept, key=lambda each: each.time().total), len(listed)
+
+    def run(self, needed: Callable[[Job], tuple[int | None, str]]) -> tuple[list[Found], list[str]]:
+        """Return the layouts that were run, the fastest that fit first, and the lines to print.
+
+        Args:
+            needed: returns the bytes of a job's fullest rank, or None and why it has not trained.
+        """
+        kept, count = self.candidates()
+        found = []
+        for estimate in kept[: self.runs]:
+            size, why = needed(estimate.layout.job(self.job, estimate.shape))
+            found.append(Found(estimate, size, why))
+        found.sort(key=lambda each: (not self.fits(each), each.estimate.time().total))
+        return found, self._lines(found, len(kept), count)
+
+    def fits(self, found: Found) -> bool:
+        """Return whether a layout has trained within the memory."""
+        return found.needed is not None and found.needed <= self.memory
+
+    def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:
+        said = [
+            f"{count} layouts divide, {kept} may fit by closed forms, {len(found)} were run dry "
+            f"(the fastest by the estimate; --search-runs)",
+            "",
+            f"{'TP':>4}{'PP':>4}{'VP':>4}{'CP':>4}{'EP':>4}{'DP':>6}{'micro':>7}{'recompute':>11}{'shared':>8}"
+            f"{'memory':>12}{'estimate':>10}{'compute':>9}{'wait':>6}{'send':>6}",
+        ]
+        said += [self._line(each) for each in found]
+        said += [
+            "",
+            f"memory: the fullest of the first and last stage, run dry, with buffers; a device has "
+            f"{size_text(self.memory)}. estimate: seconds of an iteration on {self.hardware}, by a "
+            "roofline; nobody has measured it",
+        ]
+        best = next((each for each in found if self.fits(each)), None)
+        if best is None:
+            return [*said, "none of them fits"]
+        return [*said, f"fastest that fits: {' '.join(best.estimate.layout.flags(best.estimate.shape))}"]
+
+    def _line(self, found: Found) -> str:
+        layout, time = found.estimate.layout, found.estimate.time()
+        sizes: tuple[tuple[int, int], ...] = (
+            *((size, 4) for size in _sizes(layout)),
+            (layout.data, 6),
+            (layout.micro_batch, 7),
+        )
+        text = "".join(f"{size:>{width}}" for size, width in sizes)
+        text += f"{layout.recomputed:>11}{'yes' if layout.shared else 'no':>8}"
+        size = "no run" if found.needed is None else size_text(found.needed)
+        text += f"{size:>12}{time.total:>9.3g}s"
+        for part, width in ((time.computing + time.updating, 9), (time.waiting, 6), (time.sending, 6)):
+            text += f"{f'{100 * part / time.total:.0f}%':>{width}}"
+        if found.needed is None:
+            return f"{text}  {found.why[:100]}"
+        return text if self.fits(found) else f"{text}  does not fit"
+
+
+def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Leave out what needs no less memory than another of the same sizes, and no less time."""
+    best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
+    for each in estimates:
+        key = (*_sizes(each.layout), each.layout.micro_batch)
+        best.setdefault(key, []).append((each.time().total, each.memory(), each))
+    kept = []
+    for listed in best.values():
+        least = float("inf")
+        for _, memory, each in sorted(listed, key=lambda item: item[:2]):
+            if memory < least:
+                least = memory
+                kept.append(each)
+    return kept
+
+
+def _sizes(layout: Layout) -> tuple[int, int, int, int, int]:
+    return layout.tensor, layout.pipeline, layout.chunks, layout.context, layout.expert

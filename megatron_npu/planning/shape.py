@@ -1,0 +1,82 @@
+"""The model of a job, as far as its size and its work follow from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.planning.job import Job
+
+_NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--global-batch-size")
+_VOCABULARY = 50257  # GPT-2's, where the command line names none
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT, with or without experts.
+
+    Attributes:
+        heads, groups, channels: of attention: of queries, of keys and values, and of a head.
+        ffn, matrices: rows of the MLP (of one expert), and how many matrices it has.
+        experts, chosen: there are, and a token goes to; 0 and 1 without experts.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    channels: int
+    ffn: int
+    matrices: int
+    vocabulary: int
+    tied: bool
+    length: int
+    experts: int
+    chosen: int
+
+    @classmethod
+    def of(cls, job: Job) -> Shape:
+        """Read it off a command line.
+
+        Raises:
+            UsageError: a size is not on it.
+        """
+        if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
+            raise UsageError(
+                f"--search without {', '.join(absent)}", "the model's sizes behind --", "Give the flags."
+            )
+        hidden, heads = job.number("--hidden-size", 0), job.number("--num-attention-heads", 0)
+        gated = job.has("--swiglu")
+        default = hidden * 4 * 2 // 3 // 64 * 64 if gated else 4 * hidden
+        experts = job.number("--num-experts", 0)
+        ffn = job.number("--ffn-hidden-size", default)
+        vocabulary = job.number("--padded-vocab-size", job.number("--vocab-size", _VOCABULARY))
+        return cls(
+            layers=job.number("--num-layers", 0),
+            hidden=hidden,
+            heads=heads,
+            groups=job.number("--num-query-groups", heads),
+            channels=job.number("--kv-channels", hidden // heads),
+            ffn=job.number("--moe-ffn-hidden-size", ffn) if experts else ffn,
+            matrices=2 + gated,
+            vocabulary=vocabulary,
+            tied=not job.has("--untie-embeddings-and-output-weights"),
+            length=job.number("--seq-length", 0),
+            experts=experts,
+            chosen=job.number("--moe-router-topk", 2) if experts else 1,
+        )
+
+    @property
+    def attention(self) -> int:
+        """Weights of a layer's attention."""
+        return self.hidden * self.channels * 2 * (self.heads + self.groups)
+
+    @property
+    def mlp(self) -> int:
+        """Weights of a layer's MLP, or of one of its experts."""
+        return self.matrices * self.hidden * self.ffn
+
+    @property
+    def table(self) -> int:
+        """Weights of the table of words."""
+        return self.vocabulary * self.hidden
