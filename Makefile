@@ -3,6 +3,7 @@
 #   make demo CLEAN=1    the same from the beginning
 #   make docs            build the site of docs/ into build/site
 #   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/records/gpu.md)
+#   make plan-grid       full simulated trainings against dry runs of `megatron-npu plan` (docs/records/plan.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
@@ -16,7 +17,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PIECES ?=
 
-.PHONY: demo docs test sanitize gpu megatron pythons lint clean
+.PHONY: demo docs test sanitize gpu plan-grid megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -39,6 +40,9 @@ sanitize: $(VENV)/test.stamp
 
 gpu: $(VENV)/test.stamp
 	$(VENV)/bin/python benchmarks/gpu_day.py $(PIECES)
+
+plan-grid: $(VENV)/test.stamp
+	$(VENV)/bin/python -m tests.sim.dry_grid --output build/plan-grid.json
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh

@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "megatron-npu plan": (
         "megatron-npu plan --devices 1024 --memory 64G -- pretrain --num-layers 32 ...",
+        "megatron-npu plan --devices 64 --search -- pretrain --num-layers 32 --global-batch-size 512 ...",
         "megatron-npu plan --devices 8 --memory 80G --device cuda -- pretrain --num-layers 24 ...",
     ),
     "megatron-npu generate": (

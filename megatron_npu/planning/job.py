@@ -55,7 +55,7 @@ class Job:
         raise UsageError(
             given,
             "-- pretrain ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "Of `train` and Megatron-DeepSpeed nothing is planned yet.",
+            "Of `train` nothing is planned yet.",
         )
 
     def number(self, flag: str, default: int) -> int:
@@ -134,7 +134,8 @@ class Job:
         found = []
         inner = self.tensor * self.context
         for stage, ranks in self.stages().items():
-            shares = self.has("--use-distributed-optimizer") and len(ranks) > inner
+            shared = self.has("--use-distributed-optimizer") or self.has("--deepspeed")
+            shares = shared and len(ranks) > inner
             found.append((stage, ranks[:-inner] if shares else ranks))
             if shares:
                 found.append((stage, ranks[-inner:]))

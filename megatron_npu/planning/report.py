@@ -95,6 +95,8 @@ class Plan:
         fullest = self.fullest
         said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
         said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
+        if count != job.micro_batches:
+            said.append("micro batches that were not run keep their losses: some 512 bytes each")
         said += ["", *self._assumed(fullest), *self._verdict()]
         return said
 

@@ -186,6 +186,7 @@ def main() -> int:
         output = options.output or Path(folder, "grid.json")
         if options.here:
             return int(of_one_program([LAYOUTS[name] for name in names], output) > 0)
+        output.parent.mkdir(parents=True, exist_ok=True)
         codes = []
         for program in dict.fromkeys(LAYOUTS[name].program for name in names):
             own = [name for name in names if LAYOUTS[name].program == program]

@@ -14,6 +14,7 @@ from megatron_npu.commands import cli
 from megatron_npu.planning import layouts, page, remedies, timeline
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
+from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import Search
@@ -271,3 +272,51 @@ def test_the_estimate_of_a_large_job_is_no_faster_than_its_arithmetic() -> None:
 def test_a_search_without_sizes_says_which() -> None:
     with pytest.raises(UsageError, match="--num-layers, --hidden-size"):
         Shape.of(job("--num-attention-heads 4 --seq-length 8 --global-batch-size 2"))
+
+
+def ranks_of(monkeypatch: pytest.MonkeyPatch, reserved: int) -> list[tuple[Job, Ranks]]:
+    """Let each rank report so many bytes at once; return the jobs whose ranks have run, and how."""
+    asked = []
+
+    def run(self: Ranks, job: Job, numbers: list[int], memory: int | None = None) -> dict:
+        asked.append((job, self))
+        found = {"weights": MIB, "gradients": 0, "optimizer": 0, "logits": 0, "peak": reserved, "groups": {}}
+        found |= {
+            "reserved": reserved,
+            "place": "forward",
+            "code": 0,
+            "updates": 2,
+            "curve": [[MIB, 0, 0, 0]],
+        }
+        return dict.fromkeys(numbers, found)
+
+    monkeypatch.setattr(Ranks, "on", classmethod(lambda cls, device: cls(device, {})))
+    monkeypatch.setattr(Ranks, "run", run)
+    return asked
+
+
+def test_a_search_ends_with_flags_to_paste_or_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ranks_of(monkeypatch, 2 << 30)
+    words = ["--search", "--search-runs", "2", "--", "pretrain", *MODEL.split()]
+    assert cli.main(["plan", "--devices", "8", "--memory", "4G", *words]) == 0
+    assert len(asked) == 2
+    said = capsys.readouterr().out
+    assert "fastest that fits: " in said
+    assert "ascend-910b" in said
+    assert cli.main(["plan", "--devices", "8", "--memory", "2000M", "--hardware", "h100", *words]) == 2
+    said = capsys.readouterr().out
+    assert said.rstrip().endswith("none of them fits")
+    assert "h100" in said
+
+
+def test_a_page_and_a_timeline_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = ranks_of(monkeypatch, MIB)
+    pages = [word for name in ("html", "timeline") for word in (f"--{name}", str(tmp_path / name))]
+    assert cli.main(["plan", "--devices", "8", *pages, "--", "pretrain", *LAYOUT.split()]) == 0
+    assert "<svg" in (tmp_path / "html").read_text()
+    assert [(ranks.curve, ranks.snapshot) for _, ranks in asked] == [
+        (True, None),
+        (True, tmp_path / "timeline"),
+    ]
