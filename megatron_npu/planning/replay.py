@@ -109,7 +109,7 @@ class Allocator:
 
     def segments(self) -> list[dict[str, Any]]:
         """Return the segments and their blocks, as torch's snapshots list them."""
-        found = {
+        found: dict[int, dict[str, Any]] = {
             address: {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": []}
             for address, size in sorted(self._segments.items())
         }

@@ -29,9 +29,8 @@ def test_operations_that_are_left_out_give_what_computed_ones_give(simulated) ->
 def test_a_rank_alone_takes_the_memory_of_a_whole_run(simulated, tmp_path) -> None:
     pytest.importorskip("megatron.core")
     path = tmp_path / "grid.json"
-    done = simulated(
-        "python", "-m", "tests.sim.dry_grid", "--layout", "gpt", "--output", str(path), modules=warm.DRIVER
-    )
+    words = "python -m tests.sim.dry_grid --here --layout gpt --output".split()
+    done = simulated(*words, str(path), modules=warm.DRIVER)
     assert done.returncode == 0, done.stdout[-4000:]
     (row,) = json.loads(path.read_text())["gpt"]
     assert row["full"]["peak"] == row["dry"]["peak"] > 1 << 20
