@@ -134,8 +134,7 @@ class Job:
         found = []
         inner = self.tensor * self.context
         for stage, ranks in self.stages().items():
-            shared = self.has("--use-distributed-optimizer") or self.has("--deepspeed")
-            shares = shared and len(ranks) > inner
+            shares = self.has("--use-distributed-optimizer") and len(ranks) > inner
             found.append((stage, ranks[:-inner] if shares else ranks))
             if shares:
                 found.append((stage, ranks[-inner:]))
