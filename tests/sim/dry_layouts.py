@@ -71,12 +71,11 @@ _OF_CORE = {
     "llama-recompute": (1, f"{LLAMA} {RECOMPUTE}"),
 }
 _CORES = ("core_v0.12.1", "core_v0.16.1", "core_v0.19.0", "core_main_d98e8a64")
+_OF_DEEPSPEEDAI = {"gpt-dp2-zero2": (2, "ZERO 2"), "gpt-dp2-zero3": (2, "ZERO 3")}
 _OF_DEEPSPEED = {
     "gpt": (1, "--bf16"),
     "gpt-tp2": (2, f"--bf16 {TP2}"),
     "gpt-dp2-zero1": (2, "ZERO 1"),
-    "gpt-dp2-zero2": (2, "ZERO 2"),
-    "gpt-dp2-zero3": (2, "ZERO 3"),
 }
 
 
@@ -133,13 +132,15 @@ def _engine(folder: Path, stage: int, batch: int) -> list[str]:
     sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": batch}
     more = {"gradient_clipping": 1.0, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
     path.write_text(json.dumps(sizes | more))
-    return ["--bf16", "--deepspeed", "--deepspeed_config", str(path), "--zero-stage", str(stage)]
+    # a pipeline of DeepSpeed shards the optimizer's states alone
+    alone = ["--no-pipeline-parallel"] * (stage > 1)
+    return [*alone, "--bf16", "--deepspeed", "--deepspeed_config", str(path), "--zero-stage", str(stage)]
 
 
 def _all() -> dict[str, Layout]:
     programs = {DRIVER: _OF_DRIVER, "285068c8": _OF_STOCK}
     programs |= dict.fromkeys(_CORES, _OF_STOCK | _OF_CORE)
-    programs |= {"8387ae17": _OF_DEEPSPEED, "4efb479d": _OF_DEEPSPEED}
+    programs |= {"8387ae17": _OF_DEEPSPEED, "4efb479d": _OF_DEEPSPEED | _OF_DEEPSPEEDAI}
     return {
         name if program == DRIVER else f"{program}/{name}": Layout(program, name, ranks, flags)
         for program, layouts in programs.items()
