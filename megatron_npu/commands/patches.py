@@ -103,9 +103,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
     """
     parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)"
-    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
     options = parser.parse_args(argv)
     found = _find(options)
     directory = options.output or plugin.pins_directory()

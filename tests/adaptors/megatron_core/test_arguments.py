@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.adaptors.megatron_core.layers import activation_offloading
-from megatron_npu.adaptors.megatron_core.options import argument_checks, arguments
+from megatron_npu.adaptors.megatron_core.options import argument_checks, arguments, optimizer_checks
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.patching.registry import registry
@@ -141,9 +141,9 @@ def test_tools_of_cuda_are_refused_before_anything_is_built() -> None:
 
 def test_muon_is_refused_without_its_package(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
-    argument_checks.refuse_muon_without_its_package(_arguments(optimizer="adam"))
+    optimizer_checks.refuse_muon_without_its_package(_arguments(optimizer="adam"))
     with pytest.raises(UsageError, match="pip install --no-deps"):
-        argument_checks.refuse_muon_without_its_package(_arguments(optimizer="muon"))
+        optimizer_checks.refuse_muon_without_its_package(_arguments(optimizer="muon"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_adaptive_muon_is_refused_with_a_package_that_scales_later(monkeypatch, 
     monkeypatch.setitem(sys.modules, "emerging_optimizers.orthogonalized_optimizers", module)
     refused = newer and optimizer == "adaptive_muon"
     with pytest.raises(UsageError, match="or newer") if refused else contextlib.nullcontext():
-        argument_checks.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
+        optimizer_checks.refuse_muon_without_its_package(_arguments(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, o
 
     monkeypatch.setattr(package_info, "MINOR", minor)
     with pytest.raises(UsageError, match="cannot build it") if refused else contextlib.nullcontext():
-        argument_checks.refuse_lion_that_nothing_builds(_arguments(optimizer=optimizer))
+        optimizer_checks.refuse_lion_that_nothing_builds(_arguments(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, o
 def test_soap_is_refused_where_its_save_would_end_the_run(changes, refused) -> None:
     args = _arguments(**{"optimizer": "soap", "save": "here", "ckpt_format": "torch_dist"} | changes)
     with pytest.raises(UsageError, match="--ckpt-format torch:") if refused else contextlib.nullcontext():
-        argument_checks.refuse_soap_that_cannot_be_saved(args)
+        optimizer_checks.refuse_soap_that_cannot_be_saved(args)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_muon_is_refused_where_its_shares_cannot_be_saved(monkeypatch, changes, 
     given = {"optimizer": "muon", "save": "here", "ckpt_format": "torch"}
     given |= {"use_distributed_optimizer": True, "use_layer_wise_param_layout": True}
     with pytest.raises(UsageError, match="a distributed optimizer") if refused else contextlib.nullcontext():
-        argument_checks.refuse_shares_that_cannot_be_saved(_arguments(**given | changes))
+        optimizer_checks.refuse_shares_that_cannot_be_saved(_arguments(**given | changes))
 
 
 def test_the_checks_of_this_device_run_in_order_before_upstreams(monkeypatch) -> None:

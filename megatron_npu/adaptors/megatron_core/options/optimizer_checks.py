@@ -1,0 +1,78 @@
+"""Checks of a stock script's optimizer flags, which ``argument_checks.CHECKS`` lists."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_npu.base.errors import UsageError
+
+
+def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
+    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
+    if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
+        raise UsageError(
+            "--optimizer-cpu-offload with fp32 parameters",
+            "--bf16 or --fp16 with it",
+            "Add one, or remove --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+        )
+
+
+def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
+    """Refuse Muon and its kin where the package that has them is absent, or has another than Megatron's."""
+    if args.optimizer in ("adam", "sgd"):
+        return
+    try:
+        import emerging_optimizers.orthogonalized_optimizers as found
+    except ImportError as error:
+        raise UsageError(
+            f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
+            "the package, which contains this optimizer",
+            "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
+        ) from error
+    if args.optimizer == "adaptive_muon" and hasattr(
+        getattr(found, "AdaptiveMuon", None), "_apply_muon_scale"
+    ):
+        raise UsageError(
+            "--optimizer adaptive_muon with emerging_optimizers 0.3 or newer",
+            "version 0.2: Megatron 0.18 and 0.19 scale the updates before the second "
+            "moments, 0.3 scales them after",
+            "Install emerging_optimizers of the tag v0.2.0 from its repository, or use --optimizer muon.",
+        )
+
+
+def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
+    """Refuse Lion where the scripts have its flags and no way to it (0.17)."""
+    from megatron.core import package_info
+
+    if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
+        raise UsageError(
+            f"--optimizer lion with Megatron {package_info.__version__}",
+            "adam, sgd, muon or dist_muon: the scripts of this version accept lion but cannot build it",
+            "Use one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
+        )
+
+
+def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
+    if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
+        raise UsageError(
+            f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
+            "--ckpt-format torch: in other formats Megatron mistakes SOAP's preconditioners "
+            "for copies of the weights",
+            "Change it.",
+        )
+
+
+def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
+    """Refuse Muon and its kin, sharded, with --ckpt-format torch where a save ends the run (0.18)."""
+    from megatron.core import package_info
+
+    kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)
+    shared = args.optimizer == "dist_muon" or args.use_distributed_optimizer
+    if kin and shared and args.use_layer_wise_param_layout and args.save and args.ckpt_format == "torch":
+        raise UsageError(
+            f"--optimizer {args.optimizer} with a distributed optimizer, --save and "
+            "--ckpt-format torch in Megatron 0.18",
+            "--ckpt-format torch_dist: the other calls a method that chained optimizers do not have",
+            "Change it, or add --no-use-layer-wise-param-layout.",
+        )
