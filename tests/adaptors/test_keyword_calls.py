@@ -40,6 +40,19 @@ UNDERSTOOD = {
     "megatron.core.pipeline_parallel.schedules:backward_step": "the last of *args, or the name",
     "megatron.training:setup_model_and_optimizer": "all are handed on; a function in it has its own `args`",
     "megatron.model.layernorm:SPLayerNorm.__init__": "names that upstream's own does not have",
+    **dict.fromkeys(
+        (
+            f"megatron.core.models.{model}.__init__"
+            for model in (
+                "gpt.gpt_model:GPTModel",
+                "bert.bert_model:BertModel",
+                "T5.t5_model:T5Model",
+                "mamba.mamba_model:MambaModel",
+                "hybrid.hybrid_model:HybridModel",
+            )
+        ),
+        "what is given is bound to upstream's own signature",
+    ),
     "megatron.model.language_model:TransformerLanguageModel.forward": "a position too many is what is cured",
 }
 _KINDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

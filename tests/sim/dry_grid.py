@@ -168,7 +168,7 @@ def _started(program: str, names: list[str], output: Path) -> int:
     if program != DRIVER:
         environment[settings.MEGATRON_PATH.name] = str((CHECKOUTS / program).resolve())
     launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"]
-    return subprocess.run([*launcher, *words], env=environment, check=False).returncode
+    return subprocess.run([*launcher, *words], env=environment, check=False, timeout=7200).returncode
 
 
 def main() -> int:

@@ -213,9 +213,9 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
                 "a .bin and an .idx file in the same folder",
                 "Pass the path without its extension, or create the dataset with `megatron-npu preprocess`.",
             )
-    with lazy_index.mapped(index) as path:
-        dtype, sequences, boundaries = _read_header(Path(path))
-        tokens = _check_index(Path(path), dtype, sequences, boundaries)
+    with lazy_index.mapped(index) as opened:
+        dtype, sequences, boundaries = _read_header(Path(opened))
+        tokens = _check_index(Path(opened), dtype, sequences, boundaries)
     _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
     if not tokens:
         raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
