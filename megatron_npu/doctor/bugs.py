@@ -25,25 +25,25 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
     present = [bug for bug in known_bugs.bugs(found.name) if bug.is_in(found.version)]
     wanted = settings.BACKPORT.enabled()
     if as_json:
-        rows = [{**asdict(bug), "cured": wanted or not bug.wrong_numbers} for bug in present]
+        rows = [{**asdict(bug), "fixed": wanted or not bug.wrong_numbers} for bug in present]
         about = {"upstream": found.name, "version": found.version, "root": str(found.root)}
         print(json.dumps({**about, settings.BACKPORT.name: wanted, "bugs": rows}, indent=2))
         return 0
     print(f"{found.name} {found.version} in {found.root}")
     for bug in present:
         print(f"{_state(bug, wanted)}: {', '.join(bug.targets)}")
-        own = ["cured in megatron-npu's own trainings"] if bug.cured_in_own_programs and not wanted else []
+        own = ["fixed in megatron-npu's own training commands"] if bug.cured_in_own_programs and not wanted else []
         for line in (bug.effect, f"until {bug.until}", *own):
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(
-        f"{len(present)} known bugs: {len(present) - numbers} always fixed, {numbers} with wrong numbers "
-        f"{'fixed' if wanted else 'unchanged'} ({settings.BACKPORT.name}={int(wanted)})"
+        f"{len(present)} known bugs: {len(present) - numbers} always fixed, {numbers} that make numbers wrong "
+        f"{'fixed' if wanted else 'not fixed'} ({settings.BACKPORT.name}={int(wanted)})"
     )
     return 0
 
 
 def _state(bug: known_bugs.Bug, wanted: bool) -> str:
     if not bug.wrong_numbers:
-        return "cured  "
-    return "cured  " if wanted else "present"
+        return "fixed  "
+    return "fixed  " if wanted else "present"
