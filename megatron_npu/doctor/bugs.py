@@ -32,12 +32,13 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
     print(f"{found.name} {found.version} in {found.root}")
     for bug in present:
         print(f"{_state(bug, wanted)}: {', '.join(bug.targets)}")
-        own = ["fixed in megatron-npu's own training commands"] if bug.cured_in_own_programs and not wanted else []
+        here = bug.cured_in_own_programs and not wanted
+        own = ["fixed in megatron-npu's own training commands"] if here else []
         for line in (bug.effect, f"until {bug.until}", *own):
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(
-        f"{len(present)} known bugs: {len(present) - numbers} always fixed, {numbers} that make numbers wrong "
+        f"{len(present)} known bugs: {len(present) - numbers} always fixed; {numbers} that make numbers wrong, "
         f"{'fixed' if wanted else 'not fixed'} ({settings.BACKPORT.name}={int(wanted)})"
     )
     return 0
