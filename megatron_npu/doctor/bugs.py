@@ -38,7 +38,8 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(
-        f"{len(present)} known bugs: {len(present) - numbers} always fixed; {numbers} that make numbers wrong, "
+        f"{len(present)} known bugs: {len(present) - numbers} always fixed; "
+        f"{numbers} that make numbers wrong, "
         f"{'fixed' if wanted else 'not fixed'} ({settings.BACKPORT.name}={int(wanted)})"
     )
     return 0
