@@ -43,7 +43,7 @@ def test_configurations_that_cannot_work(tmp_path, monkeypatch, text, zero_stage
 def test_flags_that_cannot_work(tmp_path):
     with pytest.raises(UsageError, match="--deepspeed_config None: no such file"):
         unsupported_options.refuse(arguments(deepspeed_config=None))
-    with pytest.raises(UsageError, match="declares and does not have"):
+    with pytest.raises(UsageError, match="declares but does not implement"):
         unsupported_options.refuse(arguments(cpu_optimizer=True))
     with pytest.raises(UsageError, match=r"--universal-checkpoint.*ds_to_universal\.py"):
         unsupported_options.refuse(arguments(universal_checkpoint=True))

@@ -146,7 +146,7 @@ def test_the_proof_sees_the_last_number_of_a_tensor(found, monkeypatch):
     name = "transformer.h.0.mlp.c_fc.weight"
     changed = gpt2()
     changed[name][-1, -1] += 1e-3
-    with pytest.raises(UsageError, match=f"{name} is not what was converted"):
+    with pytest.raises(UsageError, match=f"{name} differs from the converted tensor"):
         verify._compare_tensors(filled, found(changed), GPT2, ARGS, torch.float32)
 
 

@@ -175,7 +175,7 @@ def test_what_others_set_since_is_left_alone(
     model.gelu = foreign = lambda x: "foreign"
     engine.undo()
     assert model.gelu is foreign
-    assert "changed by others" in caplog.text
+    assert "changed by other code" in caplog.text
 
 
 def test_skipped_for_another_device_and_by_condition(upstream: UpstreamTree) -> None:

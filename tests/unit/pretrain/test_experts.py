@@ -75,7 +75,7 @@ def test_what_follows(check):
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1", 1, "sinkhorn"),
         (f"{EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss", 1, "one weight for each"),
         (f"{EXPERTS} --moe-router-enable-expert-bias", 1, "sigmoid"),
-        (f"{EXPERTS} --moe-router-num-groups 2", 1, "both or none"),
+        (f"{EXPERTS} --moe-router-num-groups 2", 1, "both or neither"),
         (f"{EXPERTS} --moe-shared-expert-gate", 1, "--moe-shared-expert-intermediate-size"),
         (f"{EXPERTS} --moe-pad-expert-input-to-capacity", 1, "--moe-expert-capacity-factor"),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", 1, "DeepEP"),
