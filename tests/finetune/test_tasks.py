@@ -340,7 +340,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     ),
     "no weights": ("masked_lm", _no_weights, "no file named model.safetensors"),
     "a tokenizer of another model": ("masked_lm", _few_tokens, "and a model of 20"),
-    "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without a word; expected"),
+    "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without vocabulary; expected"),
     "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
     "no next token": ("causal_lm", ["--seq-length", "1"], "--seq-length 1; expected a token, and one"),
     "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
