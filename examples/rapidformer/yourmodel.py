@@ -16,6 +16,8 @@ class GPTModel(CoreGPT):
 
     def __init__(self):
         args = get_args()
+        # padded, so that tensor-parallel ranks have equal parts; the same for each number of them
+        rows = -(-get_tokenizer().vocab_size // 128) * 128
         config = TransformerConfig(
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
@@ -30,7 +32,7 @@ class GPTModel(CoreGPT):
         super().__init__(
             config,
             get_gpt_layer_local_spec(),
-            vocab_size=get_tokenizer().vocab_size,
+            vocab_size=rows,
             max_sequence_length=args.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
