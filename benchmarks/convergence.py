@@ -1,13 +1,14 @@
 """Whether a switch changes what a model learns: loss and accuracy at the end, with it and without.
 
-    python benchmarks/convergence.py [--steps 80] [--seeds 3] [--only zero-1 ...]
+    python benchmarks/convergence.py [--scale 1.0] [--seeds 3] [--only "bert: zero-1" ...] [--at-once 2]
 
-Two ranks fine-tune a small BERT of Transformers on pairs of made-up sentences until the loss has clearly
-fallen, by the function that `megatron-npu train` and `engine.compose` accelerate a model with. One label of
-twenty is wrong, so that nobody reaches all of them. Each seed gives weights, data and order; a row is
-compared with the one without switches of the same seed; what another seed changes stands beside it. Results
-go to benchmarks/results/convergence-cpu.json, with the commit; scripts/convergence_page.py makes
-docs/records/convergence.md of them.
+Every row is a command line of ``megatron-npu`` on two ranks of a CPU, run to its end with each seed. Those of
+``bert`` fine-tune a small BERT for classes of made-up sentences, which it learns but for the wrong labels;
+those of ``gpt`` are Megatron's GPT by the driver, on the bytes of this project's pages. A seed gives weights
+and order of the data (of ``bert`` the data, too); all rows of a seed begin with the same weights. A row is
+compared with the first one of its kind, seed by seed. Results go to benchmarks/results/convergence-cpu.json,
+with the commit; scripts/convergence_page.py makes docs/records/convergence.md of them, and says what was
+expected.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import argparse
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
-import warnings
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,163 +32,287 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.forks import fork  # noqa: E402
 
-RANKS, BATCH, RATE = 2, 16, 2e-3
-WRONG = 0.05  # part of the labels that are not what the words say
-VALIDATED = 500  # pairs that nobody trains on
+RANKS = 2
 WORDS = ("good", "bad", "plain")  # kinds of words, twenty each
-SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-# the document's switches, then what its command lines put together
-ROWS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "mixed bf16": {"mixed_precision": "bf16"},
-    "mixed fp16": {"mixed_precision": "fp16"},
-    "zero-1": {"sharding": "zero-1"},
-    "zero-2": {"sharding": "zero-2"},
-    "zero-3": {"sharding": "zero-3"},
-    "fsdp": {"sharding": "fsdp"},
-    "checkpoint-activations": {"checkpoint_activations": True},
-    "fused-ops": {"fused_ops": True},
-    "mixed + zero-1": {"mixed_precision": "bf16", "sharding": "zero-1"},
-    "mixed + zero-3": {"mixed_precision": "bf16", "sharding": "zero-3"},
-    "graph": {"graph_optimization": True},
-    "mixed + graph + zero-1": {
-        "mixed_precision": "bf16",
-        "graph_optimization": True,
-        "sharding": "zero-1",
-    },
+TRAINED, VALIDATED = 4000, 1000  # rows of the made-up sentences
+WRONG = 0.02  # part of the labels that are not what the words say: nobody is right of all
+STEPS = {"bert": 250, "gpt": 200}
+_FLAGS = {
+    "bert": (
+        "--task sequence_classification --micro-batch-size 16 --global-batch-size 32 --seq-length 16 --lr 1e-3"
+    ),
+    "gpt": (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+        " --micro-batch-size 8 --global-batch-size 16 --lr 5e-3 --split 90,10,0 --eval-iters 20"
+        " --tokenizer-type NullTokenizer --vocab-size 255 --hidden-dropout 0 --attention-dropout 0"
+    ),
 }
+_ZERO = "--zero-{}-memory-optimization"
+_ACTIVATIONS = "--checkpoint-activations"
+_CUT = "--tensor-model-parallel-size 2"
+# the document's switches, then what its command lines put together
+ROWS: dict[str, str] = {
+    "bert: none": "",
+    "bert: mixed-precision bf16": "--mixed-precision bf16",
+    "bert: mixed-precision fp16": "--mixed-precision fp16",
+    "bert: zero-1": _ZERO.format(1),
+    "bert: zero-2": _ZERO.format(2),
+    "bert: zero-3": _ZERO.format(3),
+    "bert: fsdp": "--fsdp-memory-optimization",
+    "bert: checkpoint-activations": _ACTIVATIONS,
+    "bert: fused-ops": "--fused-ops",
+    "bert: onnx-runtime-training": "--onnx-runtime-training",
+    "bert: mixed-precision, zero-3": f"--mixed-precision {_ZERO.format(3)}",
+    "bert: mixed-precision, onnx-runtime-training, zero-1": (
+        f"--mixed-precision --onnx-runtime-training {_ZERO.format(1)}"
+    ),
+    "gpt: none": "",
+    "gpt: mixed-precision bf16": "--mixed-precision bf16",
+    "gpt: mixed-precision fp16": "--mixed-precision fp16",
+    "gpt: zero-1": _ZERO.format(1),
+    "gpt: zero-2": _ZERO.format(2),
+    "gpt: fsdp": "--fsdp-memory-optimization",
+    "gpt: checkpoint-activations": _ACTIVATIONS,
+    "gpt: tensor parallel 2": _CUT,
+    "gpt: pipeline parallel 2": "--pipeline-model-parallel-size 2",
+    "gpt: mixed-precision, zero-2, checkpoint-activations, tensor parallel 2": (
+        f"--mixed-precision {_ZERO.format(2)} {_ACTIVATIONS} {_CUT}"
+    ),
+}
+
+FRESH = ("gpt: zero-2",)  # Megatron's FSDP reads its own checkpoints alone; the seed makes the same weights
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train everything; the JSON is written after each row."""
+    """Train everything, the rows of a seed beside one another; write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--at-once", type=int, default=2, help="rows that are trained at the same time")
     parser.add_argument("--json", type=Path, help="a file instead of benchmarks/results/convergence-cpu.json")
     args = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    os.environ |= {"MEGATRON_NPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    started = os.times()
+    kept = {"MEGATRON_NPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {**kept, "TOKENIZERS_PARALLELISM": "false"}
+    _import()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kinds = {row.split(":")[0] for row in args.only}
+        for kind in sorted(kinds):
+            _in_turn([[kind, seed] for seed in range(args.seeds)], 1, lambda job: begin(*job, folder))
+        jobs = [[row, seed] for row in args.only for seed in range(args.seeds)]
+        steps = {kind: max(2, round(STEPS[kind] * args.scale)) for kind in sorted(kinds)}
+        _in_turn(jobs, args.at_once, lambda job: train(*job, steps, folder))
+        rows = {row: [found(row, seed, folder) for seed in range(args.seeds)] for row in args.only}
+    ended = os.times()
+    spent = sum(ended[:4]) - sum(started[:4])
+    _write(args, {"steps": steps, "processor_seconds": round(spent), "rows": rows})
+
+
+def _import() -> None:
+    """Import what the runs need, once for all of them."""
+    import megatron.core.datasets.gpt_dataset
+    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import torch
+    import torch._dynamo
+    import transformers.data.data_collator
     import transformers.models.bert.modeling_bert  # noqa: F401
 
-    import megatron_npu.finetune.model.prepare  # noqa: F401
+    import megatron_npu.finetune.run.command
+    import megatron_npu.pretrain.run.pretrain  # noqa: F401
 
-    with tempfile.TemporaryDirectory() as folder:
-        fork(lambda rank: be_a_rank(args, rank, Path(folder)), RANKS, "a rank")
+    torch.set_num_threads(1)
 
 
-def be_a_rank(args: argparse.Namespace, rank: int, folder: Path) -> None:
-    """Train every row with every seed; rank 0 writes what comes of it."""
-    import torch
-    import torch.distributed as dist
+def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    from importlib.metadata import version
 
     from benchmarks import report
 
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    rows: dict[str, list[dict[str, float]]] = {}
-    known = {"threads": 1, "ranks": RANKS, "steps": args.steps, "seeds": args.seeds, "commit": commit()}
-    for name in args.only:
-        torch.compiler.reset()
-        rows[name] = [trained(ROWS[name], args.steps, seed, rank) for seed in range(args.seeds)]
-        if rank == 0:
-            print(f"{name}: {json.dumps(rows[name])}", flush=True)
-            path = args.json or report.RESULTS / "convergence-cpu.json"
-            report.write(path, {**known, "batch": BATCH * RANKS, "model": SIZE, "rows": rows})
-    dist.destroy_process_group()
+    path = args.json or report.RESULTS / "convergence-cpu.json"
+    names = ("transformers", "megatron-core")
+    known = {"threads": 1, "ranks": RANKS, "seeds": args.seeds, "commit": _commit()}
+    report.write(path, {**known, **results})
+    content = json.loads(path.read_text())
+    content["versions"] |= {name: version(name) for name in names}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def commit() -> str:
+def _commit() -> str:
     """Return the last commit that changed the package, in short."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "megatron_npu"]
     return subprocess.run(command, timeout=60, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def trained(words: dict[str, Any], steps: int, seed: int, rank: int) -> dict[str, float]:
-    """Return the means of the first and of the last losses, and loss and accuracy on other pairs."""
+def _in_turn(jobs: list[list[Any]], at_once: int, call: Any) -> None:
+    """Call ``call`` with each job, in a fork for each, ``at_once`` of them at a time."""
+    running: dict[int, list[Any]] = {}
+    waiting = list(jobs)
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            running[_start(job, call)] = job
+        process, status = os.wait()
+        job = running.pop(process)
+        if status:
+            raise RuntimeError(f"{job} failed")
+
+
+def _start(job: list[Any], call: Any) -> int:
+    process = os.fork()
+    if process:
+        return process
+    try:
+        call(job)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+# --- What the rows of a seed begin with.
+
+
+def begin(kind: str, seed: int, folder: Path) -> None:
+    """Write data and weights of a seed into ``folder``/KIND-SEED."""
+    here = folder / f"{kind}-{seed}"
+    here.mkdir(parents=True)
+    (write_bert if kind == "bert" else write_gpt)(here, seed)
+
+
+def write_bert(here: Path, seed: int) -> None:
+    """Write two files of rows, and a BERT of two layers with a tokenizer of these words."""
     import torch
     import transformers
 
-    from megatron_npu.finetune.model.prepare import AdamOptions, prepare
-    from megatron_npu.options.switches import Switches
-
+    drawn = random.Random(seed)
+    (here / "data").mkdir()
+    for part, count in (("train", TRAINED), ("validation", VALIDATED)):
+        rows = (f"{json.dumps(row(drawn))}\n" for _ in range(count))
+        (here / "data" / f"{part}.jsonl").write_text("".join(rows))
+    words = [f"{kind}{number}" for kind in WORDS for number in range(20)]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    (here / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    transformers.BertTokenizerFast(str(here / "vocab.txt")).save_pretrained(here / "model")
     torch.manual_seed(seed)
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(
-        vocab_size=5 + 20 * len(WORDS), max_position_embeddings=32, num_labels=2, **SIZE, **no_dropout
+        vocab_size=len(vocabulary),
+        max_position_embeddings=16,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
-    model = transformers.BertForSequenceClassification(config).train()
-    prepared = prepare(
-        model,
-        None,
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps)),
-        Switches(**words),
-        device=torch.device("cpu"),
-        clip_grad=1.0,
-        adam=AdamOptions(lr=RATE),
-    )
-    drawn, losses = random.Random(seed), []
-    for _ in range(steps):
-        pairs = [_pair(drawn) for _ in range(RANKS * BATCH)]
-        with prepared.accumulating(last=True):
-            with prepared.forward_context():
-                loss = prepared.model(**_batch(pairs[rank::RANKS])).loss
-            prepared.backward(loss)
-        prepared.step()
-        losses.append(_mean(loss.detach()))
-    some = max(1, steps // 10)
-    unseen = _validated(prepared, [_pair(drawn) for _ in range(VALIDATED)][rank::RANKS])
-    return {"first": sum(losses[:some]) / some, "last": sum(losses[-some:]) / some, **unseen}
+    transformers.BertModel(config).save_pretrained(here / "model")
 
 
-def _validated(prepared: Any, pairs: list[dict[str, Any]]) -> dict[str, float]:
-    import torch
-
-    prepared.model.eval()
-    batch = _batch(pairs)
-    with torch.no_grad(), prepared.forward_context():
-        found = prepared.model(**batch)
-    right = (found.logits.argmax(-1) == batch["labels"]).float().mean()
-    return {"validation": _mean(found.loss), "accuracy": _mean(right)}
-
-
-def _mean(value: Any) -> float:
-    """Return the mean over the ranks of a number, ``[]``."""
-    import torch.distributed as dist
-
-    value = value.float().clone()
-    dist.all_reduce(value)
-    return float(value) / RANKS
-
-
-def _rate(step: int, steps: int) -> float:
-    warm = max(1, steps // 10)
-    return min(1.0, (step + 1) / warm) * min(1.0, (steps - step) / (steps - warm))
-
-
-def _pair(drawn: random.Random) -> dict[str, Any]:
-    """Return two sentences, and whether more of their words are good than bad, which is not always told."""
+def row(drawn: random.Random) -> dict[str, Any]:
+    """Return twelve words in two sentences, and whether more are good than bad, which is not always told."""
     opinions = [drawn.choice(WORDS[:2]) for _ in range(5)]
     kinds = [*opinions, *["plain"] * 7]
     drawn.shuffle(kinds)
-    tokens = [5 + 20 * WORDS.index(kind) + drawn.randrange(20) for kind in kinds]
+    words = [f"{kind}{drawn.randrange(20)}" for kind in kinds]
     label = int(opinions.count("good") > opinions.count("bad"))
-    return {"tokens": tokens, "label": 1 - label if drawn.random() < WRONG else label}
+    label = 1 - label if drawn.random() < WRONG else label
+    return {"sentence1": " ".join(words[:6]), "sentence2": " ".join(words[6:]), "label": label}
 
 
-def _batch(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return [CLS] six words [SEP] six words [SEP] of each pair, ``[b, 15]``, and its label, ``[b]``."""
-    import torch
+def write_gpt(here: Path, seed: int) -> None:
+    """Write the bytes of this project's pages as tokens, and the weights that a GPT begins with."""
+    import numpy as np
 
-    rows = [[2, *pair["tokens"][:6], 3, *pair["tokens"][6:], 3] for pair in pairs]
-    kinds = [[0] * 8 + [1] * 7] * len(rows)
-    return {
-        "input_ids": torch.tensor(rows),
-        "token_type_ids": torch.tensor(kinds),
-        "labels": torch.tensor([pair["label"] for pair in pairs]),
-    }
+    from megatron_npu.data.preprocessing import indexed_dataset
+
+    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "zh" not in page.parts]
+    with indexed_dataset.Writer(str(here / "pages"), np.dtype(np.uint16)) as writer:
+        for page in pages:
+            content = np.frombuffer(page.read_bytes(), np.uint8).astype(np.uint16)
+            tokens = np.append(content, np.uint16(255))  # which no UTF-8 has
+            writer.add(tokens.tobytes(), np.array([len(tokens)], np.int32), np.array([1], np.int64))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    words = (
+        f"--save {here}/model --exit-interval 1 --train-iters 2 --no-save-optim --lr 0 --json-log {here}/log"
+    )
+    _ranks(["pretrain", *_words("gpt", here, seed), *words.split()], here, 1)
+
+
+def _words(kind: str, here: Path, seed: int) -> list[str]:
+    """Return what all rows of a seed have in common."""
+    words = [*_FLAGS[kind].split(), "--no-plot", "--seed", str(seed + 1)]
+    if kind == "bert":
+        return [*words, "--pretrained-model-name-or-path", f"{here}/model", "--data-path", f"{here}/data"]
+    return [*words, "--data-path", f"{here}/pages", "--data-cache-path", f"{here}/cache"]
+
+
+# --- A row.
+
+
+def train(name: str, seed: int, steps: dict[str, int], folder: Path) -> None:
+    """Run the command line of a row, with a seed, to its end; its log is what is kept."""
+    kind = name.split(":")[0]
+    count = steps[kind]
+    here, mine = folder / f"{kind}-{seed}", _place(name, seed, folder)
+    mine.mkdir()
+    words = [*_words(kind, here, seed), *ROWS[name].split(), "--json-log", f"{mine}/log"]
+    words += (
+        f"--train-iters {count} --lr-warmup-fraction 0.1 --log-interval 1 --eval-interval {count}".split()
+    )
+    if kind == "gpt":
+        words += [
+            "--lr-decay-style",
+            "linear",
+            *([] if name in FRESH else ["--load", f"{here}/model", "--finetune"]),
+        ]
+    begun = time.perf_counter()
+    _ranks(["train" if kind == "bert" else "pretrain", *words], mine, RANKS)
+    print(
+        f"{name}, seed {seed}: {time.perf_counter() - begun:.0f} s, {found(name, seed, folder)}", flush=True
+    )
+
+
+def _place(name: str, seed: int, folder: Path) -> Path:
+    return folder / f"row-{list(ROWS).index(name)}-{seed}"
+
+
+def _ranks(command: list[str], here: Path, ranks: int) -> None:
+    """Run a command of ``megatron-npu`` as ``torchrun`` does, in forks; what they print goes to a file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def be_a_rank(rank: int) -> None:
+        from megatron_npu.commands import cli
+
+        with open(here / f"out-{rank}", "wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if code := cli.main(command):
+            raise SystemExit(code)
+
+    try:
+        fork(be_a_rank, ranks, " ".join(command))
+    except RuntimeError:
+        for rank in range(ranks):
+            sys.stderr.write((here / f"out-{rank}").read_text()[-4000:])
+        raise
+
+
+def found(name: str, seed: int, folder: Path) -> dict[str, float]:
+    """Return the mean of the first and of the last losses, and what was found on data not trained on."""
+    lines = [json.loads(line) for line in (_place(name, seed, folder) / "log").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["event"] == "train"]
+    last = [line for line in lines if line["event"] == "validation"][-1]
+    some = max(1, len(losses) // 10)
+    found = {"first": losses[0], "last": sum(losses[-some:]) / some, "validation": last["loss"]}
+    accuracy = {"accuracy": last["metrics"]["accuracy"]} if "accuracy" in last.get("metrics", ()) else {}
+    return {**found, **accuracy}
 
 
 if __name__ == "__main__":

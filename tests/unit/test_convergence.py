@@ -4,62 +4,89 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
+import random
+
+import pytest
 
 from benchmarks import convergence
+from megatron_npu.options.switches import SHARDINGS
 from tests.conftest import ROOT
-from tests.support import tiny
+
+SCRIPT = ROOT / "scripts" / "convergence_page.py"
 
 
-def test_two_rows_of_a_few_steps(tmp_path):
-    """Two ranks: the first one shared out or not, the losses are the same."""
-    output = tmp_path / "found.json"
-    script = ROOT / "benchmarks" / "convergence.py"
-    words = f"--steps 3 --seeds 1 --only none zero-1 --json {output}".split()
-    done = tiny.run_python([sys.executable, str(script), *words])
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(output.read_text())
-    assert found["rows"]["none"] == found["rows"]["zero-1"]
-    (row,) = found["rows"]["none"]
-    assert set(row) == {"first", "last", "validation", "accuracy"}
-    assert 0.5 < row["first"] < 0.9
-    assert 0.2 < row["accuracy"] < 0.8
-    assert found["commit"]
-
-
-def test_the_page_has_the_largest_difference_of_the_seeds(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location(
-        "convergence_page", ROOT / "scripts" / "convergence_page.py"
-    )
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    spec = importlib.util.spec_from_file_location("convergence_page", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    seeds = ({"first": 0.7, "last": 0.2, "validation": 0.3, "accuracy": 0.9}, {"first": 0.7, "last": 0.2})
-    plain = [seeds[0], {**seeds[1], "validation": 0.5, "accuracy": 0.8}]
-    other = [{**plain[0], "validation": 0.31}, {**plain[1], "validation": 0.48, "accuracy": 0.81}]
-    found = {"rows": {"none": plain, "mixed bf16": other}, "date": "2026-01-02T03:04", "commit": "abc1234"}
-    found |= {
-        "versions": {"torch": "2"},
-        "machine": {"processor": "one"},
-        "steps": 5,
-        "batch": 32,
-        "seeds": 2,
-    }
-    text = module.page(found)
-    assert "| none | 0.7000 | 0.2000 | 0.4000 | 0.8500 | - | - |" in text
-    assert "| mixed bf16 | 0.7000 | 0.2000 | 0.3950 | 0.8550 | -2.0e-02 | +1.0e-02 |" in text
-    assert "loss by up to 0.2000 and the accuracy by up to 0.1000" in text
-    assert "2026-01-02, commit abc1234" in text
+    return module
 
 
-def test_every_switch_of_the_documents_command_line_has_a_row():
-    words = set().union(*convergence.ROWS.values())
-    assert words == {
-        "mixed_precision",
-        "sharding",
-        "checkpoint_activations",
-        "fused_ops",
-        "graph_optimization",
+def result(rows):
+    known = {"date": "2026-01-02T03:04", "commit": "abc1234", "seeds": 2, "processor_seconds": 130}
+    machine = {"versions": {"torch": "2"}, "machine": {"processor": "one"}}
+    return {**known, **machine, "steps": {"bert": 5, "gpt": 6}, "rows": rows}
+
+
+def seeds(*pairs):
+    return [{"first": 0.7, "last": 0.2, "validation": loss, "accuracy": part} for loss, part in pairs]
+
+
+def test_the_page_compares_seed_by_seed_with_the_spread_of_seeds(script):
+    rows = {
+        "bert: none": seeds((0.3, 0.9), (0.5, 0.8)),
+        "bert: zero-1": seeds((0.31, 0.9), (0.48, 0.81)),
+        "bert: fsdp": seeds((0.6, 0.9), (0.7, 0.8)),
+        "bert: zero-2": seeds((0.3, 0.79), (0.5, 0.68)),
     }
-    shardings = {row["sharding"] for row in convergence.ROWS.values() if "sharding" in row}
-    assert shardings == {"zero-1", "zero-2", "zero-3", "fsdp"}
+    text = script.page(result(rows))
+    assert "| none | 0.7000 | 0.2000 | 0.4000 | - | - | 0.8500 | - | - | - |" in text
+    assert (
+        "| zero-1 | 0.7000 | 0.2000 | 0.3950 | -5.0e-03 | -2.0e-02 | 0.8550 | +5.0e-03 | +1.0e-02 | yes |"
+    ) in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| fsdp |")]
+    assert line.endswith("| **no** |")
+    (line,) = [line for line in text.splitlines() if line.startswith("| zero-2 |")]
+    assert line.endswith("| **no** |")
+    assert "Another seed changes the loss by 0.2000 and accuracy by 0.1000" in text
+    assert "2026-01-02, commit abc1234, torch 2; one" in text
+
+
+def test_a_kind_without_accuracy(script):
+    plain = [{"first": 5.0, "last": 2.0, "validation": value} for value in (2.0, 2.1)]
+    text = script.page(result({"gpt: none": plain, "gpt: fsdp": plain[::-1]}))
+    assert "| fsdp | 5.0000 | 2.0000 | 2.0500 | +0.0e+00 | +1.0e-01 | yes |" in text
+
+
+def test_what_was_measured_holds_and_was_learned(script):
+    """The page's own numbers: every row is there, each was learned, and the criterion holds."""
+    found = json.loads(script.RESULT.read_text())
+    assert list(found["rows"]) == list(convergence.ROWS)
+    assert {len(mine) for mine in found["rows"].values()} == {3}
+    for name, mine in found["rows"].items():
+        for one in mine:
+            assert one["validation"] < (0.3 if name.startswith("bert") else 3.0), name
+            assert one.get("accuracy", 1.0) > 0.95, name
+    assert "**no**" not in script.page(found)
+
+
+def test_every_switch_of_the_documents_command_lines_has_a_row():
+    words = " ".join(convergence.ROWS.values())
+    for name in SHARDINGS:
+        assert f"--{name}-memory-optimization" in words
+    for switch in ("--mixed-precision bf16", "--mixed-precision fp16", "--checkpoint-activations"):
+        assert switch in words
+    for switch in ("--onnx-runtime-training", "--fused-ops", "--tensor-model-parallel-size", "--pipeline-"):
+        assert switch in words
+
+
+def test_a_seed_gives_the_same_rows_and_one_label_in_fifty_is_wrong():
+    rows = [convergence.row(drawn) for drawn in [random.Random(3)] for _ in range(2000)]
+    again = random.Random(3)
+    assert rows[:5] == [convergence.row(again) for _ in range(5)]
+    words = [f"{one['sentence1']} {one['sentence2']}" for one in rows]
+    told = [int(text.count("good") > text.count("bad")) for text in words]
+    right = [one["label"] == label for one, label in zip(rows, told, strict=True)]
+    assert 0.97 < sum(right) / len(right) < 0.99
