@@ -36,7 +36,7 @@ KINDS = {
 
 `train --task sequence_classification` fine-tunes a BERT of two layers: twelve made-up words in two sentences,
 more good ones than bad ones or not. One label of fifty is wrong, so that at best 98 % can be told. 4,000 rows
-to train on, 1,000 others; {steps} steps of 32. A seed gives data, order and weights.
+to train on, 1,000 others; {steps} steps of 32. A seed gives order and weights.
 """,
     "gpt": """## Next bytes by `pretrain`
 
