@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import types
 from functools import partial
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.shared import data
+from megatron_npu.commands import cli
 from megatron_npu.data.preprocessing import indexed_dataset
+from tests.support import stock_lm
 
 DOCUMENTS = ([[5, 6, 7], [8]], [[9, 70000]], [[1] * 40, [2, 3]])  # of sentences
 
@@ -79,3 +82,23 @@ def test_a_training_opens_it_as_its_samplers_ask(upstream, ours, impl, monkeypat
     assert dataset.sizes.tolist() == theirs.sizes.tolist()
     assert dataset.get(2, offset=1).tolist() == [70000]
     assert dataset.get(3, offset=2, length=3).tolist() == [1, 1, 1]
+
+
+def test_the_stock_script_trains_on_what_preprocess_writes(checkout, tmp_path):
+    vocabulary, merges = stock_lm.write_vocabulary(tmp_path)
+    source = tmp_path / "texts.jsonl"
+    texts = ["another text of many " * number for number in range(1, 30)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = f"--vocab-file {vocabulary} --merge-file {merges} --append-eod --input {source}".split()
+    found = {}
+    for kind in ("mmap", "lazy"):
+        output = ["--dataset-impl", kind, "--output-prefix", str(tmp_path / kind)]
+        assert cli.main(["preprocess", *words, *output]) == 0
+        own = (
+            f"--data-path {tmp_path / kind}_text_document --data-impl {kind} --train-iters 2 --split 90,10,0"
+        )
+        flags = [*stock_lm.flags(tmp_path), *own.split(), "--num-layers", "1"]
+        result = stock_lm.run(checkout / "pretrain_gpt.py", flags)
+        found[kind] = stock_lm.losses(stock_lm.succeeded(result))
+    assert list(found["lazy"]) == [1, 2]
+    assert found["lazy"] == found["mmap"]
