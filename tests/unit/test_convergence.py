@@ -36,7 +36,7 @@ def seeds(*pairs):
 
 def test_the_page_compares_seed_by_seed_with_the_spread_of_seeds(script):
     rows = {
-        "bert: none": seeds((0.3, 0.9), (0.5, 0.8)),
+        "bert: none": seeds((0.3, 0.9), (0.5, 0.8), (0.4, 0.85)),  # the last is for the spread alone
         "bert: zero-1": seeds((0.31, 0.9), (0.48, 0.81)),
         "bert: fsdp": seeds((0.6, 0.9), (0.7, 0.8)),
         "bert: zero-2": seeds((0.3, 0.79), (0.5, 0.68)),
@@ -64,7 +64,7 @@ def test_what_was_measured_holds_and_was_learned(script):
     """The page's own numbers: every row is there, each was learned, and the criterion holds."""
     found = json.loads(script.RESULT.read_text())
     assert list(found["rows"]) == list(convergence.ROWS)
-    assert {len(mine) for mine in found["rows"].values()} == {3}
+    assert {len(mine) for name, mine in found["rows"].items() if convergence.ROWS[name]} == {3}
     for name, mine in found["rows"].items():
         for one in mine:
             assert one["validation"] < (0.3 if name.startswith("bert") else 3.0), name
