@@ -6,7 +6,7 @@ Every row is a command line of ``megatron-npu`` on two ranks of a CPU, run to it
 ``bert`` fine-tune a small BERT for classes of made-up sentences, which it learns but for the wrong labels;
 those of ``gpt`` are Megatron's GPT by the driver, on the bytes of this project's pages. A seed gives weights
 and order of the data; all rows of a seed begin with the same weights. A row is compared with the first one of
-its kind, seed by seed. Results go to benchmarks/results/convergence-cpu.json,
+its kind, seed by seed. Results go to benchmarks/results/convergence/cpu.json,
 with the commit; scripts/convergence_page.py makes docs/records/convergence.md of them, and says what was
 expected.
 """
@@ -86,32 +86,35 @@ FRESH = ("gpt: zero-2",)  # Megatron's FSDP reads its own checkpoints alone; the
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train everything, the rows of a seed beside one another; write the JSON."""
+    """Train everything; the JSON is written after each training."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--at-once", type=int, default=2, help="rows that are trained at the same time")
-    parser.add_argument("--json", type=Path, help="a file instead of benchmarks/results/convergence-cpu.json")
+    parser.add_argument("--go-on", action="store_true", help="keep what the file has of an earlier call")
+    parser.add_argument("--json", type=Path, help="a file instead of benchmarks/results/convergence/cpu.json")
     args = parser.parse_args(argv)
-    started = os.times()
     kept = {"MEGATRON_NPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {**kept, "TOKENIZERS_PARALLELISM": "false"}
     _import()
+    path = args.json or ROOT / "benchmarks" / "results" / "convergence" / "cpu.json"
+    rows: dict[str, dict[str, Any]] = json.loads(path.read_text())["rows"] if args.go_on else {}
+    seeds = {row: args.seeds * (1 if ROWS[row] else MORE_SEEDS) for row in args.only}
+    jobs = [[row, seed] for row, count in seeds.items() for seed in range(count)]
+    jobs = [[row, seed] for row, seed in jobs if str(seed) not in rows.get(row, ())]
+    steps = {kind: max(2, round(count * args.scale)) for kind, count in STEPS.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kinds = {row.split(":")[0] for row in args.only}
-        for kind in sorted(kinds):
-            most = MORE_SEEDS * args.seeds
-            _in_turn([[kind, seed] for seed in range(most)], 1, lambda job: begin(*job, folder))
-        seeds = {row: args.seeds * (1 if ROWS[row] else MORE_SEEDS) for row in args.only}
-        jobs = [[row, seed] for row, count in seeds.items() for seed in range(count)]
-        steps = {kind: max(2, round(STEPS[kind] * args.scale)) for kind in sorted(kinds)}
-        _in_turn(jobs, args.at_once, lambda job: train(*job, steps, folder))
-        rows = {row: [found(row, seed, folder) for seed in range(seeds[row])] for row in args.only}
-    ended = os.times()
-    spent = sum(ended[:4]) - sum(started[:4])
-    _write(args, {"steps": steps, "processor_seconds": round(spent), "rows": rows})
+
+        def keep(row: str, seed: int) -> None:
+            rows.setdefault(row, {})[str(seed)] = found(row, seed, folder)
+            inner = {row: dict(sorted(rows[row].items())) for row in ROWS if row in rows}
+            _write(path, args.seeds, {"steps": steps, "rows": inner})
+
+        begun = dict.fromkeys((row.split(":")[0], seed) for row, seed in jobs)
+        _in_turn([list(one) for one in begun], 1, lambda job: begin(*job, folder), lambda *_: None)
+        _in_turn(jobs, args.at_once, lambda job: train(*job, steps, folder), keep)
 
 
 def _import() -> None:
@@ -130,18 +133,14 @@ def _import() -> None:
     torch.set_num_threads(1)
 
 
-def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+def _write(path: Path, seeds: int, results: dict[str, Any]) -> None:
     from importlib.metadata import version
 
     from benchmarks import report
 
-    path = args.json or report.RESULTS / "convergence-cpu.json"
-    names = ("transformers", "megatron-core")
-    known = {"threads": 1, "ranks": RANKS, "seeds": args.seeds, "commit": _commit()}
-    report.write(path, {**known, **results})
-    content = json.loads(path.read_text())
-    content["versions"] |= {name: version(name) for name in names}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    known = {"threads": 1, "ranks": RANKS, "seeds": seeds, "commit": _commit(), "asked": list(ROWS)}
+    names = {"transformers": version("transformers"), "megatron-core": version("megatron-core")}
+    report.write(path, {**known, **results}, **names)
 
 
 def _commit() -> str:
@@ -150,8 +149,8 @@ def _commit() -> str:
     return subprocess.run(command, timeout=60, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _in_turn(jobs: list[list[Any]], at_once: int, call: Any) -> None:
-    """Call ``call`` with each job, in a fork for each, ``at_once`` of them at a time."""
+def _in_turn(jobs: list[list[Any]], at_once: int, call: Any, done: Any) -> None:
+    """Call ``call`` with each job, in a fork for each, ``at_once`` of them at a time; then ``done`` here."""
     running: dict[int, list[Any]] = {}
     waiting = list(jobs)
     while waiting or running:
@@ -162,6 +161,7 @@ def _in_turn(jobs: list[list[Any]], at_once: int, call: Any) -> None:
         job = running.pop(process)
         if status:
             raise RuntimeError(f"{job} failed")
+        done(*job)
 
 
 def _start(job: list[Any], call: Any) -> int:
