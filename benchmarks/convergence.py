@@ -14,6 +14,7 @@ expected.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ |= {**kept, "TOKENIZERS_PARALLELISM": "false"}
     _import()
     path = args.json or ROOT / "benchmarks" / "results" / "convergence" / "cpu.json"
-    rows: dict[str, dict[str, Any]] = json.loads(path.read_text())["rows"] if args.go_on else {}
+    rows: dict[str, dict[str, Any]] = earlier(path, args.only) if args.go_on else {}
     seeds = {row: args.seeds * (1 if ROWS[row] else MORE_SEEDS) for row in args.only}
     jobs = [[row, seed] for row, count in seeds.items() for seed in range(count)]
     jobs = [[row, seed] for row, seed in jobs if str(seed) not in rows.get(row, ())]
@@ -113,8 +114,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             _write(path, args.seeds, {"steps": steps, "rows": inner})
 
         begun = dict.fromkeys((row.split(":")[0], seed) for row, seed in jobs)
-        _in_turn([list(one) for one in begun], 1, lambda job: begin(*job, folder), lambda *_: None)
-        _in_turn(jobs, args.at_once, lambda job: train(*job, steps, folder), keep)
+        _in_turn([list(one) for one in begun], 1, lambda job: begin(job[0], job[1], folder), lambda *_: None)
+        _in_turn(jobs, args.at_once, lambda job: train(job[0], job[1], steps, folder), keep)
+
+
+def earlier(path: Path, only: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the rows of an earlier call.
+
+    Raises:
+        SystemExit: rows of ``gpt`` would go on with other pages.
+    """
+    content = json.loads(path.read_text())
+    if content["pages"] != digest() and any(row.startswith("gpt") for row in only):
+        raise SystemExit(
+            f"{path}: the pages have changed since. Train all rows of gpt again, without --go-on"
+        )
+    return dict(content["rows"])
+
+
+def digest() -> str:
+    """Return the checksum of the bytes that ``gpt`` is trained on."""
+    return hashlib.sha256(b"".join(tokens.tobytes() for tokens in pages())).hexdigest()
 
 
 def _import() -> None:
@@ -138,7 +158,14 @@ def _write(path: Path, seeds: int, results: dict[str, Any]) -> None:
 
     from benchmarks import report
 
-    known = {"threads": 1, "ranks": RANKS, "seeds": seeds, "commit": _commit(), "asked": list(ROWS)}
+    known = {
+        "threads": 1,
+        "ranks": RANKS,
+        "seeds": seeds,
+        "commit": _commit(),
+        "asked": list(ROWS),
+        "pages": digest(),
+    }
     names = {"transformers": version("transformers"), "megatron-core": version("megatron-core")}
     report.write(path, {**known, **results}, **names)
 
@@ -231,11 +258,8 @@ def write_gpt(here: Path, seed: int) -> None:
 
     from megatron_npu.data.preprocessing import indexed_dataset
 
-    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "zh" not in page.parts]
     with indexed_dataset.Writer(str(here / "pages"), np.dtype(np.uint16)) as writer:
-        for page in pages:
-            content = np.frombuffer(page.read_bytes(), np.uint8).astype(np.uint16)
-            tokens = np.append(content, np.uint16(255))  # which no UTF-8 has
+        for tokens in pages():
             writer.add(tokens.tobytes(), np.array([len(tokens)], np.int32), np.array([1], np.int64))
         writer.finish()
         indexed_dataset.publish([writer])
@@ -243,6 +267,15 @@ def write_gpt(here: Path, seed: int) -> None:
         f"--save {here}/model --exit-interval 1 --train-iters 2 --no-save-optim --lr 0 --json-log {here}/log"
     )
     _ranks(["pretrain", *_words("gpt", here, seed), *words.split()], here, 1)
+
+
+def pages() -> Iterator[Any]:
+    """Yield the bytes of each English page, ``[n]``, ended by 255, which no UTF-8 has."""
+    import numpy as np
+
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if "zh" not in page.parts and page.name != "convergence.md":  # the page of the numbers themselves
+            yield np.append(np.frombuffer(page.read_bytes(), np.uint8).astype(np.uint16), np.uint16(255))
 
 
 def _words(kind: str, here: Path, seed: int) -> list[str]:
