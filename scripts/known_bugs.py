@@ -23,18 +23,18 @@ VERSIONS = "0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2 0.20.0".spli
 def numbers() -> str:
     """Return the table of the bugs that make numbers of megatron-core wrong, by version."""
     head = " | ".join(VERSIONS)
-    lines = [f"| what goes wrong | {head} | fixed in | mended here |", "|---" * (len(VERSIONS) + 3) + "|"]
+    lines = [f"| what goes wrong | {head} | fixed in | fixed here by |", "|---" * (len(VERSIONS) + 3) + "|"]
     for bug in known_bugs.bugs("megatron_core"):
         if bug.wrong_numbers:
             marks = " | ".join("bug" if bug.is_in(version) else "" for version in VERSIONS)
-            own = " (in our own trainings always cured)" if bug.cured_in_own_programs else ""
+            own = " (always fixed in our own trainings)" if bug.cured_in_own_programs else ""
             lines.append(f"| {_cell(bug.effect)}{own} | {marks} | {bug.until} | {_places(bug)} |")
     return "\n".join(lines)
 
 
 def others() -> str:
     """Return the table of the bugs of all upstreams that are cured always."""
-    lines = ["| Megatron | what goes wrong | versions | until | mended here |", "|---|---|---|---|---|"]
+    lines = ["| Megatron | what goes wrong | versions | until | fixed here by |", "|---|---|---|---|---|"]
     for name in megatrons.NAMES:
         for bug in known_bugs.bugs(name):
             if not bug.wrong_numbers:
