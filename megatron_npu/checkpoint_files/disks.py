@@ -107,7 +107,7 @@ def _found(folder: Path) -> Disks | None:
     marks = _gathered((mark.name, socket.gethostname(), error))
     faults = [f"{host}: {fault}" for _, host, fault in marks if fault]
     if faults:
-        raise UsageError(f"{folder} on {faults[0]}", "a directory that can be written", "Give another path.")
+        raise UsageError(f"{folder} on {faults[0]}", "a writable directory", "Use another path.")
     seen = _gathered(_seen(folder, [name for name, _, _ in marks]))
     mark.unlink(missing_ok=True)
     of_rank = tuple(min(each) for each in seen)

@@ -24,7 +24,7 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     """
     place = root / parts[0].name
     if place.exists():
-        raise UsageError(f"--into: {place} is there already", "a folder without it", "Name another folder.")
+        raise UsageError(f"--into: {place} already exists", "a new folder", "Use another folder.")
     if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
         raise UsageError(
             f"{parts[0]} and {strange} are not parts of one checkpoint: their indices or checksums differ",
@@ -40,7 +40,7 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
             raise UsageError(
                 f"{parts[0].name}: {'; '.join(faults)}",
                 "parts that are as they were saved",
-                "`megatron-npu checkpoint verify` says which part is damaged; take an older iteration.",
+                "`megatron-npu checkpoint verify` shows which part is damaged; use an older iteration.",
             )
     return place, len(found)
 
@@ -70,6 +70,6 @@ def _files(parts: Sequence[Path]) -> dict[str, Path]:
         raise UsageError(
             f"{name} lies in none of the parts ({len(away)} files do not): it is on {host}",
             "the folder of every machine",
-            "Name that machine's, too.",
+            "Add the folder of that machine.",
         )
     return found

@@ -116,7 +116,9 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         directory.mkdir(parents=True, exist_ok=True)
         files.write(path, pinned.json())
     except OSError as error:
-        raise UsageError(f"{directory} ({error})", "a folder that can be written", "See --output.") from error
+        raise UsageError(
+            f"{directory} ({error})", "a writable folder", "Pass another folder with --output."
+        ) from error
     print(f"{path}: {len(pinned.targets)} targets pinned")
     for target in missing:
         print(f"{target}: not found, not pinned", file=sys.stderr)

@@ -79,7 +79,7 @@ def _require_own_tree(script: Path, tree: Path) -> None:
             f"{script.name} belongs to {own.name} {own.version} ({tree}), but `import megatron` finds "
             f"{imported.name} {imported.version} ({imported.root}) first",
             "the script's own Megatron",
-            f"Take {imported.root} off PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the one you want.",
+            f"Remove {imported.root} from PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the right one.",
         )
 
 

@@ -142,7 +142,9 @@ def _enough_memory(source: str) -> Iterator[None]:
 def _check(args: Namespace) -> None:
     """Check what can be checked without reading the files."""
     if args.origin == args.target:
-        raise UsageError(f"--from {args.origin} --to {args.target}", "two different sides", "Change one.")
+        raise UsageError(
+            f"--from {args.origin} --to {args.target}", "two different sides", "Change --from or --to."
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "several processes", "one: any layout can load the result", "Start it without torchrun."
@@ -153,7 +155,9 @@ def _check(args: Namespace) -> None:
     hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
-            "--proof logits, but transformers is not installed", "it", 'pip install "megatron_npu[hf]"'
+            "--proof logits without the package transformers",
+            "the package transformers",
+            'pip install "megatron_npu[hf]"',
         )
     _require_new(Path(args.destination))
 

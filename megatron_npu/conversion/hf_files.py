@@ -123,7 +123,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file}: {error}", "a file of safetensors", "Get a fresh copy.") from error
+        raise UsageError(f"{file}: {error}", "a safetensors file", "Get a fresh copy.") from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

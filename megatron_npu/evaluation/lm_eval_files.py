@@ -47,8 +47,8 @@ def require(asked: argparse.Namespace) -> None:
     if reason:
         raise UsageError(
             f"--output_path {asked.output_path}: {there} cannot be written ({reason})",
-            "a folder of yours, or a .json in one",
-            "Give another path: lm-eval would evaluate, and lose the results.",
+            "a writable folder, or a .json file in one",
+            "Use another path: otherwise lm-eval would evaluate and lose the results.",
         )
 
 

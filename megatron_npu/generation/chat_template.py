@@ -50,7 +50,7 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise UsageError(
                 f"the chat template: {str(error)[:200]}",
-                "a template of Jinja",
+                "a valid Jinja template",
                 "Get a fresh copy of the tokenizer.",
             ) from error
 
@@ -76,7 +76,7 @@ class ChatTemplate:
                 )
         except Exception as error:  # a template can fail in any way that an expression of Python can
             raise UsageError(
-                f"messages that the chat template refuses: {str(error)[:200]}",
+                f"messages that the chat template rejects: {str(error)[:200]}",
                 "messages in the roles and the order that the model was trained with",
                 "Change them.",
             ) from error

@@ -36,7 +36,7 @@ def read_prompts(file: str) -> list[str]:
                 "Remove the line; --num-samples N generates unconditional samples.",
             )
     if not lines:
-        raise UsageError(f"--sample-input-file {file}: no prompt", "a prompt a line", "Add one.")
+        raise UsageError(f"--sample-input-file {file}: no prompt", "one prompt per line", "Add a prompt.")
     return lines
 
 
@@ -60,9 +60,7 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
     try:
         files.write(file, "".join(f"{line}\n" for line in lines))
     except OSError as error:
-        raise UsageError(
-            f"{file}: {error.strerror}", "a path that can be written", "Use another path."
-        ) from error
+        raise UsageError(f"{file}: {error.strerror}", "a writable path", "Use another path.") from error
 
 
 def require_writable(file: str) -> None:

@@ -161,7 +161,7 @@ def _ranks(asked: int | None, machine: Machine) -> int:
     if asked is not None and asked > machine.count:
         raise UsageError(
             f"--devices {asked}",
-            f"at most {machine.count}, which are there",
+            f"at most the {machine.count} devices of this machine",
             "Pass fewer, or use a machine with more devices.",
         )
     return asked or min(_DOCUMENTED_DEVICES, machine.count)
@@ -185,7 +185,7 @@ def _check_surroundings(args: Namespace) -> None:
         raise UsageError(
             f"one file for two of --json, --markdown and --plot: {given[0]}",
             "a different file for each",
-            "Name others.",
+            "Use different files.",
         )
 
 
@@ -196,4 +196,4 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path}, a folder", "a file that can be written", "Use another.")
     if reason := files.refusal(folder):
-        raise UsageError(f"{path}: {folder} takes no file ({reason})", "one that does", "Use another.")
+        raise UsageError(f"{path}: {folder} is not writable ({reason})", "a writable folder", "Use another.")

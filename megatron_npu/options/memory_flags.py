@@ -77,7 +77,9 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
         return
     refuse_fp8_states(args)
     if not args.use_distributed_optimizer:
-        raise UsageError(f"{flag} alone", "--use-distributed-optimizer with it", "Add it.")
+        raise UsageError(
+            f"{flag} without --use-distributed-optimizer", "both flags", "Add --use-distributed-optimizer."
+        )
     if args.ckpt_format == "torch" and (args.save or args.load):
         raise UsageError(
             f"{flag} with --ckpt-format torch",
@@ -117,7 +119,9 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
     asked = getattr(args, "fine_grained_activation_offloading", False)
     if asked != bool(getattr(args, "offload_modules", None)):
         raise UsageError(
-            f"one of {OFFLOADING} and --offload-modules", "both or neither", "Add the other, or remove it."
+            f"only one of {OFFLOADING} and --offload-modules",
+            "both or neither",
+            "Add the other, or remove it.",
         )
 
 
@@ -274,5 +278,5 @@ def _refuse_recomputed(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--offload-modules {name}, which is recomputed",
                 "modules that are not: a recomputed one saves nothing",
-                "Remove it of one of the two.",
+                "Remove the module from one of the two lists.",
             )

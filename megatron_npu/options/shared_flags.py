@@ -18,65 +18,99 @@ _SHARED: dict[str, dict[str, Any]] = {
     # when a run ends, and what it compares on the way
     "--exit-interval": {
         "type": positive,
-        "help": "save and end at the iterations that N divides (default: never)",
+        "help": "save and exit at the first iteration that is a multiple of N (default: never)",
     },
-    "--exit-signal-handler": {"action": "store_true", "help": "save and end after SIGTERM or Ctrl-C"},
-    "--seed": {"type": seed, "default": 1234, "help": "of weights, dropout and the order of samples"},
+    "--exit-signal-handler": {"action": "store_true", "help": "save and exit after SIGTERM or Ctrl-C"},
+    "--seed": {
+        "type": seed,
+        "default": 1234,
+        "help": "random seed of initial weights, dropout and the order of samples",
+    },
     "--check-weight-hash-across-dp-replicas-interval": {
         "type": positive,
         "metavar": "N",
-        "help": "compare the bits of weights and gradients on all data-parallel ranks at each Nth iteration",
+        "help": "every N iterations, check that weights and gradients are bitwise identical on all "
+        "data-parallel ranks",
     },
     "--distributed-timeout-minutes": {
         "type": positive,
         "default": 10,
-        "help": "minutes after which a collective gives up on a rank that does not answer",
+        "help": "minutes to wait for a rank in a collective before the run fails",
     },
     # the optimizer and its schedule
     "--lr": {"type": number, "help": "highest learning rate"},
-    "--min-lr": {"type": number, "default": 0.0, "help": "learning rate that the decay ends with"},
-    "--lr-decay-iters": {"type": positive, "help": "iteration at which it ends (default: the last)"},
-    "--lr-warmup-iters": {"type": whole, "default": 0},
-    "--weight-decay": {"type": number, "default": 0.01, "help": "of matrices; biases and norms have none"},
-    "--clip-grad": {"type": number, "default": 1.0, "help": "largest norm of the gradient; 0: no limit"},
-    "--adam-beta1": {"type": beta, "default": 0.9, "help": "decay of the mean of gradients, a step"},
-    "--adam-beta2": {"type": beta, "default": 0.999, "help": "decay of the mean of their squares, a step"},
-    "--adam-eps": {"type": number, "default": 1e-8, "help": "added to the root of that mean"},
+    "--min-lr": {"type": number, "default": 0.0, "help": "learning rate at the end of the decay"},
+    "--lr-decay-iters": {
+        "type": positive,
+        "help": "iteration at which the learning rate decay ends (default: the last)",
+    },
+    "--lr-warmup-iters": {
+        "type": whole,
+        "default": 0,
+        "help": "number of warm-up iterations of the learning rate",
+    },
+    "--weight-decay": {
+        "type": number,
+        "default": 0.01,
+        "help": "weight decay of matrices (biases and norms have none)",
+    },
+    "--clip-grad": {
+        "type": number,
+        "default": 1.0,
+        "help": "clip gradients to this global norm; 0: do not clip",
+    },
+    "--adam-beta1": {"type": beta, "default": 0.9, "help": "Adam: decay rate of the mean of gradients"},
+    "--adam-beta2": {
+        "type": beta,
+        "default": 0.999,
+        "help": "Adam: decay rate of the mean of squared gradients",
+    },
+    "--adam-eps": {
+        "type": number,
+        "default": 1e-8,
+        "help": "Adam: epsilon added to the root of the mean square",
+    },
     # .bin and .idx
     "--data-cache-path": {
         "metavar": "DIR",
-        "help": "where the indices of .bin and .idx are kept (default: beside the data)",
+        "help": "directory for the indices of .bin and .idx datasets (default: next to the data)",
     },
-    "--reset-position-ids": {"action": "store_true", "help": "count positions from each document's begin"},
-    "--reset-attention-mask": {"action": "store_true", "help": "let no token see another document"},
-    "--eod-mask-loss": {"action": "store_true", "help": "count no loss at ends of documents"},
+    "--reset-position-ids": {"action": "store_true", "help": "restart position ids at each document"},
+    "--reset-attention-mask": {
+        "action": "store_true",
+        "help": "let tokens attend only to their own document",
+    },
+    "--eod-mask-loss": {"action": "store_true", "help": "exclude end-of-document tokens from the loss"},
     # checkpoints
-    "--save": {"metavar": "DIR"},
-    "--load": {"metavar": "DIR", "help": "the newest checkpoint there is gone on from; may be --save's DIR"},
+    "--save": {"metavar": "DIR", "help": "directory for checkpoints (default: save none)"},
+    "--load": {
+        "metavar": "DIR",
+        "help": "directory to resume from (newest checkpoint); may be the one of --save",
+    },
     "--load-last-good": {
         "action": "store_true",
-        "help": "go on from the newest checkpoint in --load whose files are whole, and say which are not",
+        "help": "resume from the newest undamaged checkpoint in --load, and log which ones are damaged",
     },
     "--save-interval": {
         "type": positive,
-        "help": "iterations between two checkpoints (default: one at the end)",
+        "help": "number of iterations between checkpoints (default: one at the end)",
     },
     "--save-per-machine": {
         "action": "store_true",
-        "help": "where machines do not share --save, keep on each what its ranks write of a checkpoint: "
-        "the same machines resume from it, and `megatron-npu checkpoint gather` joins the parts",
+        "help": "for machines that do not share --save: each machine keeps the files that its ranks write; "
+        "the same machines can resume from them, and `megatron-npu checkpoint gather` joins the parts",
     },
     # what a checkpoint is computed with
-    "--use-flash-attn": {"action": "store_true", "help": "= --attention-backend flash"},
-    # what is told of a run
-    "--log-interval": {"type": positive, "help": "iterations between two lines"},
+    "--use-flash-attn": {"action": "store_true", "help": "same as --attention-backend flash"},
+    # the log of a run
+    "--log-interval": {"type": positive, "help": "number of iterations between log lines"},
     "--tensorboard-dir": {
         "metavar": "DIR",
-        "help": "write the same numbers for TensorBoard (default: do not)",
+        "help": "write the logged values for TensorBoard into this directory (default: do not)",
     },
     "--json-log": {
         "metavar": "FILE",
-        "help": "one JSON object a log event, appended (default: metrics.jsonl in --save or "
+        "help": "append one JSON object per log event to this file (default: metrics.jsonl in --save or "
         "--tensorboard-dir)",
     },
     "--plot": {"action": argparse.BooleanOptionalAction},

@@ -55,7 +55,7 @@ class Job:
         raise UsageError(
             given,
             "-- pretrain ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "Of `train` nothing is planned yet.",
+            "`plan` does not support `train` yet.",
         )
 
     def number(self, flag: str, default: int) -> int:

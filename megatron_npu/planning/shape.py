@@ -43,7 +43,9 @@ class Shape:
         """
         if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
             raise UsageError(
-                f"--search without {', '.join(absent)}", "the model's sizes behind --", "Give the flags."
+                f"--search without {', '.join(absent)}",
+                "the model's sizes after --",
+                "Add these flags after --.",
             )
         hidden, heads = job.number("--hidden-size", 0), job.number("--num-attention-heads", 0)
         gated = job.has("--swiglu")

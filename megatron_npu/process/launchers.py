@@ -116,8 +116,8 @@ def _settle_task(command: str) -> None:
     address = os.environ.get("MASTER_ADDR") or task.address
     if address is None:
         raise UsageError(
-            f"{task.launcher} has started {task.ranks} tasks on several machines, and not where they meet",
-            "MASTER_ADDR: the first machine's address",
+            f"{task.launcher} has started {task.ranks} tasks on several machines without MASTER_ADDR",
+            "the first machine's address in MASTER_ADDR",
             "Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each machine.",
         )
     if command == "train" and task.locals == 1:  # which starts the ranks of its machine by itself
@@ -256,7 +256,7 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
         raise UsageError(
             f"{machine.launcher} numbers machines ({machine.count}), each with several devices, and this is "
             "one process",
-            "a process for each device",
+            "one process per device",
             "Start torchrun -m megatron_npu, which reads PET_…"
             if machine.launcher.startswith("PET")
             else f"torchrun --nnodes {machine.count} --node-rank $RANK --nproc-per-node N --master-addr "

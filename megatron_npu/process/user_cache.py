@@ -114,7 +114,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
         raise unusable(path, error, remedy) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UsageError(f"{path} is no regular file", "a library", remedy)
+            raise UsageError(f"{path} is not a regular file", "a library", remedy)
         _require_own(path, descriptor, remedy)
     except BaseException:
         os.close(descriptor)

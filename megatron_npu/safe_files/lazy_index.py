@@ -88,7 +88,11 @@ def _as_mapped(path: Path) -> bytes:
     """Return the bytes of the index of today's format that says the same."""
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
-        raise UsageError(f"{path}: truncated? {len(raw)} bytes", f"{HEADER.size} bytes of header", _REMEDY)
+        raise UsageError(
+            f"{path}: {len(raw)} bytes (truncated?)",
+            f"at least the {HEADER.size} bytes of the header",
+            _REMEDY,
+        )
     _, version, code, itemsize, sequences, sizes, boundaries = HEADER.unpack_from(raw)
     if code not in CODES:
         raise UsageError(f"{path}: token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY)

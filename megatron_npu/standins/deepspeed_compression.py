@@ -15,7 +15,7 @@ def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
     """
     raise UsageError(
         'a "compression_training" in DeepSpeed\'s configuration, which DeepSpeed no longer has',
-        "a configuration without",
+        "a configuration without it",
         "Remove it.",
     )
 

@@ -176,10 +176,10 @@ def _awaited(store: dist.Store, name: str) -> bytes:
         return bytes(store.get(name))
     except (dist.DistError, RuntimeError) as error:
         raise UsageError(
-            f"rank {os.environ['RANK']} ({socket.gethostname()}) waits for rank 0 in vain "
+            f"rank {os.environ['RANK']} ({socket.gethostname()}) cannot reach rank 0 "
             f"({str(error).partition(chr(10))[0]})",
-            "all ranks at the store of the run",
-            "Check what rank 0 says.",
+            "all ranks connected to the store of the run",
+            "Check the messages of rank 0.",
         ) from None
 
 
@@ -201,7 +201,7 @@ def _assemble(store: dist.Store, ranks: int) -> None:
                 f"megatron_npu: {line}, which have not come to {_listed_place()}", file=sys.stderr, flush=True
             )
             if now - began > _GIVE_UP:
-                fault = [line, "all ranks at the store of the run", "See what their machines say."]
+                fault = [line, "all ranks connected to the store of the run", "See what their machines say."]
         time.sleep(_PAUSE)
     places = [] if fault else _places(store, ranks)
     firsts = {each.rank: [each.host, each.address, each.port] for each in places if each.port}

@@ -55,7 +55,7 @@ def _of_interface(name: str) -> str:
         raise UsageError(
             f"{INTERFACE}={name} on {socket.gethostname()}",
             f"an interface with an address: {', '.join(interfaces()) or 'there is none'}",
-            "Export the one that is of the cluster's network.",
+            "Export the interface of the cluster's network.",
         )
     return found[0].partition("%")[0]
 

@@ -25,7 +25,7 @@ def require_fresh_store() -> None:
             "torchrun has restarted this run with the store of the attempt before, which holds the addresses "
             "of processes that are dead",
             f"{_REMEDY}=1 in torchrun's environment",
-            "Start it again with that; the run goes on from its last checkpoint (--load).",
+            "Set it and start again; with --load the run resumes from its last checkpoint.",
         )
 
 

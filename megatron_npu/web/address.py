@@ -85,4 +85,4 @@ def require_packages(asking: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if not is_installed(name)]
     if missing:
         names = " and ".join(missing)
-        raise UsageError(f"{asking}, but without {names}", names, f"pip install {' '.join(missing)}")
+        raise UsageError(f"{asking} without the packages {names}", names, f"pip install {' '.join(missing)}")

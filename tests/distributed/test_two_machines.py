@@ -60,7 +60,8 @@ def test_indices_of_the_data_on_a_disk_of_each_machine_are_named(tmp_path):
         for machine in machines:
             machine.terminate()
             machine.communicate()
-    line = r"error: own/\S+\.npy on \S+ \(rank 1\): rank 0 has written it, and it is not there; expected"
+    line = r"error: own/\S+\.npy on \S+ \(rank 1\): rank 0 has written this file, but it is not visible "
+    line += "here; expected"
     assert re.search(line, told), told
 
 

@@ -350,7 +350,9 @@ def test_tokens_that_a_model_has_not_are_found_in_a_column() -> None:
     vocabulary.require_known_column(rows.remove_columns("input_ids"), 1, "the data")
     vocabulary.require_known_column([{"input_ids": [9]}], 1, "the data")  # has no columns
     vocabulary.require_known_column(rows.select([0, 1]), 9, "the data")
-    with pytest.raises(UsageError, match="the data with the token 9, and a model of 9; expected tokens from"):
+    with pytest.raises(
+        UsageError, match="the data with the token id 9 for a model with 9 tokens; expected token ids from"
+    ):
         vocabulary.require_known_column(rows, 9, "the data")
 
 
@@ -440,15 +442,15 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 1, 5],
             [0],
-            "labels that leave out 2, 3, 4: 0, 1, 5; expected every number from 0 to 5, or names",
+            "labels 0, 1, 5, without 2, 3, 4; expected every number from 0 to 5, or names",
         ),
-        ([1, 3], [1], "labels that leave out 2: 1, 3; expected every number from 1 to 3, or names"),
+        ([1, 3], [1], "labels 1, 3, without 2; expected every number from 1 to 3, or names"),
         (
             [1, 2],
             [0],
             "the label 0 in row 1 of the part 'validation'; expected one of those to train on: 1 to 2",
         ),
-        ([0, 10**15], [0], "labels that leave out 1, 2, 3, 4, 5, 6, 7, 8, …: 0, 1000000000000000; expected"),
+        ([0, 10**15], [0], "labels 0, 1000000000000000, without 1, 2, 3, 4, 5, 6, 7, 8, …; expected"),
     ],
 )
 def test_labels_out_of_range_are_told_with_their_row(
@@ -507,7 +509,7 @@ def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:
 
 
 def test_tags_that_are_no_lists_are_told() -> None:
-    with pytest.raises(UsageError, match="has one label a row"):
+    with pytest.raises(UsageError, match="has one label per row"):
         labels.of_tokens(parts(["a", "b"]), "label")
 
 

@@ -325,7 +325,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Mine(RapidformerEngine()).train()",
             "RapidformerEngine().compose(model_obj=torch.nn.Linear(2, 1), optimizer_fn=3)",
-            "a int as what makes the optimizer; expected a function, or None",
+            "a int instead of a function that creates the optimizer; expected a function, or None",
         ),
     ],
 )
@@ -368,14 +368,20 @@ WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Use the tokenizer"),
+        (
+            {},
+            "a batch with the token id 10 for a model with 10 tokens; expected token ids "
+            "from 0 to 9. Use the tokenizer",
+        ),
         (
             {"known + strange * 8, known,": "known, strange,"},
-            "a batch with the token 10, and a model of 10; expected tokens from 0 to 9. Use the tokenizer",
+            "a batch with the token id 10 for a model with 10 tokens; expected token ids "
+            "from 0 to 9. Use the tokenizer",
         ),
         (
             {"known + strange * 8, known, known": "known, known, datasets.Dataset.from_list(strange)"},
-            "the test data with the token 10, and a model of 10; expected tokens from 0 to 9. Use the token",
+            "the test data with the token id 10 for a model with 10 tokens; expected token ids "
+            "from 0 to 9. Use the token",
         ),
         (
             {WHAT_IT_KNOWS: ""},

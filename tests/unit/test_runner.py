@@ -99,7 +99,7 @@ def test_a_script_whose_own_megatron_is_hidden_is_refused(tree: Path, tmp_path: 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert f"pretrain_gpt.py lies in megatron_core 0.16.1 ({tree})" in done.stderr
-    assert f"Take {old.parent} off PYTHONPATH" in done.stderr
+    assert f"Remove {old.parent} from PYTHONPATH" in done.stderr
 
 
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:

@@ -27,7 +27,7 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
         surplus = len(tokens) + len(answer) - 1 - dataset.seq_len
         if surplus >= max(len(tokens), 1):
             raise UsageError(
-                f"a last word of {len(answer)} tokens and --seq-length {dataset.seq_len}",
+                f"a passage whose last word has {len(answer)} tokens, with --seq-length {dataset.seq_len}",
                 "enough positions for the word and a token before it",
                 "Use a model with more positions.",
             )

@@ -81,7 +81,9 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     plain = next(filter(plain_text.is_plain_text, files.paths), None) if len(keys) > 1 else None
     if plain is not None:
         raise UsageError(
-            f"--json-keys {' '.join(keys)} with the plain text {plain}", "one key", "Plain text has no keys."
+            f"--json-keys {' '.join(keys)} with the plain text {plain}",
+            "one key, because plain text has no keys",
+            "Pass one key, or only JSON-lines files.",
         )
     return files
 

@@ -176,9 +176,9 @@ def _decode(options: argparse.Namespace) -> int:
     data = opened(options.prefix)
     if options.document >= data.summary.documents:
         raise UsageError(
-            f"--document {options.document} of {data.summary.documents}",
+            f"--document {options.document}, but the dataset has {data.summary.documents} documents",
             f"0 to {data.summary.documents - 1}",
-            "`megatron-npu data count` prints their number.",
+            "Pass a smaller number; `megatron-npu data count` prints how many documents there are.",
         )
     tokenizer = tokenizer_files.named_by(options).build() if _names_a_tokenizer(options) else None
     starts = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])[data.documents]
@@ -225,9 +225,17 @@ def _merge(options: argparse.Namespace) -> int:
 def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
     place = Path(f"{prefix}.bin")
     if not place.parent.is_dir():
-        raise UsageError(f"--output-prefix {prefix}: no directory {place.parent}", "one", "Make it first.")
+        raise UsageError(
+            f"--output-prefix {prefix}: no directory {place.parent}",
+            "an existing directory",
+            "Create it first, or correct the path.",
+        )
     if any(place.exists() and place.samefile(f"{part.prefix}.bin") for part in parts):
-        raise UsageError(f"--output-prefix {prefix}, which is merged", "another name", "Pass one.")
+        raise UsageError(
+            f"--output-prefix {prefix}, which is merged",
+            "a prefix that is not among the inputs",
+            "Pass another --output-prefix.",
+        )
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:

@@ -56,10 +56,12 @@ def named_by(arguments: argparse.Namespace) -> Windows | None:
         raise UsageError(
             f"--stride {stride}",
             f"at most --seq-length {length}",
-            "A larger stride would lose tokens; for windows without overlap use a stride of --seq-length.",
+            "Lower it: a larger stride loses tokens. Windows without overlap have a stride of --seq-length.",
         )
     if arguments.split_sentences:
         raise UsageError(
-            "--stride with --split-sentences", "only one of the two", "A window would split sentences."
+            "--stride with --split-sentences",
+            "only one of the two",
+            "Remove one: windows would split sentences.",
         )
     return Windows(length, stride)

@@ -134,6 +134,6 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     missing = [token for token in NEEDED if token not in vocabulary]
     if missing:
         raise UsageError(
-            f"--vocab-file {path} lacks {', '.join(missing)}", "BERT's tokens, one a line", remedy
+            f"--vocab-file {path} lacks {', '.join(missing)}", "BERT's tokens, one per line", remedy
         )
     return vocabulary

@@ -101,8 +101,8 @@ def require_lists(rows: Dataset, column: str) -> Any:
     feature = getattr(rows.features[column], "feature", None)
     if feature is None:
         raise UsageError(
-            f"the column {column!r} has one label a row",
-            "a list with one label a token",
+            f"the column {column!r} has one label per row",
+            "a list with one label per token",
             "Use another column with --columns tags=NAME, or use --task sequence_classification.",
         )
     return feature
@@ -198,7 +198,7 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
     absent = list(itertools.islice(left, _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
-            f"labels that leave out {_few(absent)}: {_few(sorted(trained))}",
+            f"labels {_few(sorted(trained))}, without {_few(absent)}",
             f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
             "Use all of them, write them as text, or name all in id2label of the model's config.json.",
         )

@@ -292,7 +292,7 @@ def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) ->
         if size and share and not part:
             raise UsageError(
                 f"--split {split!r} leaves no document of the {count} in {prefix} for {name}",
-                "a share of 0, or documents enough for it",
+                "a share of 0, or enough documents for it",
                 "Change --split.",
             )
 

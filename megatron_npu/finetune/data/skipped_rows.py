@@ -51,7 +51,7 @@ class Skipped:
             raise UsageError(
                 f"{row.file}:{row.line}: {row.why}; it is bad row {len(self._rows)}",
                 f"at most {self._most} of them ({FLAG})",
-                "Correct the files, or give a larger number.",
+                "Correct the files, or pass a larger number.",
             )
 
     def publish(self) -> None:

@@ -65,7 +65,7 @@ def require_head(path: Path, separator: str) -> None:
     twice = [name for name, count in Counter(head).items() if count > 1]
     if twice:
         raise UsageError(
-            f"--data-path: the head of {path} has the column {twice[0]!r} more than once",
+            f"--data-path: the header of {path} has the column {twice[0]!r} more than once",
             "a name for each column",
             "Rename one of them.",
         )

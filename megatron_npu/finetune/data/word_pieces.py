@@ -51,7 +51,11 @@ def word_pieces(args: Namespace) -> WordPieces:
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
-            raise UsageError(f"--tokenizer-type {args.tokenizer_type}", "--vocab-file with it", "Add it.")
+            raise UsageError(
+                f"--tokenizer-type {args.tokenizer_type}",
+                "--vocab-file with it",
+                "Add --vocab-file vocab.txt.",
+            )
         ids = bert_wordpiece.read_vocabulary(args.vocab_file)
         special = {name: ids[f"[{name.upper()}]"] for name in ("cls", "sep", "mask", "pad")}
         kind, unknown = args.tokenizer_type, ids.get(bert_wordpiece.UNKNOWN)

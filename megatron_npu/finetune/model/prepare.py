@@ -287,7 +287,7 @@ def optimizer_of(
                 "model's parameters",
                 "an optimizer of the trained model's parameters, or a function that creates one "
                 "from parameters",
-                "Return for example functools.partial(torch.optim.AdamW, lr=...).",
+                "Return, for example, functools.partial(torch.optim.AdamW, lr=...).",
             )
         rebind(given, before, weights)
         return given
@@ -302,7 +302,9 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
     """
     if not callable(function):
         raise UsageError(
-            f"a {type(function).__name__} as what makes the {what}", "a function, or None", "Correct it."
+            f"a {type(function).__name__} instead of a function that creates the {what}",
+            "a function, or None",
+            "Correct it.",
         )
     _require_argument(function, what)
     made = function(of)

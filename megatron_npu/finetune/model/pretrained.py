@@ -186,7 +186,7 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
         raise UsageError(
             f"--seq-length {asked} with {name}",
             f"more than the {around} special tokens of a text",
-            "Provide more.",
+            "Pass a larger --seq-length.",
         )
     limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
     most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)

@@ -315,8 +315,9 @@ def flags() -> Flags:
     run = state.run()
     if run is None or run.driver is None:
         raise UsageError(
-            "a Megatron model outside of a template's train(), or without its flags",
-            "model_optimizer_lr_scheduler_provider of a PreTrainer, --num-layers and the other sizes",
-            "Build it there, and import its class at the top of the script.",
+            "a Megatron model created outside of a template's train(), or without its flags",
+            "one created in model_optimizer_lr_scheduler_provider of a PreTrainer, with --num-layers and the "
+            "other sizes",
+            "Create it in that method, and import its class at the top of the script.",
         )
     return run.driver

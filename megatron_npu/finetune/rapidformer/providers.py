@@ -168,8 +168,8 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
     if getattr(given, "optimizer", None) is not optimizer:
         raise UsageError(
             f"a scheduler that was already created ({type(given).__name__}) for another optimizer",
-            "both, or a function that creates the scheduler for an optimizer",
-            "Return for example functools.partial(get_linear_schedule_with_warmup, ...).",
+            "a scheduler of the returned optimizer, or a function that creates one for an optimizer",
+            "Return, for example, functools.partial(get_linear_schedule_with_warmup, ...).",
         )
     return lambda made: given
 

@@ -101,7 +101,7 @@ class Template:
             raise UsageError(
                 f"{len(data.train)} training samples with --global-batch-size {args.global_batch_size}",
                 "at least one global batch",
-                "Lower --global-batch-size, or give more data.",
+                "Lower --global-batch-size, or provide more data.",
             )
         return loader
 
@@ -259,7 +259,7 @@ class PreTrainer(Template):
                 "Remove --epochs.",
             )
         if args.train_iters is None:
-            raise UsageError("a pre-training without --train-iters", "--train-iters N", "Add it.")
+            raise UsageError("pre-training without --train-iters", "--train-iters N", "Add --train-iters N.")
         evaluations = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)
         iterations = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
         return [count * args.global_batch_size for count in iterations]

@@ -30,7 +30,9 @@ class CausalLM(BlocksOfText):
         """Refuse blocks in which no token follows another."""
         if args.seq_length == 1:
             raise UsageError(
-                "--seq-length 1", "at least 2: a token and the one that follows it", "Provide more."
+                "--seq-length 1",
+                "at least 2: a token and the one that follows it",
+                "Pass a larger --seq-length.",
             )
 
     def require_fit(self, config: Any) -> None:
@@ -41,7 +43,7 @@ class CausalLM(BlocksOfText):
             raise UsageError(
                 f"--task {self.name} with {name}, a {config.model_type} whose attention sees the "
                 "tokens it has to predict",
-                "a decoder",
+                "a decoder-only model",
                 "Pass --task masked_lm, or a model such as GPT-2.",
             )
 

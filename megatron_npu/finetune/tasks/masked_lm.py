@@ -40,7 +40,9 @@ class MaskedLM(BlocksOfText):
     def check(cls, args: Namespace) -> None:
         """Refuse to mask nothing."""
         if not args.mask_prob:
-            raise UsageError("--mask-prob 0", "at least some tokens to mask", "Pass 0.15, say.")
+            raise UsageError(
+                "--mask-prob 0", "a number above 0, so that tokens are masked", "Pass, for example, 0.15."
+            )
 
     @functools.cached_property
     def _masking(self) -> DataCollatorForLanguageModeling:

@@ -155,7 +155,9 @@ class Sampler:
     def _require_known(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UsageError(
-                "an empty prompt", "at least one token", "Begin with the end token for any text."
+                "an empty prompt",
+                "at least one token",
+                "For unconditional text, start with the end-of-text token.",
             )
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             raise UsageError(

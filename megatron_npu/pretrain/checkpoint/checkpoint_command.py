@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         return _gather(args)
     if not Path(args.directory).is_dir():
         raise UsageError(
-            f"{args.directory}: no such directory", "what was given to --save", "Correct the path."
+            f"{args.directory}: no such directory",
+            "the folder that was passed to --save",
+            "Correct the path.",
         )
     return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "sum": _sum}[args.action](
         args
@@ -201,7 +203,9 @@ def _gather(args: Namespace) -> int:
         place = checkpoint_files.newest(directory, args.ckpt_step) if Path(directory).is_dir() else None
         if place is None:
             raise UsageError(
-                f"{directory}: no checkpoint there", "what was given to --save", "Correct the path."
+                f"{directory}: no checkpoint there",
+                "the folder that was passed to --save",
+                "Correct the path.",
             )
         parts.append(place)
     place, count = gather.join(parts, Path(args.into))

@@ -153,7 +153,7 @@ def _require_same(saved: Any, wanted: Any, folder: Path) -> None:
     if differing:
         where = "the checkpoint" if differing[0] in saved else "the model"
         raise UsageError(
-            f"{folder}: {differing[0]} is in {where} alone",
+            f"{folder}: {differing[0]} is only in {where}",
             "the weights of the model that its arguments describe",
             "Another kind of model cannot be loaded here.",
         )

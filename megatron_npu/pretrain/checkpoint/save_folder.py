@@ -33,7 +33,7 @@ def owned(args: Namespace) -> Iterator[None]:
         lock = folder_lock.hold(folder)
     except OSError as error:
         raise UsageError(
-            f"--save {folder}: {error.strerror}", "a directory that can be made", "Use another path."
+            f"--save {folder}: {error.strerror}", "a directory that can be created", "Use another path."
         ) from None
     if lock is None:
         yield

@@ -152,5 +152,5 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Names
         raise UsageError(
             f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
             f"at least the {args.tokenizer_vocab_size} of the tokenizer",
-            "Pass the files of the tokenizer that it was trained with.",
+            "Pass the tokenizer files of the training.",
         )

@@ -29,7 +29,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
         raise UsageError(
             f"{flag} {' '.join(words)}",
             "prefixes, or a weight above 0 before each prefix",
-            f"Write for example {flag} 0.7 first 0.3 second.",
+            f"Pass, for example, {flag} 0.7 first 0.3 second.",
         )
     return known, list(words[1::2])
 
@@ -74,7 +74,9 @@ def split_shares(text: str) -> list[float]:
     fit = all(0 <= share < math.inf for share in shares)  # which nan is not
     if not 1 <= len(shares) <= 3 or not fit or sum(shares) <= 0:
         raise UsageError(
-            f"--split {text!r}", "up to three numbers with commas between", "For example 969,30,1."
+            f"--split {text!r}",
+            "up to three numbers, separated by commas",
+            "Pass, for example, --split 969,30,1.",
         )
     return [*shares, 0.0, 0.0][:3]
 

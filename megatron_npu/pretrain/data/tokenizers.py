@@ -50,7 +50,7 @@ def build(args: Namespace) -> Tokenizer:
     end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
-            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size with it", "Add it.")
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size with it", "Add --vocab-size N.")
         return NullTokenizer(args.vocab_size, end)
     if end is not None:
         raise UsageError(
@@ -60,7 +60,11 @@ def build(args: Namespace) -> Tokenizer:
         )
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
-            raise UsageError("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model with it", "Add it.")
+            raise UsageError(
+                "--tokenizer-type HuggingFaceTokenizer",
+                "--tokenizer-model with it",
+                "Add --tokenizer-model DIR.",
+            )
         return HuggingFaceTokenizer(args.tokenizer_model)
     for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if value is None:

@@ -184,7 +184,9 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
     """Return what stands before the colon and behind it; a line that is moved in says neither."""
     match = None if line[0].isspace() else _LINE.match(line)
     if match is None or not match["value"]:
-        raise UsageError(f"{where}: {line.strip()}", "flag: value", "Write one flag a line, lists as [a, b].")
+        raise UsageError(
+            f"{where}: {line.strip()}", "flag: value", "Write one flag per line, and lists as [a, b]."
+        )
     return match["name"], match["value"]
 
 

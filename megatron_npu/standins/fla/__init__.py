@@ -22,8 +22,8 @@ def refuse_states(initial_state: Any, output_final_state: bool) -> None:
     if initial_state is not None or output_final_state:
         raise UsageError(
             "the state of a gated delta net without the package flash-linear-attention",
-            "training, and text, of whole sequences",
-            "Remove the cache of generation.",
+            "training or generation on whole sequences",
+            "Disable the inference cache.",
         )
 
 

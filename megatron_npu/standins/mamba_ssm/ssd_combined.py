@@ -131,6 +131,6 @@ def _refuse(others: dict[str, Any]) -> None:
     if given:
         raise UsageError(
             f"{given[0]} of a Mamba layer without the packages mamba-ssm and causal-conv1d",
-            "training, and text, of whole sequences",
-            "Remove the cache of generation.",
+            "training or generation on whole sequences",
+            "Disable the inference cache.",
         )

@@ -93,7 +93,7 @@ def test_what_a_template_cannot_do_is_told(tmp_path, template, told):
 
 
 def test_what_is_no_template_is_told(tmp_path):
-    with pytest.raises(UsageError, match="a template of Jinja"):
+    with pytest.raises(UsageError, match="a valid Jinja template"):
         chat_template.of(folder_with(tmp_path, "{% for %}"))
 
 

@@ -78,7 +78,7 @@ def test_a_cpus_ranks_share_what_is_there():
         ("--suite 3d --devices 4 --global-batch-size 6", CPU, "a multiple of 4"),
         ("--suite 3d --memory-limit much", CPU, "bytes"),
         ("--suite 3d --json /nowhere/table.json", CPU, "no folder /nowhere"),
-        ("--suite 3d --json /proc/table.json", CPU, "/proc takes no file"),
+        ("--suite 3d --json /proc/table.json", CPU, "/proc is not writable"),
         ("--suite 3d --plot /proc", CPU, "/proc, a folder; expected a file"),
         ("--suite 3d --json same --markdown same", CPU, "one file for two of --json, --markdown and --plot"),
     ],

@@ -52,7 +52,7 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
             "only one of the three: upstream has no process groups for combinations",
-            "Leave the others out.",
+            "Remove the others.",
         )
     if not args.deepspeed or not args.no_pipeline_parallel:
         raise UsageError(

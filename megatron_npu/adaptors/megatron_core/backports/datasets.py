@@ -50,6 +50,8 @@ def read_split(original: Callable[[str], list[float]], split: str) -> list[float
         shares = [math.nan]
     if not all(0 <= share < math.inf for share in shares):
         raise UsageError(
-            f"--split {split!r}", "numbers from 0 on, with commas between", "For example 969,30,1."
+            f"--split {split!r}",
+            "non-negative numbers, separated by commas",
+            "Pass, for example, --split 969,30,1.",
         )
     return original(",".join(f"{share:.12f}" for share in shares))

@@ -129,9 +129,10 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
 def _unseen(file: Path) -> UsageError:
     """Return the error of a rank that reads what the first one has written, and does not see it."""
     return UsageError(
-        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 has written it, and it is not there",
-        "a folder that all machines share, for the indices of the data",
-        "Name one with --data-cache-path, or copy the files from rank 0's machine.",
+        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 has written this file, but it is "
+        "not visible here",
+        "a folder for dataset indices that all machines share",
+        "Pass a shared folder with --data-cache-path, or copy the files from rank 0's machine.",
     )
 
 

@@ -61,7 +61,7 @@ def _one_source(args: Namespace) -> None:
     if len(given) > 1:
         raise UsageError(" and ".join(given), "only one of them", "Remove one.")
     if parts and not args.train_data_path:
-        raise UsageError(parts[0], "--train-data-path with it", "Add it.")
+        raise UsageError(parts[0], "--train-data-path with it", "Add --train-data-path.")
     if parts and args.split is not None:
         raise UsageError(
             f"--split {args.split!r} and --train-data-path", "only one of them", "--split is for --data-path."
@@ -135,6 +135,6 @@ def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
         if needed and part <= 0:
             raise UsageError(
                 f"--split {args.split!r} leaves no document{of} for {name}",
-                "a share above 0, and documents enough for it",
+                "a share above 0, and enough documents for it",
                 "Change --split" + ("." if name == "training" else ", or pass --eval-iters 0."),
             )

@@ -70,7 +70,9 @@ def _router(args: Namespace) -> None:
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise UsageError(
-            "--moe-router-enable-expert-bias", "--moe-router-score-function sigmoid with it", "Add it."
+            "--moe-router-enable-expert-bias",
+            "--moe-router-score-function sigmoid with it",
+            "Add --moe-router-score-function sigmoid.",
         )
     _groups(args)
 
@@ -79,7 +81,9 @@ def _groups(args: Namespace) -> None:
     groups, taken = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (taken is None):
         raise UsageError(
-            "one of --moe-router-num-groups and --moe-router-group-topk", "both or neither", "Add the other."
+            "only one of --moe-router-num-groups and --moe-router-group-topk",
+            "both or neither",
+            "Add the other.",
         )
     if groups is not None:
         divides(groups, "--moe-router-num-groups", args.num_experts, "--num-experts")
@@ -117,7 +121,9 @@ def _capacity(args: Namespace, kinds: list[Any]) -> None:
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise UsageError(
-            "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor with it", "Add it."
+            "--moe-pad-expert-input-to-capacity",
+            "--moe-expert-capacity-factor with it",
+            "Add --moe-expert-capacity-factor.",
         )
 
 

@@ -151,7 +151,9 @@ def _schedule(args: Namespace) -> None:
             f"Lower it, raise --lr-decay-{unit}, or train longer.",
         )
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
-        raise UsageError("--lr-decay-style WSD", f"--lr-wsd-decay-{unit} with it", "Add it.")
+        raise UsageError(
+            "--lr-decay-style WSD", f"--lr-wsd-decay-{unit} with it", f"Add --lr-wsd-decay-{unit} N."
+        )
 
 
 def _weight_decay(args: Namespace) -> None:

@@ -83,7 +83,9 @@ def ends(args: Namespace) -> None:
         UsageError: it is not.
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
-        raise UsageError(f"--exit-signal {args.exit_signal}", "--exit-signal-handler with it", "Add it.")
+        raise UsageError(
+            f"--exit-signal {args.exit_signal}", "--exit-signal-handler with it", "Add --exit-signal-handler."
+        )
 
 
 def checkpoints(args: Namespace) -> None:
@@ -302,7 +304,7 @@ def _require_no_address(flag: str, place: str) -> None:
         raise UsageError(
             f"{flag} {place}",
             "a directory of a file system: nothing is written to addresses",
-            "Mount the storage, or write to a disk and copy what is whole.",
+            "Mount the storage, or save to a disk and copy complete checkpoints.",
         )
 
 

@@ -68,7 +68,7 @@ def _hierarchy(args: Namespace) -> None:
     sizes, ring = args.hierarchical_context_parallel_sizes, args.cp_comm_type == "a2a+p2p"
     if ring != (sizes is not None):
         raise UsageError(
-            "one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
+            "only one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
             "both flags or neither",
             "Add the other.",
         )
@@ -76,7 +76,7 @@ def _hierarchy(args: Namespace) -> None:
         raise UsageError(
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
             f"--context-parallel-size {args.context_parallel_size}",
-            "two sizes, of near and of far ranks, whose product is the context-parallel size",
+            "two sizes (nearby ranks, distant ranks) whose product is the context-parallel size",
             "Change one of the two.",
         )
 
