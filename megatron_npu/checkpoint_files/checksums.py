@@ -72,7 +72,7 @@ def forget(folder: Path) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks, 0 and 1 for a process without any others."""
+    """Return this rank and the number of ranks (0 and 1 in a run of one process)."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -247,7 +247,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _header(planned: Mapping[str, Tensor]) -> bytes:
-    """Return the beginning of a file with these tensors, one behind the other."""
+    """Return the header of a safetensors file that stores these tensors one after another."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = {f"torch.{name}": short for short, name in _DTYPES.items()}
     end = 0

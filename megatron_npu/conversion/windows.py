@@ -52,7 +52,7 @@ def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[
 
 
 def _has_window(number: int, limit: int, which: Layers) -> bool:
-    """Return whether the layer of a number has a window by the keys but ``layer_types``."""
+    """Return whether layer ``number`` has a window according to all keys except ``layer_types``."""
     if which == "late":
         return number >= limit
     return which == "all" or (number < limit and number % 2 == 0)

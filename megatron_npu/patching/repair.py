@@ -35,7 +35,7 @@ class Offer:
 def find_repairs(
     module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
 ) -> tuple[list[Change], list[Offer]]:
-    """Find in one sweep who took the old objects of ``module`` by value, and what others may take by value.
+    """Find which modules imported old objects of ``module`` by value, and which they may import later.
 
     Args:
         made: the changes that patching ``module`` has made.

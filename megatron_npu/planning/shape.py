@@ -36,7 +36,7 @@ class Shape:
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Read it off a command line.
+        """Read the model's shape from a command line.
 
         Raises:
             UsageError: a size is not on it.

@@ -197,7 +197,7 @@ def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job:
 
 
 def _of_trainer() -> Machine | None:
-    """Return the machine that Kubeflow's Trainer, or PyTorchJob with nprocPerNode, tells torchrun of."""
+    """Return the machine from the variables that Kubeflow's Trainer (or PyTorchJob) sets for torchrun."""
     if "PET_NNODES" not in os.environ:
         return None
     address = os.environ.get("PET_MASTER_ADDR") or os.environ.get("MASTER_ADDR")

@@ -20,7 +20,7 @@ class DataUnpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise an error of the reader's own where ``made`` is not this file's, and may not get a state."""
+        """Raise the reader's error if ``made`` was not created by this file, so its state must not be set."""
         raise NotImplementedError
 
     def load_build(self) -> None:

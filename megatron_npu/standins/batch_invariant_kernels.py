@@ -6,7 +6,7 @@ from typing import Any
 
 
 def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
-    """Refuse.
+    """Refuse batch-invariant mode.
 
     Raises:
         RuntimeError: always: the kernels are written in triton.

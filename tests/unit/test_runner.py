@@ -98,7 +98,7 @@ def test_a_script_whose_own_megatron_is_hidden_is_refused(tree: Path, tmp_path: 
     done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert f"pretrain_gpt.py lies in megatron_core 0.16.1 ({tree})" in done.stderr
+    assert f"pretrain_gpt.py belongs to megatron_core 0.16.1 ({tree})" in done.stderr
     assert f"Remove {old.parent} from PYTHONPATH" in done.stderr
 
 

@@ -75,6 +75,6 @@ def attention_outside(model: nn.Module) -> str:
 
 
 def count_graphs() -> int:
-    """Return how many graphs have been compiled in this process: more of them each step is a mistake."""
+    """Return how many graphs this process has compiled; the number must not grow with the steps."""
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""Weights that an optimizer updates if not the model's own: shards (ZeRO-1), or copies on the host."""
+"""Weights that the optimizer updates instead of the model's: shards (ZeRO-1), or copies on the host."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Fail where torch.compile has run everything as it was, which it may do silently."""
+    """Fail if torch.compile has compiled nothing, which it does not report."""
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:

@@ -88,7 +88,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """The gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias from the logits', by blocks.
+    """Gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias from those of logits, in blocks.
 
     Args:
         ctx: of an autograd function with hidden states, weight and bias as its first arguments, and

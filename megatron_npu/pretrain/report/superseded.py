@@ -53,7 +53,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _up_to(row: dict[str, Any], iteration: int) -> list[bytes]:
-    """Return the line about the part of an interval that the checkpoint has seen; none without one."""
+    """Return the log line for the part of an interval up to the checkpoint, or an empty list."""
     losses = row.get("losses")
     if row["event"] != "train" or not isinstance(losses, list):
         return []

@@ -56,7 +56,7 @@ def what_is_saved(save: str | None) -> str:
 
 
 def wait_for_rank_0_to_report() -> None:
-    """Wait to be ended: a launcher stops all ranks when the first one fails, and that must be rank 0.
+    """Wait until rank 0 has failed: a launcher stops all ranks when the first one fails.
 
     Where the mistake is this rank's alone, nobody ends it, and it goes on to tell. So does the first rank of
     another machine, whose launcher does not hear of rank 0 and ends the others there.

@@ -82,7 +82,7 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a value as a message names it: tensors by dtype and shape."""
+    """Return the text for a value in an error message: of a tensor its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{_dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):

@@ -18,7 +18,7 @@ _MASK = 6  # the position of encoder_decoder_attn_mask, as T5Model passes it
 
 @around(
     "megatron.model.language_model:TransformerLanguageModel.forward",
-    why="T5 gives the mask of cross-attention by position, where the ids of a retriever have been put since: "
+    why="T5 passes the cross-attention mask as a positional argument that is now the retriever's ids: "
     "padding is attended to",
     upstream_bug=True,
     until=UNTIL,

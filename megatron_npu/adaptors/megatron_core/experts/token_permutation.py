@@ -50,7 +50,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
 
 @_fused(f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess")
 def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing_map: Tensor) -> Any:
-    """Note how many experts each token has, where none is dropped or added: upstream does not count then."""
+    """Record the number of experts per token if none is dropped or padded, as upstream counts none."""
     result = original(self, routing_map)
     if getattr(self.config, _ASKED, False) and not self.drop_and_pad:
         if isinstance(self.num_out_tokens, int):

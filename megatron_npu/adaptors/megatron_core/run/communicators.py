@@ -1,4 +1,4 @@
-"""Communicator options of each process group: ``--nccl-communicator-config-path`` without NCCL.
+"""Apply ``--nccl-communicator-config-path`` to process groups of backends other than NCCL.
 
 With ``--hccl-group-buffer-adaptive`` also sizes of HCCL's buffers that the file does not give. Connects
 ``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
