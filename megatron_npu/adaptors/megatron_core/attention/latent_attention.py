@@ -39,8 +39,8 @@ class _SharedByAllHeads(torch.autograd.Function):
 
 @around(
     "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
-    why="all heads share the rotary part of a key, but its gradient is summed over the heads of one tensor-parallel "
-    "rank only, except with TransformerEngine's layers and sequence parallelism",
+    why="all heads share the rotary part of a key, but its gradient is summed over the heads of one "
+    "tensor-parallel rank only, except with TransformerEngine's layers and sequence parallelism",
     until="no version up to 0.19.2 has the fix: #1699",
     upstream_bug=True,
 )
