@@ -84,6 +84,7 @@ def test_sharded_weights_are_refused() -> None:
         save="folder",
         async_save=True,
         fully_sharded="torch",
+        save_per_machine=False,
         save_keep_last=None,
         save_retain_interval=None,
     )

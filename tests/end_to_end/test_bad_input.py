@@ -209,8 +209,8 @@ def test_generate(refused, trained, capsys):
     [
         ([], "nothing to do; expected --prompt TEXT, --sample-input-file FILE, or --num-samples N"),
         (["--prompt", ""], "for unconditional samples use --num-samples 1 without a prompt"),
-        (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected one"),
-        (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected one"),
+        (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected only"),
+        (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected only one"),
         (["--prompt", " ".join(["1"] * 32)], "a prompt of 32 tokens; expected at most 31"),
         (["--prompt", "\udcff"], "expected numbers"),
         (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),

@@ -127,7 +127,7 @@ def test_what_cannot_be_computed_twice_is_not_the_data(poisoned, monkeypatch, ca
     summary = poisoned("none", "--rerun-mode", "validate_results")
     (line,) = said(capsys.readouterr().out, "computed again")
     assert line.startswith(" the loss is inf at iteration 12; computed again, the loss is ")
-    assert "and another on rank 0 (" in line
+    assert "and it differs on rank 0 (" in line
     assert len(calls) == 18
     assert summary.loss_last == sound.loss_last
 

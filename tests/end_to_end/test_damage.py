@@ -180,11 +180,11 @@ def test_pruning_counts_whole_ones_alone(trained: Path) -> None:
     done = tiny.run("checkpoint", "prune", str(trained), "--keep", "1")
     told = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(told)) == (1, "", 3)
-    assert told[0].startswith("iter_0000006 is damaged and does not count: ")
+    assert told[0].startswith("iter_0000006 is damaged and is not counted: ")
     assert told[0].endswith(f"{_distcp(trained / 'iter_0000006').name} has other content than was saved")
     assert told[1:] == [
-        "iter_0000005 is damaged and does not count: everything is missing",
-        "iter_0000004 is damaged and does not count: .metadata is missing",
+        "iter_0000005 is damaged and is not counted: everything is missing",
+        "iter_0000004 is damaged and is not counted: .metadata is missing",
     ]
     assert checkpoint_files.iterations(trained) == [2, 4, 5, 6]
 

@@ -45,7 +45,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     script = ["set -e"]
     for title, commands in sections().items():
         if title != "Ascend NPUs" or unavailable() is None:
-            script += [f"echo '=== {title}'", commands]
+            script += [f"echo {shlex.quote(f'=== {title}')}", commands]
     text = "\n".join(script)
     for old, new in SMALLER.items():
         assert old in text, old
@@ -69,8 +69,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def _put_texts(root: Path) -> None:
     """Write what stands for our documentation: the losses must not change with a word of it."""
-    (root / "docs").mkdir()
-    (root / "docs" / "page.md").write_text("Two processes with half the batch each train as one.\n" * 100)
+    (root / "docs" / "how-to").mkdir(parents=True)
+    text = "Two processes with half the batch each train as one.\n" * 100
+    (root / "docs" / "how-to" / "page.md").write_text(text)
     (root / "README.md").write_text("One process trains as two.\n" * 20)
 
 

@@ -201,6 +201,7 @@ def test_one_that_cannot_be_removed_does_not_end_the_run(train, tmp_path, monkey
     ],
 )
 def test_flags_that_would_keep_nothing_are_refused(words, named):
-    values = {"save_interval": None, "save": "here", "save_keep_last": None, "save_retain_interval": None}
+    values = dict.fromkeys(("save_interval", "save_keep_last", "save_retain_interval", "save_per_machine"))
+    values["save"] = "here"
     with pytest.raises(UsageError, match=named):
         output.checkpoints(Namespace(**(values | words)))

@@ -155,7 +155,7 @@ def test_stock_scripts_run_nothing(version, put, saved, tmp_path, dataset):
 
 def test_what_switches_torchs_safety_off_is_refused(refused, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    assert "or MEGATRON_NPU_TRUST_FILES=1 beside it" in refused("generate", "--load", "x", "--prompt", "y")
+    assert "MEGATRON_NPU_TRUST_FILES=1 in addition" in refused("generate", "--load", "x", "--prompt", "y")
     monkeypatch.setenv("MEGATRON_NPU_TRUST_FILES", "1")
     assert "no checkpoint there" in refused("generate", "--load", "x", "--prompt", "y")
 
@@ -164,7 +164,7 @@ def test_trusted_files_run_and_the_log_says_so(saved, tmp_path):
     in_metadata(saved, tmp_path / "mark")
     line = tiny.command("generate", "--load", str(saved.parent), "--prompt", "1 2")
     done = tiny.run_python(line, {**tiny.environment(), "MEGATRON_NPU_TRUST_FILES": "1"})
-    assert "MEGATRON_NPU_TRUST_FILES=1: checkpoints may run the code that they hold" in done.stderr
+    assert "MEGATRON_NPU_TRUST_FILES=1: checkpoints may execute the code that they contain" in done.stderr
     assert (tmp_path / "mark").is_dir()
 
 

@@ -88,7 +88,7 @@ def test_a_model_without_its_head_is_told_what_it_has_one_for(
     gpt2 = tiny_models.gpt2(tmp_path / "gpt2")
     assert cli.main(["train", *argv, "--pretrained-model-name-or-path", str(gpt2)]) == 2
     assert "--task next_sentence with " in (said := capsys.readouterr().err)
-    assert "a task that it has a head for: causal_lm, question_answering, " in said
+    assert "a task that the model has a head for: causal_lm, question_answering, " in said
 
 
 def test_two_tasks_of_one_name_are_an_error(next_sentence: str, tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_every_flag_has_its_readers() -> None:
     for name, task in tasks.every().items():
         assert all(isinstance(flag, Flag) for flag in task.flags), name
     masked = tasks.every()["masked_lm"].all_reads()
-    assert masked == {"mask_prob", "append_eod", "columns", "data_name", "validation_fraction"}
+    assert masked == set("mask_prob append_eod columns data_name validation_fraction skip_bad_rows".split())
     assert not tasks.every()["pretraining"].all_reads() & {"columns", "append_eod"}

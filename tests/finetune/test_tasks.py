@@ -320,7 +320,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "an architecture without the head": (
         "masked_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.gpt2(folder / "gpt2"))],
-        "a gpt2; expected a task that it has a head for: causal_lm, question_answering, "
+        "a gpt2; expected a task that the model has a head for: causal_lm, question_answering, "
         "sequence_classification, token_classification",
     ),
     "an encoder that is to go on": (

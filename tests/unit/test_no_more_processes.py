@@ -61,7 +61,7 @@ def test_a_command_says_it_in_one_line(
     monkeypatch.setattr(cli, "_run", fail)
     assert cli.main(["generate"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("megatron-npu generate: error: the system starts no more processes or threads;")
+    assert told.startswith("megatron-npu generate: error: the system cannot start more processes or threads;")
     assert told.count("\n") == 1
 
 

@@ -62,7 +62,8 @@ def _hold_save_folder(args: Any) -> None:
     folder, per_machine = Path(args.save), getattr(args, "save_per_machine", False)
     if per_machine and dist.is_initialized():
         disks.save_into(folder)
-    if disks.leads() and not folder_lock.held():
+    parts = disks.several()
+    if args.rank == (0 if parts is None else parts.first) and not folder_lock.held():
         with contextlib.suppress(OSError):  # upstream says at its first save that there can be no such folder
             folder_lock.hold(folder)
     if not per_machine:

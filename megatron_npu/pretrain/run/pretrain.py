@@ -129,12 +129,12 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     repeatable = initialize.deterministic(flags.deterministic_mode)
     with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
         save_folder.require_shared(flags)
-        _save_config(args, flags)
         chunks = gpt.build(flags, config)
         datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
         collector.resume()
-        return train_chunks(flags, config, chunks, datasets, trainer)[1]
+        own = run_config.text_of(args, flags, arguments.parser())
+        return train_chunks(flags, config, chunks, datasets, trainer, own_config=own)[1]
 
 
 def train_chunks(
@@ -144,6 +144,7 @@ def train_chunks(
     datasets: data.Datasets,
     trainer: Callable[..., loop.Trainer],
     journal_of: Callable[[Namespace, int], log.Log] = log.Log,
+    own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
     """Train chunks of a model inside ``initialize.session``; return how it went, and what it was.
 
@@ -154,6 +155,7 @@ def train_chunks(
         datasets: of training, validation and test.
         trainer: ``loop.Trainer``, or a kind of it.
         journal_of: makes the log, given the iteration that the run resumes from.
+        own_config: text of ``config.yaml`` in ``--save``; None: there is none.
 
     Raises:
         UsageError: the checkpoint that the run is to resume from does not fit.
@@ -171,6 +173,7 @@ def train_chunks(
     if plan.fully_sharded == "torch" and (args.save or plan.load_from):
         row_shards.require_even(chunks)
     position = checkpoint.load(args, state) if plan.load_from else checkpoint.Position()
+    _save_config(args, own_config)  # not earlier: a resume that is refused changes nothing
     journal = journal_of(args, position.iteration)
     try:
         _log_start(args, size, journal, position)
@@ -186,11 +189,10 @@ def train_chunks(
         journal.close()
 
 
-def _save_config(typed: Namespace, flags: Flags) -> None:
+def _save_config(args: Flags, text: str | None) -> None:
     """Write the run's flags into ``--save``, as a file for ``--config``."""
-    if flags.save and flags.rank == 0:
-        text = run_config.text_of(typed, flags, arguments.parser())
-        files.write(Path(flags.save) / "config.yaml", text)
+    if args.save and args.rank == 0 and text is not None:
+        files.write(Path(args.save) / "config.yaml", text)
 
 
 @contextlib.contextmanager

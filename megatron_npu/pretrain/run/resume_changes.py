@@ -13,10 +13,11 @@ from typing import Any
 
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 
-_SCHEDULE = "with --override-opt_param-scheduler: the new schedule, at the run's place in it"
-_DATA = "the order of the samples is drawn anew, and the run goes on at its number of samples in that order"
-_AT_ONCE = "counts from the first update on"
-_SAMPLES = "samples of another length are cut from the data, and the run goes on at its number of samples"
+_SCHEDULE = "needs --override-opt_param-scheduler: the new schedule, at the run's current position"
+_DATA = "samples are shuffled again, and the run continues at its number of samples in the new order"
+_IDS = "the ids that the weights were trained on mean other words"
+_AT_ONCE = "applies from the first update on"
+_SAMPLES = "the data are split into samples of another length, and the run continues at its number of samples"
 
 
 @dataclass(frozen=True)
@@ -39,28 +40,31 @@ def _flags(effect: str, *names: str) -> list[Flag]:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("tokenizer_files", "files of the tokenizer", "other words for the ids that the weights have learnt"),
-    Flag("tokenizer_type", "--tokenizer-type", "other words for the ids that the weights have learnt"),
-    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end at another id"),
+    Flag("tokenizer_files", "files of the tokenizer", _IDS),
+    Flag("tokenizer_type", "--tokenizer-type", _IDS),
+    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end with another id"),
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
-    *_flags("another number of samples in each update; the schedule counts samples", "global_batch_size"),
-    *_flags("the sizes of the new ramp, at the run's number of samples", "rampup_batch_size"),
-    *_flags("memory and speed; the numbers differ in their last digits", "micro_batch_size"),
+    *_flags("each update uses another number of samples; the schedule counts samples", "global_batch_size"),
+    *_flags("the batch sizes of the new ramp, at the run's number of samples", "rampup_batch_size"),
+    *_flags("memory and speed change; results differ in their last digits", "micro_batch_size"),
     *_flags(_AT_ONCE, "attention_dropout", "hidden_dropout", "clip_grad"),
     *_flags(_AT_ONCE, "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum"),
     *_flags(_SCHEDULE, "lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_samples"),
     *_flags(_SCHEDULE, "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples"),
     *_flags(_SCHEDULE, "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *_flags(
-        "a new end of the run; of the schedule, too, without --lr-decay-iters or --lr-decay-samples, "
-        "and of a weight decay's, so that it needs --override-opt_param-scheduler",
+        "another end of the run; without --lr-decay-iters or --lr-decay-samples also of the schedule, "
+        "and of a weight-decay schedule, so it needs --override-opt_param-scheduler",
         "train_iters",
         "train_samples",
     ),
-    *_flags("counts at the next overflow; a checkpoint with fp16 has its loss scale", "initial_loss_scale"),
     *_flags(
-        "with --no-load-optim or --finetune alone: the optimizer keeps main weights of 16-bit ones",
+        "applies at the next overflow; a checkpoint with fp16 contains its loss scale", "initial_loss_scale"
+    ),
+    *_flags(
+        "needs --no-load-optim or --finetune, because the optimizer keeps main weights only for 16-bit "
+        "weights",
         "bf16",
         "fp16",
     ),

@@ -84,5 +84,5 @@ def test_logits_that_are_no_numbers_are_refused(sampler, gpt, monkeypatch):
     monkeypatch.setattr(
         scoring, "whole_logits", lambda chunks, tokens: torch.full((*tokens.shape, 64), torch.nan)
     )
-    with pytest.raises(UsageError, match="not numbers"):
+    with pytest.raises(UsageError, match="NaN or infinite"):
         sampler.score([[1, 2]])

@@ -74,7 +74,7 @@ def test_a_cpus_ranks_share_what_is_there():
     [
         ("--suite 4d", CPU, "mixed-precision or sharding or 3d or graph"),
         ("--suite 3d --model bert-base", CPU, "gpt-tiny, gpt-124m, gpt-1.3b, or LAYERSxHIDDEN"),
-        ("--suite 3d --devices 9", CUDA, "at most 8"),
+        ("--suite 3d --devices 9", CUDA, "at most the 8"),
         ("--suite 3d --devices 4 --global-batch-size 6", CPU, "a multiple of 4"),
         ("--suite 3d --memory-limit much", CPU, "bytes"),
         ("--suite 3d --json /nowhere/table.json", CPU, "no folder /nowhere"),

@@ -61,7 +61,7 @@ def test_documents_are_shown_as_ids_or_text(two: list[str], gpt2_vocab, tmp_path
     assert cli.main(["data", "decode", str(tmp_path / "text_text_document"), *files]) == 0
     assert capsys.readouterr().out.endswith(" tokens\nEin Übermut\n")
     assert cli.main(["data", "decode", two[0], "--document", "3"]) == 2
-    assert "--document 3 of 3; expected 0 to 2" in capsys.readouterr().err
+    assert "--document 3, but the dataset has 3 documents; expected 0 to 2" in capsys.readouterr().err
 
 
 def test_merged_they_are_what_one_run_would_have_written(

@@ -76,7 +76,7 @@ def test_what_is_missing_is_said(
 ) -> None:
     file = corpus_file([{"text": "A."}])
     for language in ("german", "../english"):
-        with pytest.raises(UsageError, match=rf"--lang {language}: nltk has no sentence model.*nltk\.downloader"):
+        with pytest.raises(UsageError, match=rf"--lang {language}: nltk has no sentence.*nltk\.downloader"):
             preprocess(file, flags=["--split-sentences", "--lang", language])
     with pytest.raises(UsageError, match="--keep-newlines without --split-sentences"):
         preprocess(file, flags=["--keep-newlines"])

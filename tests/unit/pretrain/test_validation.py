@@ -71,7 +71,7 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
         ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, "with 1 layers; expected --num-layers 2"),
         ("--null-tokenizer-eod-id 256", 1, "--null-tokenizer-eod-id 256 with --vocab-size 255"),
         ("--reuse-fp32-param", 1, "--reuse-fp32-param without bf16 parameters"),
-        ("--use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer alone"),
+        ("--use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer without"),
         ("--exp-avg-dtype bf16", 1, "--exp-avg-dtype bf16 without --use-precision-aware-optimizer"),
         (
             "--bf16 --reuse-fp32-param --use-distributed-optimizer --main-grads-dtype bf16 "
