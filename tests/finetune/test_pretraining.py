@@ -163,8 +163,7 @@ def test_data_that_make_no_pairs_are_refused(folder, run, tmp_path):
         pairs(folder, args, data_prefix=str(tmp_path / "single"))
     with pytest.raises(UsageError, match="leaves no document of the 40"):
         pairs(folder, args, splits_string="999,1")
-    with pytest.raises(UsageError, match="--data-impl lazy"):
-        pairs(folder, args, data_impl="lazy")
+    pairs(folder, args, data_impl="lazy")  # the files tell which format it is
     args.vocab_file = str(tmp_path / "small.txt")
     Path(args.vocab_file).write_text("\n".join([*sentences.SPECIAL, "a", "##b"]))
     with pytest.raises(UsageError, match=r"text\.bin"):

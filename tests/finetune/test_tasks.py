@@ -326,7 +326,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "an encoder that is to go on": (
         "causal_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.bert(folder / "bert"))],
-        "a bert that sees what it is to predict; expected a decoder",
+        "sees the tokens it has to predict; expected a decoder",
     ),
     "a name that is not in the cache": (
         "causal_lm",
@@ -342,7 +342,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a tokenizer of another model": ("masked_lm", _few_tokens, "and a model of 20"),
     "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without vocabulary; expected"),
     "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
-    "no next token": ("causal_lm", ["--seq-length", "1"], "--seq-length 1; expected a token, and one"),
+    "no next token": ("causal_lm", ["--seq-length", "1"], "--seq-length 1; expected at least 2: a token and the one"),
     "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
     "adapters as large as what they adapt": (
         "seq2seq",

@@ -91,14 +91,14 @@ def test_a_wrong_output_is_named(monkeypatch, caplog):
     operation = bound(monkeypatch, lambda x, weight: x * weight * 1.01)
     run(operation)
     assert found("output").largest == pytest.approx(0.01, rel=1e-3)
-    assert "verify: scaled, (outside of any module), output: error 0.01 is beyond" in caplog.text
+    assert "verify: scaled, (outside of any module), output: error 0.01 exceeds" in caplog.text
 
 
 def test_a_wrong_gradient_is_named(monkeypatch, caplog):
     run(bound(monkeypatch, WrongGradient.apply))
     assert found("output").beyond == found("gradient of x").beyond == 0
     assert found("gradient of weight").largest == pytest.approx(0.01, rel=1e-3)
-    assert "gradient of weight: error 0.01 is beyond" in caplog.text
+    assert "gradient of weight: error 0.01 exceeds" in caplog.text
 
 
 def test_16_bit_has_the_limits_of_its_rounding(monkeypatch):
