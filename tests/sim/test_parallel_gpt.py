@@ -19,7 +19,7 @@ __all__ = ["dataset"]
 STEPS = 10
 MODEL = (
     "--num-layers 4 --hidden-size 64 --attention-dropout 0 --hidden-dropout 0 "
-    f"--train-iters {STEPS} --eval-iters 0 --lr 1e-3 --no-plot --num-workers 0"
+    f"--train-iters {STEPS} --eval-iters 0 --lr 3e-3 --no-plot --num-workers 0"
 ).split()
 LIMIT = 1e-4  # relative, fp32
 OF_EXPERTS = ("loss", "grad_norm", "load_balancing_loss")
