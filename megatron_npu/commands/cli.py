@@ -78,7 +78,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
-_OURS = ("a package that megatron_npu declares", "Run: pip install -e . in the clone, which brings it.")
+_OURS = (
+    "a package that megatron_npu declares",
+    f"Run: {sys.executable} -m pip install -e . in the clone. If another Python has it, torchrun belongs to "
+    "this one: use python -m torch.distributed.run instead.",
+)
 _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (

@@ -151,7 +151,8 @@ class Plan:
         asked = {key: times for each in self.rows for key, times in each.found.get("asked", {}).items()}
         if asked:
             lines.append(
-                f"numbers that nobody knows were taken for 1 (true, 0) where {len(asked)} line(s) asked:"
+                "values of tensors that are not computed were assumed to be 1 (true, 0) "
+                f"in {len(asked)} line(s):"
             )
             lines += [f"  {key}" for key in sorted(asked)[:3]]
         if any(each.found.get("plain_attention") for each in self.rows):

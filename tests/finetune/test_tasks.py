@@ -342,7 +342,11 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a tokenizer of another model": ("masked_lm", _few_tokens, "and a model of 20"),
     "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without vocabulary; expected"),
     "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
-    "no next token": ("causal_lm", ["--seq-length", "1"], "--seq-length 1; expected at least 2: a token and the one"),
+    "no next token": (
+        "causal_lm",
+        ["--seq-length", "1"],
+        "--seq-length 1; expected at least 2: a token and the one",
+    ),
     "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
     "adapters as large as what they adapt": (
         "seq2seq",
