@@ -246,7 +246,7 @@ def parts(trial: Trial) -> list[str]:
         found = trial.run(trial.words(4, *flags, *ends))
         if any(found.codes):
             return [f"codes {found.codes} of the run to iteration {iterations}"]
-    if not re.search(r"going on from iteration|successfully loaded", found.logs[0]):
+    if not re.search(r"resuming from iteration|successfully loaded", found.logs[0]):
         return ["it has not resumed"]
     saved = [trial.them.folder / f"disk{each.number}" / "disk" / "save" for each in trial.them.machines]
     if (

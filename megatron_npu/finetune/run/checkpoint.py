@@ -124,7 +124,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
-    said = [f"loaded {place}; going on from iteration {found['iteration']}"]
+    said = [f"loaded {place}; resuming from iteration {found['iteration']}"]
     said += _changes(args, found["arguments"], place, own_optimizer=prepared.own_optimizer)
     content: dict[str, Any] = {"train": prepared.state_dict()}
     same_ranks = found["arguments"].get("world_size") == args.world_size

@@ -75,7 +75,7 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_distributed_optimizer": False}, "--use-precision-aware-optimizer alone; expected --use-dist"),
+        ({"use_distributed_optimizer": False}, "--use-precision-aware-optimizer without --use-dist"),
         ({"reuse_fp32_param": True, "bf16": False}, "--reuse-fp32-param without bf16 parameters"),
         ({"reuse_fp32_param": True, "main_params_dtype": "fp16"}, "--reuse-fp32-param without bf16"),
         ({"use_precision_aware_optimizer": False}, "--exp-avg-dtype bf16 without --use-prec"),
