@@ -133,7 +133,8 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
         datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
         collector.resume()
-        own = run_config.text_of(args, flags, arguments.parser())
+        saves = flags.save and flags.rank == 0
+        own = run_config.text_of(args, flags, arguments.parser()) if saves else None
         return train_chunks(flags, config, chunks, datasets, trainer, own_config=own)[1]
 
 
@@ -155,7 +156,7 @@ def train_chunks(
         datasets: of training, validation and test.
         trainer: ``loop.Trainer``, or a kind of it.
         journal_of: makes the log, given the iteration that the run resumes from.
-        own_config: text of ``config.yaml`` in ``--save``; None: there is none.
+        own_config: text of ``config.yaml`` in ``--save``; None: this rank writes none.
 
     Raises:
         UsageError: the checkpoint that the run is to resume from does not fit.
@@ -173,7 +174,8 @@ def train_chunks(
     if plan.fully_sharded == "torch" and (args.save or plan.load_from):
         row_shards.require_even(chunks)
     position = checkpoint.load(args, state) if plan.load_from else checkpoint.Position()
-    _save_config(args, own_config)  # not earlier: a resume that is refused changes nothing
+    if own_config is not None:  # not earlier: a resume that is refused changes nothing
+        files.write(Path(args.save) / "config.yaml", own_config)
     journal = journal_of(args, position.iteration)
     try:
         _log_start(args, size, journal, position)
@@ -187,12 +189,6 @@ def train_chunks(
         raise
     finally:
         journal.close()
-
-
-def _save_config(args: Flags, text: str | None) -> None:
-    """Write the run's flags into ``--save``, as a file for ``--config``."""
-    if args.save and args.rank == 0 and text is not None:
-        files.write(Path(args.save) / "config.yaml", text)
 
 
 @contextlib.contextmanager

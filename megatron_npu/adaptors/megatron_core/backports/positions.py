@@ -28,21 +28,14 @@ _factors = partial(
 
 def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Give a model the factors of the script that builds it, where the script has not."""
-    given = {**kwargs, **_named(original, self, args)}
+    signature = inspect.signature(original)
+    given = {**kwargs, **signature.bind_partial(self, *args).arguments}
     script = script_arguments()
     for flag, name in FACTORS.items():
         value = getattr(script, flag, None)
-        if value is not None and given.get(name) is None and _takes(original, name):
+        if value is not None and given.get(name) is None and name in signature.parameters:
             kwargs[name] = value
     original(self, *args, **kwargs)
-
-
-def _named(original: Callable[..., None], self: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    return inspect.signature(original).bind_partial(self, *args).arguments
-
-
-def _takes(original: Callable[..., None], name: str) -> bool:
-    return name in inspect.signature(original).parameters
 
 
 for _target, _versions in {
