@@ -39,7 +39,7 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
         if faults := checksums.damaged(folder):
             raise UsageError(
                 f"{parts[0].name}: {'; '.join(faults)}",
-                "parts that are as they were saved",
+                "undamaged parts",
                 "`megatron-npu checkpoint verify` shows which part is damaged; use an older iteration.",
             )
     return place, len(found)
@@ -68,7 +68,7 @@ def _files(parts: Sequence[Path]) -> dict[str, Path]:
     if away:
         name, host = min(away.items())
         raise UsageError(
-            f"{name} lies in none of the parts ({len(away)} files do not): it is on {host}",
+            f"{name} is in none of the parts ({len(away)} files do not): it is on {host}",
             "the folder of every machine",
             "Add the folder of that machine.",
         )

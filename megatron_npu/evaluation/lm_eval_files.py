@@ -43,7 +43,7 @@ def require(asked: argparse.Namespace) -> None:
         return
     place = _folder(asked.output_path).absolute()
     there = next(path for path in (place, *place.parents) if os.path.lexists(path))
-    reason = files.refusal(there) if there.is_dir() else "it is no folder"
+    reason = files.refusal(there) if there.is_dir() else "it is not a folder"
     if reason:
         raise UsageError(
             f"--output_path {asked.output_path}: {there} cannot be written ({reason})",

@@ -57,7 +57,7 @@ def test_indices_of_the_data_on_a_disk_of_each_machine_are_built_on_each(tmp_pat
             machine.kill()
             machine.communicate()
     assert [machine.returncode for machine in machines] == [0, 0], told
-    assert "own is not shared with rank 0: its index is built here, too" in told[1]
+    assert "own is not shared with rank 0: building its index on this machine as well" in told[1]
     built = [sorted(each.name for each in (tmp_path / number / "own").glob("*.npy")) for number in "01"]
     assert built[0] == built[1] != []
 
@@ -181,5 +181,5 @@ def test_machines_keep_parts_resume_from_them_and_join_them(case, tmp_path, caps
     assert checkpoint_command.main(["verify", str(joined)]) == 0
     assert capsys.readouterr().out.endswith(": whole\n")
     lacking = ["gather", str(parts[0]), "--into", str(tmp_path / "half")]
-    with pytest.raises(UsageError, match=r"lies in none of the parts \(\d files do not\): it is on"):
+    with pytest.raises(UsageError, match=r"is in none of the parts \(\d files do not\): it is on"):
         checkpoint_command.main(lacking)

@@ -22,7 +22,7 @@ _factors = partial(
     backport,
     until=NOT_FIXED,
     why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the scripts do not "
-    "hand them on to the model, which divides no positions and scales by 8",
+    "pass them to the model, which divides no positions and scales by 8",
 )
 
 

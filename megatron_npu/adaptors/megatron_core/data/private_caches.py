@@ -41,7 +41,9 @@ def read(build: Callable[[], Any]) -> Any:
         try:
             return build()
         except FileNotFoundError:
-            logger.warning("%s is not shared with rank 0: its index is built here, too", file.parent)
+            logger.warning(
+                "%s is not shared with rank 0: building its index on this machine as well", file.parent
+            )
             return _as_rank_0(build)
 
 
