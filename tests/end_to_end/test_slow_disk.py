@@ -7,19 +7,23 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONGEST
-from tests.support import tiny
+from tests.support import tiny, warm
 
 pytest.importorskip("megatron.core")
-# What each process runs at its start: to bring a shard to the disk takes longer than a run may stand still.
-# Bytes go out meanwhile, or none do.
+# The command, whose forks take longer to bring a shard to the disk than a run may stand still. Bytes go out
+# meanwhile, or none do.
 DISK = """
-import os, time
+import os, runpy, sys, time
+os.setpgrp()
+with open(sys.argv.pop(1), "w") as file:
+    print(os.getpid(), file=file)
 _fsync, _main = os.fsync, os.getpid()
 def fsync(number):
     if os.getpid() != _main and os.readlink(f"/proc/self/fd/{number}").endswith(".distcp"):
@@ -29,22 +33,23 @@ def fsync(number):
                 time.sleep(0.25)
     _fsync(number)
 os.fsync = fsync
+runpy.run_module("megatron_npu", run_name="__main__", alter_sys=True)
 """
 LIMIT = 3  # seconds
 
 
 def start(dataset: Path, folder: Path, *, seconds: int, size: int) -> subprocess.Popen[bytes]:
     """Train two iterations and save, with a disk that takes so long for a shard and writes so many bytes."""
-    hook = folder / "hook"
-    hook.mkdir(parents=True)
-    text = DISK.replace("SECONDS", str(seconds)).replace("BYTES", str(size))
-    (hook / "sitecustomize.py").write_text(text)
+    folder.mkdir()
+    script = folder / "slow.py"
+    script.write_text(DISK.replace("SECONDS", str(seconds)).replace("BYTES", str(size)))
     env = tiny.environment() | {"MEGATRON_NPU_WATCHDOG": str(LIMIT)}
-    env["PYTHONPATH"] = os.pathsep.join([str(hook), env["PYTHONPATH"]])
     flags = [*tiny.flags_for(dataset), *"--train-iters 2 --eval-iters 0 --async-save --save".split()]
-    command = tiny.command("pretrain", *flags, str(folder / "saved"))
+    words = ["pretrain", *flags, str(folder / "saved")]
+    command = [sys.executable, str(script), str(folder / "number"), *words]
+    command, env = warm.ready(command, env, warm.DRIVER)
     with (folder / "said").open("wb") as out:
-        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +66,11 @@ def runs(dataset: Path, folder: Path) -> Iterator[dict[str, subprocess.Popen[byt
         for name, (seconds, size) in disks.items()
     }
     yield started
-    for process in started.values():
+    for name, process in started.items():
+        process.kill()
+        process.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(int((folder / name / "number").read_text()), signal.SIGKILL)
 
 
 def test_the_last_save_to_a_slow_one_is_no_hang(

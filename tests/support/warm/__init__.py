@@ -37,7 +37,16 @@ DRIVER = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
 )
-STOCK = ("megatron.training",)
+# The second half, where a tree has them, is what its GPT scripts import.
+STOCK = (
+    "megatron.training",
+    "megatron.core.datasets.gpt_dataset?",
+    "megatron.core.models.gpt.gpt_layer_specs?",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs?",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs?",
+    "megatron.core.tokenizers.text.utils.build_tokenizer?",
+    "megatron.core.tokenizers.utils.build_tokenizer?",
+)
 NPU = ("torch_npu",)  # for what runs on simulated NPUs without Megatron, or imports its own
 # In the environment of a fork: what it starts with sys.executable is forked as well.
 WARM_CHILDREN = {"TEST_WARM_CHILDREN": "1"}
@@ -46,6 +55,7 @@ _READ_BY_MEGATRON = ("PYTHONPATH", "MEGATRON_LM_PATH", "MEGATRON_NPU_TE", "MEGAT
 _READ = (*_READ_BY_MEGATRON, "MEGATRON_NPU_DEVICE", "LD_PRELOAD")
 # And what torch_npu asks the simulator when it is loaded. The others are told it in each fork.
 _READ_ON_NPU = (*_READ, "MEGATRON_NPU_SIM_DEVICES")
+_READ_AT_START = ("LD_PRELOAD", "MEGATRON_NPU_AUTOLOAD")  # of a process, or where it imports torch
 _OF_THE_FORK = ("MEGATRON_NPU_SIM_REPORT", "MEGATRON_NPU_SIM_HCCL_TIMEOUT")
 _READ_LATER = ("MEGATRON_NPU_WATCHDOG",)  # by a run
 _OF_NPUS = ("ACL", "ASCEND", "CUDA", "HCCL", "MEGATRON_", "NPU", "PYTORCH_", "TASK_", "TORCH_")
@@ -173,7 +183,10 @@ def _program(modules: tuple[str, ...], read: dict[str, str], *, on_npu: bool = F
     backends = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if late else {}
     first = TORCH if late else (*TORCH, _OPTIMIZERS)
     launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"] if on_npu else []
-    return parents.program([*first, *modules], read, _environment(read) | backends, launcher)
+    # torch is two of the three to five seconds that a parent takes; torch_npu runs slower in forks of forks
+    from_start = on_npu or not modules or not read.keys().isdisjoint(_READ_AT_START)
+    base = "" if from_start else _program((), {})
+    return parents.program([*first, *modules], read, _environment(read) | backends, launcher, base)
 
 
 def _environment(read: dict[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 MOST = 12  # parents alive; each holds up to 400 MB
 IDLE = 60  # seconds for which nobody has asked a parent before another may take its place
 _HOME = "TEST_WARM_HOME"
+_FOR_EVER = "base"  # the file of a parent that has forked others: it is not ended to make room
 
 _started: list[subprocess.Popen[str]] = []  # by this process, which has to wait for them
 
@@ -45,7 +46,11 @@ def home() -> Path:
 
 
 def program(
-    imports: Sequence[str], read: Mapping[str, str], env: Mapping[str, str], launcher: Sequence[str] = ()
+    imports: Sequence[str],
+    read: Mapping[str, str],
+    env: Mapping[str, str],
+    launcher: Sequence[str] = (),
+    base: str = "",
 ) -> str:
     """Return what takes the arguments of ``python`` and is forked by a parent with these imports.
 
@@ -54,13 +59,16 @@ def program(
         read: the variables by which parents with the same imports differ.
         env: the environment of the parent, if it has to be started: ``read``, and what is the same for all.
         launcher: stands before the parent's command line.
+        base: what this has returned for another parent, which has to fork this one if it has to be started.
     """
     key = repr((list(launcher), list(imports), sorted(read.items())))
     folder = home() / hashlib.sha256(key.encode()).hexdigest()[:16]
     with _locked(folder):
         if not _answers(folder):
             _make_room()
-            _start(folder, imports, env, launcher)
+            if base:
+                (Path(base).parent / _FOR_EVER).touch()
+            _start(folder, imports, env, [*launcher, base or sys.executable])
         now = time.time_ns()  # finer than the clock that stamps files
         os.utime(folder, ns=(now, now))
     return str(folder / "python")
@@ -103,7 +111,7 @@ def _is_idle(folder: Path) -> bool:
 
 def _make_room() -> None:
     """End a parent that has been idle if there are as many as there may be."""
-    folders = _folders()
+    folders = [folder for folder in _folders() if not (folder / _FOR_EVER).exists()]
     for folder in folders[: max(0, len(folders) + 1 - MOST)]:
         # another process asks for it, or has ended it
         with contextlib.suppress(BlockingIOError, FileNotFoundError), _locked(folder, wait=False):
@@ -125,14 +133,14 @@ def end(folder: Path) -> bool:
     return False
 
 
-def _start(folder: Path, imports: Sequence[str], env: Mapping[str, str], launcher: Sequence[str]) -> None:
+def _start(folder: Path, imports: Sequence[str], env: Mapping[str, str], python: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
     folder.mkdir(mode=0o700)
     address, file, log = folder / "socket", folder / "python", folder / "log"
     owner = (folder.parent / "owner").read_text()
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [*launcher, sys.executable, str(HERE / "server.py"), str(address), owner, *imports],
+            [*python, str(HERE / "server.py"), str(address), owner, *imports],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -2,16 +2,16 @@
 
 The fork runs what the client's arguments say as ``python`` would, and ends as an interpreter ends. The parent
 tells the client its exit status, passes signals to it, and kills it when the client is gone. It ends with the
-process OWNER, and on SIGTERM if no fork runs.
+process OWNER, and on SIGTERM if no fork runs. A fork may be a warm parent itself, with further imports.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import ctypes
 import fcntl
-import functools
 import gc
 import importlib
 import inspect
@@ -52,7 +52,7 @@ def main() -> None:
     address, owner, *modules = sys.argv[1:]
     ending = Ending()  # before the imports: what registers first is called last
     for name in modules:
-        importlib.import_module(name)
+        _import(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # a fork would have locks that nobody gives back
         sys.exit(f"{threads} threads after the imports of {modules}")
@@ -68,9 +68,24 @@ def main() -> None:
     print("ready", os.getpid(), flush=True)
     ending.know_modules()
     request = parent.serve()
+    if request["argv"][0] == __file__:  # a parent with further imports
+        os.setsid()
+        ending.leave()
+        run(request)
+        return
     _end_before_the_libraries()
     with ending.status_known():
         run(request)
+
+
+def _import(name: str) -> None:
+    """Import a module; one whose name ends with ``?`` where there is one."""
+    module = name.removesuffix("?")
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if module == name or not error.name or not f"{module}.".startswith(f"{error.name}."):
+            raise
 
 
 class Parent:
@@ -212,8 +227,8 @@ def run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update({**added, **request["env"]})
     tempfile.tempdir = None  # TMPDIR counts again
-    if not os.environ.get(COLD_SPAWN):
-        multiprocessing.spawn.set_executable(request["program"])
+    cold = os.environ.get(COLD_SPAWN)
+    multiprocessing.spawn.set_executable(sys.executable if cold else request["program"])
     if os.environ.get(WARM_CHILDREN):
         sys.executable = request["program"]
     if _ENVIRONMENT.get(AUTOLOAD) == "0" and os.environ.get(AUTOLOAD) != "0":  # torch_npu sets it to 1
@@ -290,17 +305,29 @@ def _shorten_torchs_ways() -> None:
 
 
 def _shorten_megatrons_ways() -> None:
-    """Spare forks that a stock script reads sources: a seventh of a short run.
+    """Spare forks that a stock script reads sources: a quarter of a short run.
 
-    It takes the helps of its flags from those of its settings' classes, each time that it parses, and asks
-    for the file of what checks a number together with the lines around it.
+    It takes the helps of its flags from the sources of its settings' classes, each time that it parses, which
+    is done here once, and asks for the file of what checks a number together with the lines around it.
     """
-    for name, change in (
-        ("megatron.training.argument_utils", {"getsource": functools.cache(inspect.getsource)}),
-        ("megatron.core.rerun_state_machine", {"getframeinfo": lambda frame: inspect.getframeinfo(frame, 0)}),
-    ):
-        if module := sys.modules.get(name):
-            vars(module)["inspect"] = types.SimpleNamespace(**{**vars(inspect), **change})
+    if module := sys.modules.get("megatron.core.rerun_state_machine"):
+        change = {"getframeinfo": lambda frame: inspect.getframeinfo(frame, 0)}
+        vars(module)["inspect"] = types.SimpleNamespace(**{**vars(inspect), **change})
+    if module := sys.modules.get("megatron.training.argument_utils"):
+        _remember_helps(module.ArgumentGroupFactory)
+        sys.modules["megatron.training.arguments"].add_megatron_arguments(argparse.ArgumentParser())
+
+
+def _remember_helps(factory: Any) -> None:
+    known: dict[type, dict[str, str]] = {}
+    stock = factory._get_field_docstrings
+
+    def remembered(self: object, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = stock(self, settings)
+        return dict(known[settings])
+
+    factory._get_field_docstrings = remembered
 
 
 class Ending:
@@ -326,6 +353,10 @@ class Ending:
             else:
                 self._kept[name] = module
         self._last = name
+
+    def leave(self) -> None:
+        """End as any interpreter does."""
+        atexit.unregister(self._keep_the_libraries)
 
     @contextlib.contextmanager
     def status_known(self) -> Iterator[None]:
