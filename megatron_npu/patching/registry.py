@@ -250,7 +250,8 @@ class Registry(_Decorators):
 
     def for_module(self, name: str) -> list[Patch]:
         """Return the patches of the module ``name``, in order of registration."""
-        return [patch for patch in self.patches if patch.target.startswith(f"{name}:")]
+        prefix = f"{name}:"
+        return [patch for patch in self.patches if patch.target.startswith(prefix)]
 
     def modules(self) -> list[str]:
         """Return the names of the modules that have patches, in order of registration."""

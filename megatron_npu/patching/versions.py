@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     pass
 
 
+@cache  # asked for each patch of each module, twice where a run asks for backports
 def admits(versions: str, version: str) -> bool:
     """Return whether the specifier ``versions`` admits ``version``; an empty one admits everything.
 

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from megatron_npu.data.preprocessing import indexed_dataset
-from tests.conftest import LONGEST, wait_until
+from tests.conftest import LONGEST, on_a_leash, wait_until
 from tests.sim.conftest import unavailable
-from tests.support import stock_lm, tiny
+from tests.support import stock_lm, tiny, warm
 
 PORT = 5000  # upstream gives no way to choose another
 URL = f"http://127.0.0.1:{PORT}/api"
@@ -67,24 +66,21 @@ def expected(checkout, spelled) -> list[str]:
 def server(checkout: Path, flags: list[str], device: str, processes: int, log: Path) -> Iterator[None]:
     """Hold a server that answers; end it and its processes afterwards."""
     command = tiny.command("run", str(checkout / SCRIPT), *flags, processes=processes)
+    # a device that is named and not there would be an error
+    env = stock_lm.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1")
+    ready = warm.simulated if device == "npu" else warm.ready
+    command, env = ready(command, env, warm.STOCK, checkout)
     simulated = tiny.command("sim", "--") if device == "npu" else []
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            [*simulated, *command],
-            # a device that is named and not there would be an error
-            env=stock_lm.environment(MEGATRON_NPU_DEVICE=device, PYTHONUNBUFFERED="1"),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen([*simulated, *command], env=env, stdout=stream, stderr=subprocess.STDOUT)
+    with on_a_leash(process):
         try:
             wait_for_port(process, log)
             yield
         finally:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()  # torchrun gives each rank a session of its own
-            process.kill()
+            process.terminate()  # the launcher ends its ranks, which are children of a warm parent
             process.wait(LONGEST)
+            wait_until(lambda: not listening())
 
 
 def wait_for_port(process: subprocess.Popen, log: Path) -> None:
