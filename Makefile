@@ -7,13 +7,13 @@
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
-# WORKERS: processes that run tests side by side; tests wait for their own processes a fifth of the time
+# WORKERS: processes that run tests side by side, on two cores: tests wait for clocks a seventh of the time
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 PIECES ?=
 
@@ -28,9 +28,11 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format --check .
 	@# by folders, the quick unit tests last: xdist's own order ends with files of few but long tests
 	@# a worker that is gone ends the run: xdist 3.8 may wait for its replacement for ever (--dist loadfile)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
-	@# last: what it finds may hang on the version of torch
-	$(VENV)/bin/mypy
+	@# mypy, a minute of one core, beside the tests; told last: what it finds may hang on the version of torch
+	@$(VENV)/bin/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		$(PYTEST_ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/mypy.log; test $$tests = 0 && test $$types = 0
 
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python scripts/site_pages.py

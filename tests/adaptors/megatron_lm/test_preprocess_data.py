@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import processes, stock_lm, walk
+from tests.support import processes, stock_lm, walk, warm
 from tests.support.tiny import ROOT
 
 TEXTS = [
@@ -79,7 +79,6 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
     (articles / "wiki_01").write_text(json.dumps({"text": "The cat ran."}) + "\n")
     changes = {
         "MEGATRON_LM_PATH": checkout,
-        "PYTHON": sys.executable,
         "NLTK_DATA": tmp_path / "nltk",
         "DATA_DIR": data,
         "INPUT": tmp_path / "text",
@@ -88,7 +87,7 @@ def test_script_of_t5_splits_sentences(checkout, tmp_path):
     }
     result = processes.run(
         ["bash", str(ROOT / "tests" / "dataset_preprocess_t5.sh")],
-        env=stock_lm.environment(**{name: str(value) for name, value in changes.items()}),
+        env=warm.for_scripts(stock_lm.environment(**{name: str(value) for name, value in changes.items()})),
         capture_output=True,
         text=True,
         check=False,
