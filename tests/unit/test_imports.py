@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import shutil
 import sys
@@ -26,6 +27,7 @@ TABLES = {
 }
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Return the full names that a file imports, inside functions too."""
     names = set()

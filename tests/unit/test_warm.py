@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import LONGEST, wait_until
@@ -234,6 +235,34 @@ def test_the_idle_one_makes_room(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     start("d")
     assert [folder.exists() for folder in (first, second, third)] == [True, False, False]
     assert start("b") == second, "starts again"
+
+
+SEEN = "import os, sys; print(os.environ.get('MARK'), 'csv' in sys.modules, 'fractions' in sys.modules)"
+
+
+def test_a_parent_forks_another_with_further_imports(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = parents.program(["json", "csv"], {}, os.environ)
+    env = {**os.environ, "MARK": "b"}
+    imports = ["json", "csv", "fractions?", "json.no_such?"]
+    program = parents.program(imports, {"MARK": "b"}, env, base=base)
+    for each, said in ((base, "None True False"), (program, "b True True")):
+        done = processes.run([each, "-c", SEEN], env=env if each == program else None, stdout=-1, text=True)
+        assert done.stdout == f"{said}\n"
+    first, second = parents.numbers()
+    assert {psutil.Process(number).ppid() for number in (first, second)} & {first, second}
+    monkeypatch.setattr(parents, "MOST", 1)
+    monkeypatch.setattr(parents, "IDLE", 0)
+    start("c")
+    assert Path(base).exists(), "it is not ended to make room"
+    assert not Path(program).exists()
+    assert "ModuleNotFoundError" in refused(["json.no_such"])
+
+
+def refused(imports: list[str]) -> str:
+    """Return what is said where a parent cannot be."""
+    with pytest.raises(RuntimeError) as error:
+        parents.program(imports, {}, os.environ)
+    return str(error.value)
 
 
 def test_parents_end_with_whoever_made_their_folder() -> None:
