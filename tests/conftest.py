@@ -39,6 +39,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Arrow's allocator, which main's data sets import, would start a thread, which no parent of forks may have.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+
 # What somebody has set for programs of their own is not for what tests start: with PYTHONUNBUFFERED processes
 # that share a pipe write parts of lines between each other's, and a launcher's words make all of them ranks.
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

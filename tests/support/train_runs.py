@@ -12,7 +12,9 @@ from tests.finetune.tiny_models import WORDS
 from tests.support import tiny, warm
 
 DOCUMENTED = Path(__file__).resolve().parents[2] / "examples" / "rapidformer"
-MODULES = (  # not datasets: pyarrow starts a thread, which a fork would not have
+MODULES = (  # not datasets, which reads HF_HOME as it is imported: what takes it most of its time
+    "pyarrow.dataset?",
+    "multiprocess.pool?",
     "torch._dynamo",  # torch's first optimizer imports it
     "megatron_npu.finetune.run.command",
     "megatron_npu.finetune.rapidformer.templates",

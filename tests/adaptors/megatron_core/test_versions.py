@@ -40,10 +40,7 @@ def flags(tmp_path_factory) -> list[str]:
 def environment_of(root: Path) -> dict[str, str]:
     """Return an environment in which Megatron is the one in ``root``."""
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    found = tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
-    if root.name == on_version.MAIN_TREE:  # its imports start a thread: no parent of forks can have them
-        found["MEGATRON_NPU_AUTOLOAD"] = "1"  # said, it leaves torch as what is imported before
-    return found
+    return tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
 
 
 def train(
