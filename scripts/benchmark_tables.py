@@ -1,4 +1,4 @@
-"""Write docs/records/benchmarks.md and tables of docs/explanation/simulator.md, docs/how-to/reliability.md.
+"""Write docs/records/benchmarks.md and tables of docs/explanation/simulator.md, docs/records/reliability.md.
 
     python scripts/benchmark_tables.py [--check]
 
@@ -532,7 +532,7 @@ def launch_table() -> str:
 
 
 def cost_table() -> str:
-    """Return the table of docs/how-to/reliability.md: step, save and load before the protections and now."""
+    """Return the table of docs/records/reliability.md: step, save and load before the protections and now."""
     if not COST_RESULTS.is_file():
         return "Before and after, as one table: not measured yet (`benchmarks/reliability_cost.py`)."
     data = json.loads(COST_RESULTS.read_text(encoding="utf-8"))
@@ -558,7 +558,7 @@ def cost_table() -> str:
 def pages() -> dict[Path, str]:
     """Return each page with the text that it ought to have."""
     simulator = ROOT / "docs" / "explanation" / "simulator.md"
-    reliability = ROOT / "docs" / "how-to" / "reliability.md"
+    reliability = ROOT / "docs" / "records" / "reliability.md"
     return {
         reliability: inserted(reliability.read_text(encoding="utf-8"), COSTS, cost_table(), END_OF_COSTS),
         ROOT / "docs" / "records" / "benchmarks.md": page(),

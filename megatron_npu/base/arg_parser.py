@@ -31,11 +31,11 @@ class Number:
     """A ``type`` for ``add_argument`` with a description of the accepted values.
 
     Attributes:
-        expected: what is taken, as a message names it.
-        kind: what Python reads the text with.
-        least: the smallest number that is taken; -inf: any finite one.
-        most: the largest number that is taken; inf: any finite one.
-        metavar: the letter that stands for it in ``--help``.
+        expected: the accepted values, as named in an error message.
+        kind: the type that parses the text.
+        least: the smallest accepted number; -inf: any finite one.
+        most: the largest accepted number; inf: any finite one.
+        metavar: the placeholder of the number in ``--help``.
     """
 
     expected: str
@@ -80,10 +80,11 @@ def byte_size_or_0(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-    """Return the bytes that ``65536``, ``512M`` or ``64GB`` names; a ``type`` for ``add_argument`` too.
+    """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``; also used as a ``type`` for
+    ``add_argument``.
 
     Raises:
-        Unfit: the text names no positive number of bytes.
+        Unfit: the text is not a positive number of bytes.
     """
     amount = text.upper().removesuffix("B")
     digits = amount.rstrip("KMG")
@@ -123,13 +124,14 @@ def default_of(action: argparse.Action) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Turns argparse's own complaints into ``UsageError``; an unknown flag gets the nearest known ones.
+    """A parser that raises ``UsageError`` instead of exiting, and suggests the nearest flags for an unknown
+    one.
 
     Args:
-        prog: the command as it is typed.
-        description: what it does; the double backquotes of a docstring are left out.
-        hint: a sentence that follows each complaint.
-        options: of ``argparse.ArgumentParser``.
+        prog: the command as typed by the user.
+        description: what the command does; double backquotes are removed.
+        hint: a sentence appended to each error.
+        options: passed to ``argparse.ArgumentParser``.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
@@ -141,11 +143,11 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, "the flags and values of --help", self._remedy())
 
     def format_help(self) -> str:
-        """Return the help text, with examples and exit codes behind the flags."""
+        """Return the help text, with examples and exit codes after the flags."""
         return super().format_help() + end_of_help(self.prog, self.epilog)
 
     def help_about(self, keyword: str) -> str:
-        """Return the help of the flags that have a keyword in their names, their help or their group's title.
+        """Return the help of the flags whose name, help or group title contains a keyword.
 
         Raises:
             UsageError: there is no such flag.
@@ -185,10 +187,10 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
         self, args: Any = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Return the values.
+        """Return the parsed values.
 
         Raises:
-            UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
+            UsageError: a flag is unknown, a required flag is missing, or a value has the wrong type.
         """
         self._answer_keyword(args)
         try:

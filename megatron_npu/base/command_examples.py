@@ -89,7 +89,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def end_of_help(prog: str, epilog: str | None) -> str:
-    """Return the end of a command's ``--help``: examples, and exit codes if ``epilog`` has none."""
+    """Return the last part of a command's ``--help``: examples, and exit codes if ``epilog`` has none."""
     examples = EXAMPLES.get(prog, ())
     parts = []
     if examples:

@@ -24,14 +24,14 @@ _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 
 
 def is_of_processes(error: BaseException) -> bool:
-    """Return whether the system has refused to start a process or a thread."""
+    """Return whether the error means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_PROCESS)
 
 
 def no_processes() -> UsageError:
-    """Return the error for that."""
+    """Return the error to raise when no process or thread can be started."""
     return UsageError(
         "the system cannot start more processes or threads",
         "several hundred for each rank (process groups, kernels and data loaders start their own)",
@@ -40,7 +40,7 @@ def no_processes() -> UsageError:
 
 
 def is_of_files(error: OSError) -> bool:
-    """Return whether an error is the file system's: a full disk, a folder without permission."""
+    """Return whether an error comes from the file system: a full disk, a folder without permission."""
     return error.errno in _OF_FILES
 
 
@@ -49,17 +49,17 @@ class UsageError(Exception):
 
     The command line prints it as one line and exits with code 2, without a traceback.
 
-    Megatron's ``build_module`` raises what it caught again as ``type(error)(message)``: with one argument,
-    that is the whole message.
+    Megatron's ``build_module`` re-raises an exception as ``type(error)(message)``, so a single argument must
+    be accepted as the whole message.
 
     Args:
         given: what was found, with the name of the option or file and its value.
-        expected: what would have been accepted.
-        remedy: what the user can do about it, as an instruction.
+        expected: what would be accepted.
+        remedy: an instruction that fixes the problem.
 
     Attributes:
-        blames_caller: a library has refused what it was called with; in a user's own program the line at
-            fault is his, and only the traceback names it.
+        blames_caller: whether a library rejected its arguments; in a user's program the faulty line is the
+            user's, which only the traceback shows.
     """
 
     blames_caller = False
@@ -69,16 +69,16 @@ class UsageError(Exception):
         super().__init__(f"{given}; expected {expected}. {remedy}" if expected else given)
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
-        """Let ranks send it to each other, as torch does when one of them fails."""
+        """Make the error picklable, because torch sends the error of a failed rank to the others."""
         return UsageError, (self.given, self.expected, self.remedy)
 
 
 class LoaderWorkerError(RuntimeError):
-    """A process that prepares batches was killed: for want of memory, as a rule, and wherever this one was.
+    """A data-loader worker was killed, usually because the machine ran out of memory.
 
     Args:
-        what: torch's line, with the number of the process.
-        remedy: what the user can do about it.
+        what: torch's message, with the process number.
+        remedy: an instruction that fixes the problem.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Create files and folders atomically and privately. Imports only the standard library.
 
-What is being written has a temporary name beside its final one, so that renaming it is one step for the file
-system: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that another one replaces is
-``.NAME.replaced`` until that one is instead. Modes follow the user's umask.
+A file that is being written has a temporary name beside its final one, so that it appears in one atomic
+rename: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that is being replaced is
+called ``.NAME.replaced`` in the meantime. Modes follow the user's umask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PRIVATE = 0o027  # what is taken from the modes of new files and folders: the gr
 
 
 def tighten_umask() -> int:
-    """Take no less than ``PRIVATE`` from the modes of what this process makes; return the umask before.
+    """Remove at least the modes of ``PRIVATE`` from new files of this process; return the previous umask.
 
-    A tighter umask of the user stays.
+    A stricter umask of the user is kept.
     """
     former = os.umask(0o077)  # only setting it tells what it was
     os.umask(former | PRIVATE)
@@ -32,37 +32,38 @@ def tighten_umask() -> int:
 
 
 def lines(path: str | Path) -> list[str]:
-    """Return the lines of a text in UTF-8, each ended by a line feed (or CR, or both) as in editors and JSON.
+    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, as editors and JSON
+    do.
 
-    ``str.splitlines`` would also cut at U+2028, U+0085 and others, which texts have inside of their lines.
+    ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
     """
     with open(path, encoding="utf-8") as stream:
         return [line.removesuffix("\n") for line in stream]
 
 
 def partial_file(path: Path) -> Path:
-    """Return the temporary name of a file; it has the process's number, so that ranks do not meet."""
+    """Return the temporary name of a file; it contains the process number, so that ranks do not collide."""
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the temporary name of a folder, the same for all ranks that write into it."""
+    """Return the temporary name of a folder, the same for all ranks that write to it."""
     return path.with_name(f".{path.name}.partial")
 
 
 def claim(stream: IO[bytes]) -> None:
-    """Mark an open temporary file as being written; the mark ends with the process, however it ends.
+    """Lock an open temporary file as being written; the lock ends with the process, however it ends.
 
-    A file system without locks gives no mark, and ``remove_abandoned`` leaves its files alone.
+    On a file system without locks nothing is locked, and ``remove_abandoned`` keeps the files.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def remove_abandoned(path: Path) -> list[Path]:
-    """Remove the temporary files of ``path`` that killed processes have left, and return their names.
+    """Remove the temporary files of ``path`` that killed processes left behind, and return their names.
 
-    Only those that were claimed while they were written may be given here: a file without a mark is removed.
+    Pass only files that were claimed while they were written: a file without a lock is removed.
     """
     removed = []
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
@@ -83,9 +84,9 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """Return why no file can be made in a folder that is there; empty where one can.
+    """Return why no file can be created in an existing folder; empty if one can.
 
-    A file without a name is made: ``os.access`` says yes to root of folders such as /proc, which take none.
+    This creates an unnamed file, because ``os.access`` returns true for root even in folders such as /proc.
     """
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -95,7 +96,7 @@ def refusal(folder: Path) -> str:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file that is at any time either the old one or the whole new one.
+    """Write a file atomically: at any time it is either the old or the complete new one.
 
     Args:
         path: its final name.
@@ -106,14 +107,14 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def name(error: BaseException | None, path: str | Path) -> None:
-    """Add the file's name to errors of the system in the block that lack it."""
+    """Add the file's name to operating-system errors in the block that lack it."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a binary stream; its content becomes ``path`` if the block succeeds, else it is removed."""
+    """Yield a binary stream whose content becomes ``path`` if the block succeeds and is removed otherwise."""
     path = Path(path)
     partial = partial_file(path)
     remove_abandoned(path)
@@ -133,17 +134,17 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``path`` if the block succeeds, else it is removed.
+    """Yield an empty folder that becomes ``path`` if the block succeeds and is removed otherwise.
 
-    What an attempt that was killed has left is removed first. Only one process may do this at a time.
+    Leftovers of a killed attempt are removed first. Only one process may call this at a time.
 
     Args:
         path: its final name.
-        replace: a folder of that name gives way when the new one is complete. Killed between the two steps
-            of that, it is back by its name when this, or ``restore_replaced``, is called again.
+        replace: replace an existing folder once the new one is complete. If the process is killed between the
+            two renames, the next call of this function or of ``restore_replaced`` restores the old folder.
 
     Raises:
-        OSError: ``path`` exists and is not an empty folder, and is not to be replaced.
+        OSError: ``path`` exists, is not an empty folder, and ``replace`` is off.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,11 +170,12 @@ def replace_folder(path: Path, new: Path) -> None:
     """Move a folder to a path, replacing an existing one.
 
     Args:
-        path: the place. Killed between two steps, it is there again after ``restore_replaced``.
+        path: the destination. If the process is killed between the two renames, ``restore_replaced`` restores
+            it.
         new: the folder, on the same file system.
 
     Raises:
-        OSError: it cannot be put there; the old one stays.
+        OSError: the folder cannot be moved; the old one stays.
     """
     restore_replaced(path.parent, glob.escape(path.name))
     try:
@@ -186,11 +188,11 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 def restore_replaced(parent: Path, names: str = "*") -> None:
-    """Restore the names of folders that were to be replaced; remove those whose names are taken.
+    """Restore folders whose replacement was interrupted; remove those that have been replaced.
 
     Args:
-        parent: where they are.
-        names: a pattern of those meant.
+        parent: the folder that contains them.
+        names: a pattern of the folder names to consider.
     """
     for replaced in parent.glob(_replaced_folder(Path(names)).name):
         path = parent / replaced.name.removeprefix(".").removesuffix(_REPLACED)
@@ -205,13 +207,13 @@ def _replaced_folder(path: Path) -> Path:
 
 
 def sync(stream: IO[bytes]) -> None:
-    """Bring what was written to a file to disk."""
+    """Flush a written file to disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a folder to disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,10 +7,10 @@ from importlib.machinery import ModuleSpec
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """Return the spec of an installed package or module; None if there is none.
+    """Return the import spec of an installed package or module, or None.
 
-    A module that a program has made itself, as in ``sys.modules["flash_attn"] = ModuleType("flash_attn")``,
-    is not installed. Python has no spec to show for it, and raises a ValueError where one asks.
+    A module that a program created itself, as in ``sys.modules["flash_attn"] = ModuleType("flash_attn")``,
+    counts as not installed: it has no spec, and ``find_spec`` raises a ValueError for it.
     """
     try:
         return importlib.util.find_spec(name)

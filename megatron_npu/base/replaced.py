@@ -8,7 +8,7 @@ _MISSING = object()
 
 
 class Replaced:
-    """What has been replaced; ``undo`` puts all of it back."""
+    """A set of replaced attributes; ``undo`` restores all of them."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -17,12 +17,12 @@ class Replaced:
         return bool(self._originals)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set another value for an attribute of a module or class."""
+        """Set an attribute of a module or class to another value."""
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back, last change first."""
+        """Restore all attributes, the last change first."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _MISSING:

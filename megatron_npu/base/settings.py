@@ -1,8 +1,8 @@
 """All environment variables of this package, with their help texts.
 
-Nothing else in the package reads ``os.environ`` for a ``MEGATRON_NPU_*`` name; ``check`` refuses a name that
-is not here, which would otherwise do nothing, silently. (Torch's entry point, outside the package, looks at
-``MEGATRON_NPU_AUTOLOAD`` itself: whether the package is imported at all depends on it.)
+Nothing else in the package reads a ``MEGATRON_NPU_*`` name from ``os.environ``; ``check`` rejects unknown
+names, which would otherwise have no effect. (torch's entry point, outside the package, reads
+``MEGATRON_NPU_AUTOLOAD`` itself, because it decides whether the package is imported.)
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Variable:
     """One environment variable. Declaring one adds it to ``VARIABLES``.
 
     Attributes:
-        name: of the variable.
-        default: the value where it is unset or empty.
-        help: what it is for, in a sentence.
-        choices: the admitted values; empty: any that ``type`` takes.
-        type: reads the text, as a ``type`` of ``argparse`` does; raises ``Unfit`` at what it does not take.
+        name: the name of the variable.
+        default: the value if it is unset or empty.
+        help: its purpose, in one sentence.
+        choices: the accepted values; empty: all that ``type`` accepts.
+        type: parses the text, like a ``type`` of ``argparse``; raises ``Unfit`` for values that are not
+            accepted.
     """
 
     name: str
@@ -57,15 +58,15 @@ class Variable:
         VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the text in force, which ``value`` has checked."""
+        """Return the effective text, checked by ``value``."""
         self.value()
         return self._text()
 
     def value(self) -> object:
-        """Return what ``type`` makes of the text in force: a number, for instance.
+        """Return the effective text converted by ``type``, for instance to a number.
 
         Raises:
-            UsageError: the variable is set to something that ``choices`` or ``type`` does not admit.
+            UsageError: the value is not accepted by ``choices`` or ``type``.
         """
         try:
             return self.read(self._text())
@@ -78,10 +79,11 @@ class Variable:
             ) from None
 
     def read(self, text: str) -> object:
-        """Return what ``type`` makes of ``text``; a ``type`` of the flag that sets the variable too.
+        """Return ``text`` converted by ``type``; also used as the ``type`` of the flag that sets the
+        variable.
 
         Raises:
-            Unfit: neither ``choices`` nor ``type`` admits it.
+            Unfit: neither ``choices`` nor ``type`` accepts the text.
         """
         if self.choices and text not in self.choices:
             near = difflib.get_close_matches(text, self.choices) if len(self.choices) > _FEW else []
@@ -276,10 +278,10 @@ SIM_HCCL_DELAY = Variable(
 
 
 def check() -> None:
-    """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is needed.
+    """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is used.
 
     Raises:
-        UsageError: there is no such variable, or it does not admit the value.
+        UsageError: a variable is unknown or has a value that is not accepted.
     """
     known = [variable.name for variable in VARIABLES]
     for name in os.environ:
@@ -311,9 +313,10 @@ def _torchs_safety_is_on() -> None:
 
 @functools.cache
 def operation_names() -> frozenset[str]:
-    """Return what ``MEGATRON_NPU_VERIFY`` may name: the operations of ``megatron_npu/ops`` and their groups.
+    """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: the operations of ``megatron_npu/ops`` and their
+    groups.
 
-    They are read from the sources, as settings are checked where nothing that knows them has been imported.
+    They are read from the source files, because settings are checked before any operation is imported.
     """
     names: set[str] = set()
     for file in sorted((Path(__file__).parents[1] / "ops").rglob("*.py")):
@@ -326,10 +329,10 @@ def operation_names() -> frozenset[str]:
 
 
 def verified_operations() -> frozenset[str]:
-    """Return the names in ``MEGATRON_NPU_VERIFY``.
+    """Return the operations named in ``MEGATRON_NPU_VERIFY``.
 
     Raises:
-        UsageError: one of them is neither an operation nor a group of operations, nor ``all``.
+        UsageError: a name is neither an operation, a group of operations, nor ``all``.
     """
     names = frozenset(name.strip() for name in VERIFY.get().split(",") if name.strip())
     unknown = sorted(names - {"all"} - operation_names()) if names - {"all"} else []

@@ -1,1 +1,1 @@
-"""``megatron-npu COMMAND``: the table of commands, and commands without a package of their own."""
+"""``megatron-npu COMMAND``: the table of commands, and the commands without their own package."""

@@ -1,4 +1,5 @@
-"""The ``megatron-npu`` command: run the sub-command, and turn bad input into one line with exit code 2."""
+"""The ``megatron-npu`` command: run a subcommand, and print bad input as a one-line error with exit code
+2."""
 
 from __future__ import annotations
 
@@ -172,7 +173,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command; return its exit code (2 for bad input)."""
+    """Run one subcommand; return its exit code (2 for bad input)."""
     argv = sys.argv[1:] if argv is None else argv
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
@@ -315,7 +316,7 @@ def _run(argv: list[str]) -> int:
 
 
 def rapidformer() -> int:
-    """Run ``megatron-npu train`` under the name that a document about such a tool calls it by."""
+    """Run ``megatron-npu train`` under the name ``rapidformer``, which the PAI-Rapidformer document uses."""
     return main(["train", *sys.argv[1:]])
 
 

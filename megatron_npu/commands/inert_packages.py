@@ -1,9 +1,8 @@
 """Inert stub modules for packages that a command imports but does not use.
 
-Help texts and static commands import modules that say ``import torch`` at their top: for annotations, base
-classes, decorators and tables, not to compute. With inert modules in torch's place they work where torch is
-not installed, and a help text does not wait for it where it is. Nothing that computes runs in such a process:
-whatever is taken from an inert module is a class without content.
+Help texts and static commands import modules that start with ``import torch`` for annotations, base classes,
+decorators and tables, but compute nothing. With inert stubs they work without torch, and a help text need not
+wait for torch's import. Every attribute of an inert module is an empty class.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PROJECT = __name__.partition(".")[0]
 
 @contextlib.contextmanager
 def for_help() -> Iterator[None]:
-    """Set modules to imported for their help texts alone; afterwards they are as if never imported."""
+    """Import modules only for their help texts inside the block; afterwards they count as never imported."""
     names = [*_not_imported(SLOW), *_absent(DECLARED)]
     before = set(sys.modules)
     finder = _Finder(names)
@@ -44,7 +43,9 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Set adaptors to imported for what they record: what is not installed is inert from now on."""
+    """Import adaptors only for the patches that they record; packages that are not installed stay inert
+    afterwards.
+    """
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))

@@ -1,6 +1,7 @@
 """``megatron-npu patches list|check|pin``, also called ``ledger``, ``check`` and ``pin``.
 
-``check`` and ``pin`` read Megatron's sources and import nothing of it; ``list`` imports what is patched.
+``check`` and ``pin`` read Megatron's source files without importing them; ``list`` imports the patched
+modules.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _NAME = (
 
 
 def patches(argv: list[str]) -> int:
-    """List the patches, compare a Megatron with the supported versions, or record one.
+    """Run ``list``, ``check`` or ``pin``.
 
     Returns:
-        What the action returns; 2 if none is named.
+        The action's exit code; 2 if no action is given.
 
     Raises:
-        UsageError: there is no such action, or the action raises it.
+        UsageError: the action is unknown, or the action itself raises it.
     """
     parser = Parser("megatron-npu patches", description=(patches.__doc__ or "").partition("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -56,13 +57,13 @@ def patches(argv: list[str]) -> int:
 
 
 def check(argv: list[str], prog: str = "megatron-npu check") -> int:
-    """Compare a Megatron with the pins, importing nothing of it.
+    """Compare a Megatron with the pins without importing it.
 
     Returns:
-        0 if every patch can be applied, 1 if upstream has drifted too far for one, 2 for bad usage.
+        0 if every patch can be applied, 1 if upstream has drifted too far for a patch, 2 for bad usage.
 
     Raises:
-        UsageError: there is no Megatron, or no patch is recorded for it.
+        UsageError: no Megatron is found, or no patch is recorded for it.
     """
     parser = _parser(prog, check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
@@ -80,10 +81,10 @@ def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
     """Return the state of each patch for a Megatron, without importing it.
 
     Args:
-        names: those of the patches that are meant (see ``patch_names``); none: all.
+        names: the patches to check (see ``patch_names``); none: all.
 
     Raises:
-        UsageError: no patch is recorded for it, or none under a name, or a pin file cannot be read.
+        UsageError: no patch is recorded for it or under a given name, or a pin file cannot be read.
     """
     pins, sources = _load_pins(found), SourceTree(found.root)
     patches = called(names, _shipped(_records(found), found))
@@ -91,16 +92,16 @@ def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
 
 
 def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
-    """Write the pin file of a Megatron: what the targets of the patches look like there.
+    """Write the pin file of a Megatron: fingerprints of all patched functions and classes.
 
-    Pins of modules that this Megatron does not ship (the wheel of megatron-core lacks the training
-    scripts) are kept from the pin file that is being replaced.
+    Pins of modules that this Megatron lacks (the wheel of megatron-core has no training scripts) are kept
+    from the replaced pin file.
 
     Returns:
         0, or 1 if a target is missing; it is then left out and named.
 
     Raises:
-        UsageError: there is no Megatron, no patch is recorded for it, or the folder cannot be written.
+        UsageError: no Megatron is found, no patch is recorded for it, or the folder is not writable.
     """
     parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
@@ -126,13 +127,13 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
 
 
 def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
-    """Show the state of every patch, importing the modules that they change.
+    """Show the state of every patch after importing the modules that they change.
 
     Returns:
         0, or 1 if a patch failed.
 
     Raises:
-        UsageError: there is no Megatron, no patch is recorded for it, or no module of a given name.
+        UsageError: no Megatron is found, no patch is recorded for it, or a named module does not exist.
     """
     parser = _parser(prog, ledger, "0: no patch failed; 1: one did; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)

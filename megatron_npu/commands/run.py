@@ -23,7 +23,7 @@ path."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; its flags stand before the script, which has its own."""
+    """Return the command's parser; its flags precede the script, which has its own flags."""
     result = Parser("megatron-npu run", description=_DESCRIPTION, usage=_USAGE)
     result.add_argument(
         "--redirect",
@@ -38,11 +38,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script; return 0 (a script that ends with SystemExit ends this process the same way).
+    """Run the script; return 0 (SystemExit of the script ends this process with the same code).
 
     Raises:
-        UsageError: no script is given, it is not there, or it is a stock one that cannot work here; or the
-            device that is asked for is not there.
+        UsageError: the script is missing or not given, is a stock script that cannot work here, or the
+            requested device is not available.
     """
     options = parser().parse_args(argv)
     script = _script(options.command)

@@ -1,7 +1,7 @@
 """The guide's ``pretrain_gpt.py`` and ``main.py``: run the stock script of the same name.
 
 The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script,
-``pretrain_gpt.py`` onto its own, which then comes out of git.
+``pretrain_gpt.py`` over the stock one, which is then read from git.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_npu.commands import cli
 
 
 def main(file: str, name: str) -> int:
-    """Run a stock script with the arguments of this process; return its exit code, 2 where there is none.
+    """Run a stock script with this process's arguments; return its exit code, 2 if the script is not found.
 
     Args:
-        file: the script that stands for it, in ``tests_gpt`` or moved into the root of Megatron-LM.
-        name: of the stock script, from the root of Megatron-LM.
+        file: the replacement script, in ``tests_gpt`` or moved into the root of Megatron-LM.
+        name: path of the stock script, relative to the root of Megatron-LM.
     """
     standing = Path(file).resolve()
     try:

@@ -1,1 +1,1 @@
-"""``megatron-npu doctor``: report what is installed, what works, and how to fix what does not."""
+"""``megatron-npu doctor``: report what is installed and what works, with a fix for each problem."""

@@ -16,7 +16,7 @@ LEAST_FREE = 0.5
 
 
 def advice(report: Report) -> list[str]:
-    """Return what to do, most basic things first; nothing where a run can be expected to work."""
+    """Return instructions, most basic problems first; empty if a run is expected to work."""
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),

@@ -12,13 +12,13 @@ from megatron_npu.upstream import megatrons
 
 
 def tell(megatron: str | None, *, as_json: bool) -> int:
-    """Print the bugs of the Megatron in the folder ``megatron`` (None: the one that a run would take).
+    """Print the bugs of the Megatron in the folder ``megatron`` (None: the one that a run would import).
 
     Returns:
         0.
 
     Raises:
-        UsageError: there is no Megatron, or a ``MEGATRON_NPU_*`` variable is malformed.
+        UsageError: no Megatron is found, or a ``MEGATRON_NPU_*`` variable is malformed.
     """
     settings.check()
     found = megatrons.find(*megatrons.named(megatron))

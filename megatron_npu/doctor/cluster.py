@@ -1,7 +1,7 @@
 """``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
 
-The ranks meet as those of a run do (a host name that means 127.0.1.1, a firewall: one line), then tell each
-other what they find. Rank 0 prints it; ``--out`` has the machines that passed and failed as lists for others.
+The ranks connect as in a run (an address of 127.0.1.1 or a firewall gives a one-line error) and exchange
+their findings, which rank 0 prints. ``--out`` writes the machines that passed and failed as lists.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Facts = dict[str, Any]
 
 
 def main(folder: str | None, out: str | None) -> int:
-    """Be one rank of the inspection; return the exit code: 1 if a machine has failed.
+    """Run one rank of the inspection; return the exit code, 1 if a machine failed.
 
     Args:
-        folder: that all machines are to share; None: none is looked at.
-        out: where rank 0 writes ``passed.txt``, ``failed.txt`` and ``cluster.json``; None: nowhere.
+        folder: a folder that all machines should share; None: not checked.
+        out: where rank 0 writes ``passed.txt``, ``failed.txt`` and ``cluster.json``; None: not written.
 
     Raises:
-        UsageError: no launcher has started several processes, or they do not reach each other.
+        UsageError: no launcher started several processes, or they cannot reach each other.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -134,11 +134,11 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
 
 
 def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
-    """Return what is wrong with HCCL's ports on this machine; ranges are read on every device.
+    """Return problems with HCCL's ports on this machine; the port ranges of every device are checked.
 
     Args:
-        address: of the machine, to bind ports at.
-        uses_hccl: whether they are to be free.
+        address: the machine's address, to which test sockets are bound.
+        uses_hccl: whether the ports must be free.
     """
     faults = []
     for name in _RANGES:

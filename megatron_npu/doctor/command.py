@@ -1,4 +1,4 @@
-"""``megatron-npu doctor``: inspect, advise, print."""
+"""``megatron-npu doctor``: inspect the machine and print a report with advice."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_npu.doctor.advice import Report, advice
 
 
 def main(argv: list[str]) -> int:
-    """Print versions, devices, the Megatron found, and tests of operations and communication.
+    """Print versions, devices, the Megatron found, and the results of operation and communication tests.
 
     Returns:
-        0 if a run can be expected to work, 1 if there is advice to follow; 0 with ``--known-bugs``.
+        0 if a run is expected to work, 1 if there is advice to follow; always 0 with ``--known-bugs``.
 
     Raises:
-        UsageError: there is no Megatron where ``--megatron`` says.
+        UsageError: the folder of ``--megatron`` contains no Megatron.
     """
     parser = Parser(
         "megatron-npu doctor",
@@ -72,10 +72,10 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return everything the doctor finds; ``quick`` starts no processes.
+    """Return all findings of the doctor; with ``quick``, no processes are started.
 
     Raises:
-        UsageError: there is no Megatron in the folder ``megatron``.
+        UsageError: the folder ``megatron`` contains no Megatron.
     """
     try:
         settings.check()
@@ -115,7 +115,7 @@ def _with_torch(megatron: dict[str, Any], *, quick: bool) -> Report:
 
 
 def text(report: Report) -> str:
-    """Return the report for a terminal: a heading for each part, advice last."""
+    """Return the report for a terminal: a heading for each part, and the advice at the end."""
     lines = []
     for part, content in report.items():
         if part != "advice" and content:

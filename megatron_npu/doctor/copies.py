@@ -15,11 +15,11 @@ _NAME = "megatron_npu"
 
 
 def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the copy in use, how it was installed, and what ``import megatron_npu`` finds in ``here``.
+    """Return the copy in use, how it was installed, and what ``import megatron_npu`` finds from ``here``.
 
     Args:
-        here: where scripts are started (default: the working directory).
-        path: what they search after ``here`` (default: ``sys.path``).
+        here: the folder in which scripts are started (default: the working directory).
+        path: the search path after ``here`` (default: ``sys.path``).
     """
     here = (here or Path.cwd()).resolve()
     used = Path(megatron_npu.__file__).resolve().parent

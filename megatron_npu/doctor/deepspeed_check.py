@@ -2,7 +2,7 @@
 
     python -m megatron_npu.doctor.deepspeed_check
 
-Its own lines go to stdout too; the answer is the last.
+DeepSpeed also prints to stdout; the answer is the last line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_npu.process import deepspeed_device
 
 
 def answer() -> dict[str, str]:
-    """Return the names of DeepSpeed's accelerator and of what its ranks communicate through."""
+    """Return the names of DeepSpeed's accelerator and of its communication backend."""
     deepspeed_device.choose(devices.current().name)
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     return {"accelerator": accelerator._name, "communication": accelerator.communication_backend_name()}

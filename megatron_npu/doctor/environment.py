@@ -1,4 +1,4 @@
-"""The Megatron that a run would import, and its environment variables."""
+"""Find the Megatron that a run would import, and its environment variables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PREFIXES = (
 
 
 def put_on_path(path: str | None) -> str:
-    """Put the Megatron that a run from here would take first on this process's path; return how it was found.
+    """Put the Megatron that a run from here would import first on ``sys.path``; return how it was found.
 
-    That is the one in ``path`` (default: ``MEGATRON_LM_PATH``), else the one that this project is cloned
-    into, as Ascend's guide has it, else the first on the path, else the one in the working directory.
+    The search order is ``path`` (default: ``MEGATRON_LM_PATH``), the checkout that contains this project (as
+    in Ascend's guide), ``sys.path``, and the working directory.
 
     Raises:
-        UsageError: there is no Megatron in ``path``.
+        UsageError: ``path`` contains no Megatron.
     """
     path, given_by = megatrons.named(path)
     if path:
@@ -60,9 +60,9 @@ def _first_on_path() -> megatrons.Upstream | None:
 
 
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
-    """Return which Megatron would be imported, from where, what it hides, and how its patches stand.
+    """Return which Megatron would be imported, from where, what it shadows, and the state of its patches.
 
-    ``pins`` compares each patch with the sources, which takes torch, because adaptors import it.
+    ``pins`` compares each patch with the sources; this needs torch, because adaptors import it.
     """
     try:
         found = megatrons.find()
@@ -95,5 +95,5 @@ def _here(used: Path | None) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that decide how a run behaves."""
+    """Return the environment variables that affect a run."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}

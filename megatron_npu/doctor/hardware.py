@@ -20,10 +20,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_list() -> dict[str, Any]:
-    """Return the number of devices of each kind, or why there are none, and the selected ones.
+    """Return the number of devices of each kind, or why there are none, and the selected devices.
 
-    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``,
-    the last two where torch's module of that kind tells them.
+    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``; the
+    last two only if torch reports them.
     """
     kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
     reasons = {device.name: device.absence() for device in kinds}
@@ -66,7 +66,7 @@ def _cpu_model() -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor's model, or of its architecture where no more is known."""
+    """Return the processor's model name, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,8 +1,8 @@
-"""The self-test of every operation on this process's device: their examples in verify mode.
+"""The self-test of every operation on this process's device: run its examples in verify mode.
 
     MEGATRON_NPU_VERIFY=all python -m megatron_npu.doctor.operations REPORT.json
 
-Runs in a process of its own, because a broken driver may end it.
+Runs in a separate process, because a broken driver may crash it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_npu.ops.dropout import bias_dropout_add, dropout
 
 
 def examples() -> dict[str, Example]:
-    """Return every example that an operation has registered, by the names of operation and case."""
+    """Return every registered example, by the names of operation and case."""
     return {
         f"{operation.name}, {case}" if case else operation.name: example
         for operation in dispatch.all_operations()
@@ -31,9 +31,9 @@ def examples() -> dict[str, Example]:
 
 
 def run(dtype: torch.dtype) -> dict[str, str]:
-    """Make every call, forward and backward; return the reasons of failures by name.
+    """Run every example forward and backward; return the reasons for failures by name.
 
-    How far each is from its reference is in ``verify.findings``.
+    The deviation of each from its reference is in ``verify.findings``.
     """
     failures = {}
     for name, call in examples().items():
@@ -85,7 +85,9 @@ DRAWING: dict[str, Callable[[Make], float]] = {
 
 
 def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
-    """Compare what verify mode does not reach with its formula; return the errors, and what failed."""
+    """Compare operations that verify mode does not reach with their formulas; return the errors and the
+    failures.
+    """
     errors, failures = {}, {}
     for name, error_of in DRAWING.items():
         torch.manual_seed(1)
@@ -110,7 +112,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def report() -> dict[str, object]:
-    """Test in fp32 and bf16; return failures, largest errors, those beyond the limit, and fallbacks."""
+    """Test in fp32 and bf16; return failures, largest errors, errors above the limit, and fallbacks."""
     failures: dict[str, str] = {}
     largest: dict[str, float] = {}
     beyond: set[str] = set()

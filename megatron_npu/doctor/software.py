@@ -1,4 +1,4 @@
-"""Installed versions, read without side effects and without stopping at broken packages."""
+"""Read installed versions without side effects, also if some packages are broken."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch; return None, or in one line why that fails.
+    """Import torch; return None, or a one-line reason why the import fails.
 
-    torch imports every installed device package at its end, and an exception there looks like torch's
-    own: a second try without them tells the two apart.
+    torch imports every installed device package at its end, and their exceptions look like torch's own: a
+    second try without them shows which one it is.
     """
     if not is_installed("torch"):
         return "torch is not installed: this package never installs it for you (README, Which torch)"
@@ -63,7 +63,8 @@ def _imports_without_backends() -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package, torch and what torch may use; None: absent."""
+    """Return the versions of Python, this package, torch and torch's optional packages; None: not
+    installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "megatron-npu": f"{megatron_npu.__version__} in {Path(megatron_npu.__file__).resolve().parents[1]}",
@@ -82,7 +83,7 @@ def _package(name: str) -> str | None:
 
 
 def extensions() -> dict[str, list[str]]:
-    """Return what torch has compiled for this user, and locks that interrupted compilations have left."""
+    """Return the extensions that torch compiled for this user, and locks left by interrupted compilations."""
     place = extension_locks.folder()
     return {
         "compiled": sorted(path.stem for path in place.glob("*/*/*.so")),
@@ -145,7 +146,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return how Megatron gets patched in a process that only runs a stock script."""
+    """Return how Megatron gets patched in a process that just runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

@@ -36,7 +36,7 @@ def operations() -> dict[str, Any]:
 def communication() -> dict[str, Any]:
     """Run every kind of collective that Megatron uses in two processes.
 
-    On a machine with one accelerator a single process does: NCCL and HCCL refuse to share it.
+    With one accelerator it uses a single process, because NCCL and HCCL do not let two share a device.
     """
     device = devices.current()
     processes = 1 if device.name != "cpu" and device.count() == 1 else 2
@@ -58,7 +58,7 @@ def communication() -> dict[str, Any]:
 
 
 def ledger(root: str) -> dict[str, Any]:
-    """Import the modules of the Megatron in ``root`` that have patches, and return their state."""
+    """Import the patched modules of the Megatron in ``root``, and return the state of their patches."""
     began = time.monotonic()
     command = ("megatron_npu", "ledger", "--json", "--megatron", root)
     output, error = _wait(_start(*command, **{settings.VERIFY.name: ""}), TIMEOUT)
@@ -76,7 +76,7 @@ def ledger(root: str) -> dict[str, Any]:
 
 
 def deepspeed() -> dict[str, Any]:
-    """Import DeepSpeed as a run does; return its accelerator, nothing where it is not installed."""
+    """Import DeepSpeed as a run does; return its accelerator, or nothing if it is not installed."""
     if early_import.is_absent("deepspeed"):
         return {}
     output, error = _wait(_start("megatron_npu.doctor.deepspeed_check"), TIMEOUT)

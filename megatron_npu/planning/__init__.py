@@ -1,1 +1,1 @@
-"""``megatron-npu plan``: a job's ranks run here one by one, on memory that is only counted."""
+"""``megatron-npu plan``: run the ranks of a job one by one on this machine, counting device memory only."""

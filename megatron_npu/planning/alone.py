@@ -1,4 +1,4 @@
-"""Collectives of Python objects for one process that stands for all ranks: everybody has what it has."""
+"""Collectives of Python objects in one process that represents all ranks: every rank has the same objects."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-    """Fill ``objects`` with this process's own."""
+    """Fill ``objects`` with this process's own object."""
     objects[:] = [mine] * len(objects)
 
 
 def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fill ``objects``, of the rank that gathers, with this process's own."""
+    """Fill ``objects`` of the gathering rank with this process's own object."""
     if objects is not None:
         objects[:] = [mine] * len(objects)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Leave the objects as they are: a broadcast, a barrier."""
+    """Leave the objects unchanged: for a broadcast or a barrier."""

@@ -1,7 +1,7 @@
-"""``megatron-npu plan``: run a job of many devices here, on memory that is only counted.
+"""``megatron-npu plan``: run a job for many devices on this machine, counting device memory only.
 
-One rank of each kind runs as it would in the job, by its own command line; its peers are not there, and what
-is large is not computed. Exit code 2: the job does not fit, or cannot run.
+One rank of each kind runs with the job's command line; the other ranks do not exist, and large tensors are
+not computed. Exit code 2: the job does not fit, or cannot run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUM
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu plan", description=_DESCRIPTION, usage=_USAGE)
     result.add_argument("--devices", type=positive, required=True, help="number of devices in the job")
     result.add_argument(
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a job; return 2 if it does not fit, or cannot run.
+    """Plan a job; return 2 if it does not fit or cannot run.
 
     Raises:
         UsageError: bad input.

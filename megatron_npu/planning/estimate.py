@@ -1,8 +1,8 @@
-"""Closed forms for a layout: what it needs of memory, to choose what is run dry, and an estimate of time.
+"""Closed-form estimates of a layout: memory, to select the layouts to run dry, and time.
 
-Time: each operation of a layer takes as long as its arithmetic or its traffic with memory, whichever is more
-(a roofline); tensor, expert and pipeline parallel communication is not hidden, that of data parallel ranks
-as far as the last micro batch's backward pass is long; the pipeline waits as 1F1B does.
+Time: each operation of a layer takes its compute time or its memory-traffic time, whichever is longer (a
+roofline). Tensor, expert and pipeline parallel communication is exposed; data parallel communication overlaps
+the last micro batch's backward pass; the pipeline has the bubble of 1F1B.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an iteration.
+    """Seconds of one iteration.
 
     Attributes:
-        computing: of operations on the busiest stage.
-        sending: of communication that is not hidden.
-        waiting: of the pipeline.
-        updating: of the optimizer.
+        computing: operations of the slowest stage.
+        sending: exposed communication.
+        waiting: pipeline bubble.
+        updating: optimizer.
     """
 
     computing: float
@@ -39,10 +39,10 @@ class Time:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Closed forms for one layout of one model.
+    """Closed-form estimates of one layout of one model.
 
     Attributes:
-        per_node: devices of a machine.
+        per_node: devices per machine.
     """
 
     shape: Shape
@@ -52,17 +52,17 @@ class Estimate:
 
     @property
     def layers(self) -> int:
-        """Of a pipeline stage."""
+        """Return the number of layers of a pipeline stage."""
         return self.shape.layers // self.layout.pipeline
 
     @property
     def tokens(self) -> float:
-        """Of a micro batch, on a rank."""
+        """Return the number of tokens of a micro batch on one rank."""
         return self.layout.micro_batch * self.shape.length / self.layout.context
 
     @property
     def weights(self) -> float:
-        """Of the first stage, on a rank."""
+        """Return the number of weights of the first stage on one rank."""
         shape, layout = self.shape, self.layout
         experts = max(1, shape.experts / layout.expert)
         tables = 1 + (layout.pipeline == 1 and not shape.tied)

@@ -1,4 +1,4 @@
-"""What devices can do, by their makers' sheets: only for estimates of time."""
+"""Peak performance of devices from their data sheets: only for time estimates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Hardware:
     """A kind of device.
 
     Attributes:
-        flops: operations a second in bf16, dense.
-        memory: bytes a second of the device's memory.
-        link: bytes a second and direction of a device to the others of its machine.
-        network: bytes a second and direction of a device to other machines.
+        flops: dense bf16 operations per second.
+        memory: bytes per second of the device's memory.
+        link: bytes per second and direction from one device to the others of its machine.
+        network: bytes per second and direction from one device to other machines.
     """
 
     flops: float
@@ -33,5 +33,5 @@ REACHED_FLOPS, REACHED_MEMORY, REACHED_LINKS = 0.6, 0.7, 0.7
 
 
 def default_of(device: str) -> str:
-    """Return the name of the hardware that is meant where only ``npu`` or ``cuda`` is said."""
+    """Return the default hardware of ``npu`` or ``cuda``."""
     return "ascend-910b" if device == "npu" else "h100"

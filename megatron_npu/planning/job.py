@@ -1,4 +1,4 @@
-"""The job that is planned: its command line, its layout, and the ranks that stand for all others."""
+"""The planned job: its command line, its layout, and the ranks that represent all others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".spl
 
 @dataclass(frozen=True)
 class Job:
-    """A command line on so many devices.
+    """A command line and a number of devices.
 
     Attributes:
-        devices: how many there are; a rank on each.
-        start: the words in front of the program's own: ``pretrain``, or ``run SCRIPT``.
-        flags: the program's own.
-        family: of the Megatron that takes the flags, as ``upstream.megatrons`` names it.
+        devices: number of devices, with one rank on each.
+        start: the words before the program's own flags: ``pretrain``, or ``run SCRIPT``.
+        flags: the program's own flags.
+        family: the Megatron that parses the flags, as named by ``upstream.megatrons``.
     """
 
     devices: int
@@ -37,10 +37,10 @@ class Job:
 
     @classmethod
     def of(cls, devices: int, command: Sequence[str]) -> Job:
-        """Read a job off the words behind ``--``.
+        """Create a job from the words after ``--``.
 
         Raises:
-            UsageError: it is no program that can be planned.
+            UsageError: the program cannot be planned.
         """
         words = list(command)
         if words[:1] == ["run"]:
@@ -59,7 +59,7 @@ class Job:
         )
 
     def number(self, flag: str, default: int) -> int:
-        """Return the value of a flag that takes a whole number; the last one counts."""
+        """Return the value of an integer flag; the last occurrence counts."""
         value = default
         for at, word in enumerate(self.flags):
             text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
@@ -91,12 +91,12 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Of an iteration, on each rank."""
+        """Return the number of micro batches per iteration on each rank."""
         batch = self.number("--global-batch-size", 0)
         return batch // (self.number("--micro-batch-size", 1) * self.data) if batch else 1
 
     def with_flags(self, *words: str) -> Job:
-        """Return the job with further flags, which win over those before."""
+        """Return the job with further flags, which override earlier ones."""
         return replace(self, flags=(*self.flags, *words))
 
     def without(self, *flags: str) -> Job:
@@ -122,14 +122,14 @@ class Job:
         return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
 
     def representatives(self) -> dict[int, tuple[int, int]]:
-        """Return the ranks that are run: rank -> (its stage, how many it stands for)."""
+        """Return the ranks to run: rank -> (its stage, number of ranks that it represents)."""
         return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes()}
 
     def classes(self) -> list[tuple[int, list[int]]]:
-        """Return the ranks that are alike, with their stage; the first of each is run.
+        """Return groups of equal ranks with their stage; the first rank of each group is run.
 
-        Those of a stage; where the optimizer's states are sharded, the last data-parallel ones are a class
-        of their own, whose part may be smaller for the padding.
+        Each stage is a group. With sharded optimizer states, its last data-parallel ranks are a separate
+        group, because padding can make their shard smaller.
         """
         found = []
         inner = self.tensor * self.context
@@ -141,9 +141,9 @@ class Job:
         return found
 
     def words(self) -> tuple[list[str], int]:
-        """Return the command line of a rank that is only planned, and the micro batches of its iterations.
+        """Return the command line of a planned rank, and the number of its micro batches per iteration.
 
-        More micro batches than fill the pipeline twice change no peak, and are left out.
+        Micro batches beyond twice the pipeline's depth do not change the peak and are left out.
         """
         job = self.without(*_LEFT_OUT, *_LEFT_OUT_ALONE)
         count = self.micro_batches

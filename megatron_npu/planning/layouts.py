@@ -1,4 +1,4 @@
-"""The layouts that a job may have: every combination of parallel sizes and kin that divides."""
+"""The possible layouts of a job: every combination of parallel sizes and related options that divides."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LARGEST_MICRO_BATCH = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, the micro batch, what is recomputed, and whether the optimizer's states are shared out.
+    """Parallel sizes, micro batch, recomputation, and whether the optimizer states are sharded.
 
     Attributes:
-        chunks: of the model on a pipeline stage.
-        micro_batches: of an iteration.
+        chunks: model chunks per pipeline stage.
+        micro_batches: micro batches per iteration.
     """
 
     tensor: int
@@ -50,7 +50,7 @@ class Layout:
     shared: bool
 
     def flags(self, shape: Shape) -> list[str]:
-        """Return the flags to paste."""
+        """Return the flags that select this layout."""
         sizes = {
             "--tensor-model-parallel-size": (self.tensor, 1),
             "--pipeline-model-parallel-size": (self.pipeline, 1),
@@ -67,12 +67,12 @@ class Layout:
         return words + ["--use-distributed-optimizer"] * self.shared
 
     def job(self, job: Job, shape: Shape) -> Job:
-        """Return a job in this layout in place of its own."""
+        """Return a job with its layout replaced by this one."""
         return job.without(*_REPLACED).with_flags(*self.flags(shape))
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout that divides; tensor parallel groups stay in a machine."""
+    """Yield each layout that divides; tensor parallel groups stay within a machine."""
     batch = job.number("--global-batch-size", 0)
     for tensor, pipeline, context, data in _sizes(job.devices, shape, per_node):
         for expert in _experts(shape, data * context):

@@ -1,4 +1,4 @@
-"""A page of a plan: what is printed, and the memory of each rank over time by what it is for."""
+"""The HTML page of a plan: the printed report, and each rank's memory over time by purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def page(plan: Plan) -> str:
-    """Return the page as HTML; it loads nothing and runs no script."""
+    """Return the page as HTML; it loads no resources and runs no script."""
     job = plan.job
     command = html.escape(" ".join([*job.start, *job.flags]))
     keys = "".join(

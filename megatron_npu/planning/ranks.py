@@ -1,4 +1,4 @@
-"""Runs ranks of a job that is planned, in processes of their own, as many at once as there are cores."""
+"""Run ranks of a planned job in separate processes, as many at once as there are cores."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LONGEST = 1800  # seconds
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where and how ranks run.
+    """Where and how ranks are run.
 
     Attributes:
         device: ``npu`` or ``cuda``.
-        computed: bytes up to which the simulated NPU computes, as the setting takes it.
+        computed: number of bytes up to which the simulated NPU computes, as in the setting.
         curve: whether a rank reports its memory over time.
-        snapshot: file for torch's visualiser that a rank writes.
+        snapshot: file in which a rank writes a snapshot for torch's visualizer.
     """
 
     device: str
@@ -44,10 +44,10 @@ class Ranks:
 
     @classmethod
     def on(cls, device: str) -> Ranks:
-        """Prepare the device.
+        """Prepare a device.
 
         Raises:
-            UsageError: it cannot be prepared here.
+            UsageError: the device cannot be prepared here.
         """
         if device == "npu":
             return cls(device, launcher.prepare())
@@ -60,12 +60,12 @@ class Ranks:
         return cls(device, dict(os.environ))
 
     def run(self, job: Job, numbers: Iterable[int], memory: int | None = None) -> dict[int, dict[str, Any]]:
-        """Return what each rank reports, by its number.
+        """Return the report of each rank by its number.
 
         Args:
-            job: the job that they are ranks of.
-            numbers: which.
-            memory: bytes of each device; None: more than anybody needs.
+            job: the job to which the ranks belong.
+            numbers: the ranks to run.
+            memory: bytes per device; None: unlimited.
         """
         with ThreadPoolExecutor(len(cores.available())) as pool:
             return dict(pool.map(lambda number: (number, self._run(job, number, memory)), numbers))

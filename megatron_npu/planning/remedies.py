@@ -1,4 +1,4 @@
-"""Flags that need less memory, the cheapest first, each tried on the fullest rank."""
+"""Flags that reduce memory, cheapest first, each tried on the rank with the highest peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
-    """Yield more and more flags, with the job that has them; what costs time comes last."""
+    """Yield growing sets of flags with the resulting job; flags that cost time come last."""
     flags: list[str] = []
     if job.data * job.context > 1 and not job.has("--use-distributed-optimizer"):
         flags.append("--use-distributed-optimizer")
@@ -32,11 +32,11 @@ def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
 def found(
     job: Job, needed: Callable[[Job], int | None], memory: int
 ) -> tuple[tuple[list[str], int] | None, list[str]]:
-    """Return the first flags that make a job fit, with the bytes that it then needs; and all that were tried.
+    """Return the first flags that make a job fit, with the bytes that it then needs, and all flags tried.
 
     Args:
-        needed: returns the bytes of the fullest rank of a job; None: it does not train so.
-        memory: bytes of a device.
+        needed: returns the bytes of the rank with the highest peak; None: the job cannot train.
+        memory: bytes per device.
     """
     tried = []
     for flags, changed in candidates(job):

@@ -1,10 +1,11 @@
-"""A replay of torch's CUDA caching allocator: what it would hold for a sequence of allocations and frees.
+"""A simulation of torch's CUDA caching allocator: what it would hold after a sequence of allocations and
+frees.
 
-After c10/cuda/CUDACachingAllocator.cpp of torch 2, with its default settings and one stream: sizes are
-rounded to 512 bytes; up to 1 MiB they come from segments of 2 MiB (the small pool), below 10 MiB from those
-of 20 MiB, above from segments of whole 2 MiB; the smallest free block that is large enough is taken and split
-where enough is left; neighbours that are free become one block again. It is a replay, not the allocator: what
-kernels and libraries take inside of an operation is only there where a caller puts it in.
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2 with default settings and one stream. Sizes are
+rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB (the small pool), below 10 MiB from
+segments of 20 MiB, and larger ones from segments of whole 2 MiB. The smallest free block that is large enough
+is used, and split if enough remains; adjacent free blocks are merged. Workspaces inside kernels and libraries
+are included only if a caller adds them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ROUND_LARGE = 2 << 20
 
 
 class DeviceFullError(RuntimeError):
-    """The device would have no memory left."""
+    """The device has no memory left."""
 
 
 @dataclass(eq=False)
@@ -30,11 +31,11 @@ class Block:
     """A part of a segment.
 
     Attributes:
-        address: where it begins.
-        size: its bytes.
-        small: whether it is of the small pool.
-        free: whether nobody has it.
-        before, after: its neighbours in the segment.
+        address: its start address.
+        size: its size in bytes.
+        small: whether it belongs to the small pool.
+        free: whether it is free.
+        before, after: its neighbors in the segment.
     """
 
     address: int
@@ -49,13 +50,13 @@ class Allocator:
     """The allocator of one device.
 
     Args:
-        limit: bytes that segments may take together; None: any.
+        limit: maximum bytes of all segments; None: unlimited.
 
     Attributes:
-        allocated, reserved: bytes now, as ``torch.cuda.memory_allocated`` and ``memory_reserved`` say.
-        peak, peak_reserved: the most there were.
-        count: how many allocations there were.
-        events: what happened, as torch's snapshots list it; None: it is not noted.
+        allocated, reserved: current bytes, like ``torch.cuda.memory_allocated`` and ``memory_reserved``.
+        peak, peak_reserved: their maxima.
+        count: number of allocations.
+        events: the history in the format of torch's snapshots; None: not recorded.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -69,10 +70,10 @@ class Allocator:
         self.events: list[dict[str, Any]] | None = None
 
     def allocate(self, asked: int) -> Block:
-        """Return a block of at least so many bytes.
+        """Return a block of at least the given number of bytes.
 
         Raises:
-            DeviceFullError: it exceeds the limit, though segments that nobody uses are given back.
+            DeviceFullError: the limit is exceeded even after unused segments are released.
         """
         size = max(_ROUND, -(-asked // _ROUND) * _ROUND)
         small = size <= _SMALL
@@ -88,7 +89,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Free a block."""
         self.allocated -= block.size
         del self._taken[block.address]
         self._note("free_requested", block.address, block.size)
@@ -100,7 +101,7 @@ class Allocator:
         self._add(block)
 
     def empty_cache(self) -> None:
-        """Give segments back that nobody uses."""
+        """Release segments without used blocks."""
         for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
             self._remove(block)
             self.reserved -= block.size
@@ -108,7 +109,7 @@ class Allocator:
             self._note("segment_free", block.address, block.size)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return the segments and their blocks, as torch's snapshots list them."""
+        """Return the segments and their blocks in the format of torch's snapshots."""
         found: dict[int, dict[str, Any]] = {
             address: {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": []}
             for address, size in sorted(self._segments.items())

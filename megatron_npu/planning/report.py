@@ -1,4 +1,6 @@
-"""What a plan says: a line for each kind of rank, the traffic of the fullest one, and whether it fits."""
+"""The report of a plan: one line per kind of rank, the communication of the largest one, and whether the job
+fits.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ _MOST = 20  # lines of ranks
 
 @dataclass
 class Row:
-    """A kind of rank.
+    """A group of equal ranks.
 
     Attributes:
-        rank: the one that was run.
-        stage: of the pipeline.
-        stands_for: how many ranks there are of the kind.
-        found: what it has reported.
-        fits: whether it fits; None: it has not got so far.
+        rank: the rank that was run.
+        stage: its pipeline stage.
+        stands_for: number of ranks in the group.
+        found: the rank's report.
+        fits: whether it fits; None: unknown, because the rank did not train.
     """
 
     rank: int
@@ -31,7 +33,7 @@ class Row:
 
     @property
     def failed(self) -> str | None:
-        """Why the rank has not trained, or None."""
+        """The reason why the rank did not train, or None."""
         if self.found.get("error"):
             return str(self.found["error"])
         if self.found.get("code"):
@@ -41,21 +43,21 @@ class Row:
 
     @property
     def buffers(self) -> int:
-        """Bytes that HCCL holds for communicators."""
+        """Bytes of HCCL's communication buffers."""
         return sum(group["buffer"] for group in self.found.get("groups", {}).values())
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory, as far as they are counted."""
+        """Bytes of device memory that are counted."""
         return self.found["reserved"] + self.buffers
 
 
 @dataclass
 class Plan:
-    """All that is known of a job; ``lines`` is what is printed.
+    """The results of planning a job; ``lines`` returns the printed report.
 
     Attributes:
-        remedy: flags that make it fit, with what the fullest rank then needs; None: none is known, or needed.
+        remedy: flags that make the job fit, with the resulting peak; None: none was found or needed.
     """
 
     job: Job
@@ -69,7 +71,7 @@ class Plan:
 
     @property
     def failed(self) -> Row | None:
-        """The first rank that has not trained."""
+        """The first rank that did not train."""
         return next((row for row in self.rows if row.failed and not row.found.get("out_of_memory")), None)
 
     @property
@@ -78,7 +80,7 @@ class Plan:
 
     @property
     def too_full(self) -> Row | None:
-        """The fullest rank that does not fit."""
+        """The rank with the highest peak, if it does not fit."""
         full = [row for row in self.rows if row.fits is False]
         return max(full, key=lambda row: row.needed) if full else None
 
@@ -185,7 +187,7 @@ class Plan:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything, in bytes."""
+        """Return all results, sizes in bytes."""
         _, count = self.job.words()
         return {
             "devices": self.job.devices,
@@ -211,7 +213,7 @@ class Plan:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes with a unit."""
     if count >= _GIB:
         return f"{count / _GIB:.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB" if count else "0"

@@ -1,4 +1,4 @@
-"""Looks for the layout of a job: enumerates, leaves out by closed forms, runs the likeliest dry."""
+"""Search for a job's layout: enumerate, filter by closed-form estimates, and run the best candidates dry."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a li
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was run.
+    """A layout that was run dry.
 
     Attributes:
-        needed: bytes of its fullest rank, None if it has not trained.
-        why: what it said then.
+        needed: bytes of its largest rank; None if it did not train.
+        why: the reason why it did not train.
     """
 
     estimate: Estimate
@@ -33,13 +33,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What is looked for, and with what.
+    """Parameters of a search.
 
     Attributes:
-        memory: bytes of a device.
-        per_node: devices of a machine.
-        hardware: the name of the devices, for estimates of time.
-        runs: how many layouts are run dry, at most.
+        memory: bytes per device.
+        per_node: devices per machine.
+        hardware: name of the device type for time estimates.
+        runs: maximum number of layouts to run dry.
     """
 
     job: Job
@@ -49,10 +49,10 @@ class Search:
     runs: int
 
     def candidates(self) -> tuple[list[Estimate], int]:
-        """Return the layouts that may fit, the fastest by the estimate first, and how many there are in all.
+        """Return the layouts that may fit, the fastest by estimate first, and the number of all layouts.
 
         Raises:
-            UsageError: no layout divides, or the command line does not say the model's sizes.
+            UsageError: no layout divides, or the command line lacks the model's sizes.
         """
         shape, hardware = Shape.of(self.job), HARDWARE[self.hardware]
         listed = [
@@ -69,10 +69,10 @@ class Search:
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, needed: Callable[[Job], tuple[int | None, str]]) -> tuple[list[Found], list[str]]:
-        """Return the layouts that were run, the fastest that fit first, and the lines to print.
+        """Return the layouts that were run, the fastest that fits first, and the lines to print.
 
         Args:
-            needed: returns the bytes of a job's fullest rank, or None and why it has not trained.
+            needed: returns the bytes of a job's largest rank, or None and why it did not train.
         """
         kept, count = self.candidates()
         found = []
@@ -83,7 +83,7 @@ class Search:
         return found, self._lines(found, len(kept), count)
 
     def fits(self, found: Found) -> bool:
-        """Return whether a layout has trained within the memory."""
+        """Return whether a layout trained within the memory limit."""
         return found.needed is not None and found.needed <= self.memory
 
     def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:

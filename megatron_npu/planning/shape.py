@@ -1,4 +1,4 @@
-"""The model of a job, as far as its size and its work follow from the command line."""
+"""The model of a job, as far as the command line defines its size and computation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Shape:
     """A GPT, with or without experts.
 
     Attributes:
-        heads, groups, channels: of attention: of queries, of keys and values, and of a head.
-        ffn, matrices: rows of the MLP (of one expert), and how many matrices it has.
-        experts, chosen: there are, and a token goes to; 0 and 1 without experts.
+        heads, groups, channels: number of query heads, number of key and value heads, and size of a head.
+        ffn, matrices: inner size of the MLP (of one expert), and its number of matrices.
+        experts, chosen: number of experts, and experts per token; 0 and 1 without experts.
     """
 
     layers: int
@@ -36,10 +36,10 @@ class Shape:
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Read the model's shape from a command line.
+        """Read the model's sizes from a command line.
 
         Raises:
-            UsageError: a size is not on it.
+            UsageError: a size is missing.
         """
         if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
             raise UsageError(
@@ -70,15 +70,15 @@ class Shape:
 
     @property
     def attention(self) -> int:
-        """Weights of a layer's attention."""
+        """Number of attention weights per layer."""
         return self.hidden * self.channels * 2 * (self.heads + self.groups)
 
     @property
     def mlp(self) -> int:
-        """Weights of a layer's MLP, or of one of its experts."""
+        """Number of MLP weights per layer, or per expert."""
         return self.matrices * self.hidden * self.ffn
 
     @property
     def table(self) -> int:
-        """Weights of the table of words."""
+        """Number of weights of the embedding table."""
         return self.vocabulary * self.hidden

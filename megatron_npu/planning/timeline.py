@@ -1,4 +1,4 @@
-"""The memory of a rank over time: a snapshot for torch's visualiser, and a curve by what it is for."""
+"""A rank's memory over time: a snapshot for torch's visualizer, and a curve by purpose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _POINTS = 400  # of a curve
 def keep(
     snapshot: dict[str, Any], addresses: Mapping[str, list[int]], report: dict[str, Any], path: str | None
 ) -> None:
-    """Put the curve into a rank's report; and write the snapshot into a file, where one is named.
+    """Add the curve to a rank's report, and write the snapshot to a file if one is named.
 
     Args:
-        snapshot: what ``torch.cuda.memory._snapshot`` returns, or ``torch.npu``'s.
-        addresses: of what lives on, by kind.
-        report: of the rank.
-        path: pytorch.org/memory_viz reads the file.
+        snapshot: the result of ``torch.cuda.memory._snapshot`` or of ``torch.npu``'s function.
+        addresses: addresses of persistent memory, by kind.
+        report: the rank's report.
+        path: the file, readable by pytorch.org/memory_viz.
     """
     (events,) = [trace for trace in snapshot["device_traces"] if trace] or [[]]
     report["curve"] = curve(events, addresses)
@@ -31,13 +31,14 @@ def keep(
 
 
 def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]]) -> list[list[int]]:
-    """Return the bytes of each of ``KINDS`` in use, at most so often; of each interval its fullest moment.
+    """Return the bytes in use of each of ``KINDS`` over time: the maximum of each of a limited number of
+    intervals.
 
-    What lives on is recognised by its address, of which it is the block that is kept for longest.
+    Persistent memory is recognized by its address: it is the longest-lived block there.
 
     Args:
-        events: of one device, as a snapshot lists them.
-        addresses: of what lives on, by kind.
+        events: the events of one device, as in a snapshot.
+        addresses: addresses of persistent memory, by kind.
     """
     changes = [each for each in events if each["action"] in ("alloc", "free_requested")]
     lives = _longest(changes)

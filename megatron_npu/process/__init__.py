@@ -1,1 +1,1 @@
-"""The process itself: signals, stacks, how it ends, what its children inherit."""
+"""The process itself: its signals, stacks and exit, and what its children inherit."""

@@ -1,7 +1,7 @@
-"""C++ of this project's, compiled once for a user, a compiler and a processor, and loaded.
+"""This project's C++ libraries, compiled once per user, compiler and processor, and loaded.
 
-The first process that needs a library compiles it under a lock, and the others wait. One that was cut short,
-or that the loader refuses, is compiled again. Each reason for which there is none has its own remedy.
+The first process that needs a library compiles it under a lock while the others wait. A truncated library, or
+one that the loader rejects, is compiled again. Each reason for a missing library has its own remedy.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a library is made of.
+    """How to build a library.
 
     Attributes:
-        folder: where it is kept.
-        sources: what is compiled.
-        headers: what these include.
-        flags: of the compiler.
-        links: libraries, and flags that have to stand behind the sources.
-        without: how to do without it, for advice.
+        folder: where the library is stored.
+        sources: the files to compile.
+        headers: the files that they include.
+        flags: compiler flags.
+        links: libraries and flags that must follow the sources.
+        without: how to run without the library, for error messages.
     """
 
     folder: Path
@@ -50,16 +50,16 @@ class Recipe:
     without: str
 
     def remedy(self, first: str) -> str:
-        """Return an instruction, and the other way out."""
+        """Return an instruction, followed by how to run without the library."""
         return f"{first}, or {self.without}"
 
 
 def load(recipe: Recipe) -> ctypes.CDLL:
-    """Return a library, compiled first if there is none for this source, compiler and processor.
+    """Return a library; compile it first if there is none for this source, compiler and processor.
 
     Raises:
-        UsageError: there is no compiler, it refuses the sources or takes too long, the cache is not this
-            user's alone or cannot be written to, or the library cannot be loaded.
+        UsageError: there is no compiler, it fails or takes too long, the cache is not writable or not private
+            to this user, or the library cannot be loaded.
     """
     compiler = _compiler(recipe)
     key, remedy = _key(recipe, compiler), recipe.remedy(_ANOTHER)

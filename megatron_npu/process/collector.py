@@ -1,7 +1,7 @@
-"""Python's garbage collector at rest while a command imports its modules and builds its model.
+"""Pause Python's garbage collector while a command imports its modules and builds its model.
 
-What comes into being then lives as long as the process. The collector looks through it again and again all
-the same, which takes about a tenth of the time to the first step.
+These objects live as long as the process. Otherwise the collector scans them repeatedly, which takes about a
+tenth of the time to the first step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _resting = False
 
 
 def rest() -> None:
-    """Stop the collector until :func:`resume`, in a process that has not imported torch yet.
+    """Stop the collector until :func:`resume`, if this process has not imported torch yet.
 
-    Elsewhere, as in a test's process, other objects than this command's are there that may become garbage.
+    In other processes, such as a test's, there may be other objects that can become garbage.
     """
     global _resting
     if "torch" not in sys.modules and gc.isenabled():
@@ -24,7 +24,7 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """Start what :func:`rest` has stopped, if it has; what is there by now is not looked through again."""
+    """Restart the collector if :func:`rest` stopped it; existing objects are not scanned again."""
     global _resting
     if _resting:
         gc.freeze()

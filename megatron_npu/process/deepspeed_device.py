@@ -1,4 +1,4 @@
-"""What DeepSpeed is told of this process's device: its own abstraction of devices stays as it is."""
+"""Set DeepSpeed's device of this process, without changing DeepSpeed's own device abstraction."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _HOLDERS = (
 
 
 def installed() -> bool:
-    """Return whether there is a DeepSpeed; nothing of it is imported."""
+    """Return whether DeepSpeed is installed, without importing it."""
     return is_installed("deepspeed")
 
 
 def choose(device: str) -> None:
-    """Let DeepSpeed take ``cpu``, ``cuda`` or ``npu``; before it is imported.
+    """Make DeepSpeed use ``cpu``, ``cuda`` or ``npu``; call this before it is imported.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: DeepSpeed is not installed.
     """
     if not installed():
         raise UsageError(
@@ -44,15 +44,15 @@ def choose(device: str) -> None:
 
 
 def compile_nothing() -> None:
-    """Leave DeepSpeed's communication over shared memory out, which is compiled at a CPU's first start.
+    """Disable DeepSpeed's communication over shared memory, which a CPU would compile at its first start.
 
-    Only inference uses it, and a compilation that is interrupted stops all later ones (``extension_locks``).
+    Only inference uses it, and an interrupted compilation blocks all later ones (``extension_locks``).
     """
     operations = importlib.import_module("deepspeed.ops")
     operations.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def harmless() -> list[Any]:
-    """Return the classes that torch may build when it reads what DeepSpeed has saved."""
+    """Return the classes that torch may construct when it reads DeepSpeed's checkpoints."""
     names = (name.rpartition(".") for name in _HOLDERS)
     return [getattr(importlib.import_module(module), kind) for module, _, kind in names]

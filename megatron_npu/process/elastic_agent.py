@@ -1,4 +1,4 @@
-"""The process that has started this rank: torchrun's, that of `train`, accelerate's."""
+"""Find the process that started this rank: torchrun, ``train`` or accelerate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOOKS = 10
 
 
 def find() -> psutil.Process | None:
-    """Return the nearest ancestor that is no part of the run: shells may stand between it and the rank.
+    """Return the nearest ancestor that is not part of the run; shells between it and the rank are skipped.
 
-    Where the agent has ended, that is what has adopted its ranks (``has_gone``). None where nobody, or
-    another launcher, has started this process, and where no process can be looked at.
+    If the agent has ended, this is the process that adopted its ranks (``has_gone``). Returns None if no
+    launcher, or an unknown one, started this process, or if processes cannot be inspected.
     """
     run = os.environ.get(_RUN)
     if run is None or not sys.platform.startswith("linux"):
@@ -42,9 +42,9 @@ def _is_of(run: str, process: psutil.Process) -> bool:
 
 
 def has_gone() -> bool:
-    """Return whether the agent that had started this process has ended.
+    """Return whether the agent that started this process has ended.
 
-    Its ranks then belong to init, or to whatever the machine has for that, which has not loaded torch.
+    Its ranks then belong to init or an equivalent process, which has not loaded torch.
     """
     found = find()
     if found is None:

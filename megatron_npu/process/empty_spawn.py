@@ -1,8 +1,8 @@
-"""A plain PyTorch program that starts a process for each GPU, of which there are none: said, not skipped.
+"""Warn about a PyTorch program that starts one process per GPU on a machine without GPUs.
 
-``torch.multiprocessing.spawn(main, nprocs=torch.cuda.device_count())`` starts nothing then and succeeds: the
-program ends with exit code 0 and has trained nothing. Where Megatron is imported, or the program is
-redirected, ``torch.cuda`` counts this machine's devices and none of this happens.
+``torch.multiprocessing.spawn(main, nprocs=torch.cuda.device_count())`` then starts nothing and succeeds: the
+program ends with exit code 0 without training. If Megatron is imported, or the program is redirected,
+``torch.cuda`` counts this machine's devices instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _replaced = Replaced()
 
 
 def watch() -> None:
-    """Let ``torch.multiprocessing.spawn`` say where it starts no process; a second call changes nothing."""
+    """Make ``torch.multiprocessing.spawn`` warn if it starts no process; a second call has no effect."""
     module = sys.modules.get("torch.multiprocessing")
     if module is None or _replaced:
         return
@@ -42,5 +42,5 @@ def watch() -> None:
 
 
 def leave() -> None:
-    """Put torch's function back."""
+    """Restore torch's function."""
     _replaced.undo()

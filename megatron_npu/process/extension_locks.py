@@ -1,9 +1,9 @@
-"""Locks that an interrupted compilation has left in torch's cache of C++ extensions.
+"""Remove locks that interrupted compilations left in torch's cache of C++ extensions.
 
 ``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
-it keeps open in the meantime. A process that is killed leaves the file, and each one after it waits forever,
-silently (``torch.utils.file_baton``). DeepSpeed compiles so when it starts, megatron-core 0.19 in the
-first step that recomputes an output (``tensor_parallel.random``).
+it keeps open. A killed process leaves the file, and every later process waits forever, silently
+(``torch.utils.file_baton``). DeepSpeed compiles at its start, and megatron-core 0.19 in the first step that
+recomputes an output (``tensor_parallel.random``).
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ _PROCESSES = Path("/proc")
 
 
 def folder() -> Path:
-    """Return where torch compiles this user's extensions (``cpp_extension._get_build_directory``)."""
+    """Return the folder in which torch compiles this user's extensions
+    (``cpp_extension._get_build_directory``).
+    """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(chosen) if chosen else Path(cache) / "torch_extensions"
 
 
 def stale(place: Path | None = None) -> list[Path]:
-    """Return the locks that no process of this machine holds; none where that cannot be seen.
+    """Return the locks that no process of this machine holds; none if this cannot be determined.
 
     Args:
-        place: the cache; None: this user's.
+        place: the cache folder; None: this user's.
     """
     root = folder() if place is None else place
     locks = sorted({*root.glob(f"*/{_LOCK}"), *root.glob(f"*/*/{_LOCK}")})
@@ -38,15 +40,15 @@ def stale(place: Path | None = None) -> list[Path]:
 
 
 def remove_stale(speaker: str) -> list[Path]:
-    """Remove the stale locks of this user's cache, and log it on stderr; return them.
+    """Remove stale locks from this user's cache, log this on stderr, and return them.
 
-    Of the processes that a launcher has started on a machine the first alone does it.
+    Of the processes that a launcher starts on a machine, only the first does this.
 
-    A cache that several machines share is not one to compile in: what DeepSpeed compiles is for the
-    processor that it is compiled on. Name one for each machine with TORCH_EXTENSIONS_DIR.
+    Do not share the cache between machines: DeepSpeed compiles for the processor of one machine. Set
+    TORCH_EXTENSIONS_DIR to a separate folder for each machine.
 
     Args:
-        speaker: who says so.
+        speaker: the command named in the log line.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return []

@@ -1,7 +1,7 @@
-"""Where torch.compile keeps graphs: C++ and pickles that it loads again without asking whose they are.
+"""The folder of torch.compile's graphs: C++ and pickles that torch loads without checking their owner.
 
-torch's own place, ``/tmp/torchinductor_USER``, may be made by anyone who is faster. Whoever imports
-``torch._dynamo`` (an optimizer does) makes it and leaves its name in the variable: ours is named before that.
+torch's default, ``/tmp/torchinductor_USER``, can be created first by any user. Importing ``torch._dynamo``
+(an optimizer does) creates it and sets the variable, so ours is set before that.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _ROOT = 0
 
 
 def claim() -> Path:
-    """Let torch keep its graphs in a folder that only this user fills, 0700; return the folder.
+    """Make torch store its graphs in a folder that only this user can write to (mode 0700); return the
+    folder.
 
-    A folder that the user has named is taken if it is his. Torch's own name in /tmp, which its import leaves
-    in the variable, counts as none. Without a home that can be written to the folder lies in the one of
-    temporary files, where it is this user's too.
+    A folder that the user named is used if the user owns it. torch's own folder in /tmp, which its import
+    writes into the variable, is ignored. Without a writable home, the folder is in the temporary directory
+    and also private.
 
     Raises:
-        UsageError: the folder is another user's, or others may write to it or change its place; or the one
-            that was named cannot be made.
+        UsageError: another user owns the folder or can write to it or replace it, or the named folder cannot
+            be created.
     """
     named = os.environ.get(VARIABLE, "")
     if named and not _is_torchs(named):

@@ -1,4 +1,4 @@
-"""Ctrl-C that is heard: Python drops its exception in a ``__del__`` and in what it calls at a fork."""
+"""Keep Ctrl-C from being lost: Python drops its exception in a ``__del__`` and in callbacks of a fork."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _AGAIN = 0.02  # seconds: by then what has dropped it is over
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Send the main thread SIGINT again if Python, inside the block, has dropped the exception of one.
+    """Send SIGINT to the main thread again if Python dropped a KeyboardInterrupt inside the block.
 
-    Without it such a Ctrl-C is two lines on the standard error ("Exception ignored in"), and the run goes on.
+    Otherwise such a Ctrl-C only prints two lines on stderr ("Exception ignored in"), and the run continues.
     """
     former = sys.unraisablehook
 
@@ -46,10 +46,10 @@ def _send_again() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Let a SIGINT that comes inside the block do at its end what it does: around a fork it would be dropped.
+    """Defer a SIGINT inside the block to its end, because it would be lost during a fork.
 
-    It does so whether the block ends well or not. A process that is forked inside the block begins with a
-    handler that only takes note.
+    This also happens if the block fails. A process forked inside the block starts with a handler that only
+    records the signal.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

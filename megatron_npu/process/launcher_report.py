@@ -1,8 +1,8 @@
-"""The line that a rank ends with, in the file that torchrun shows as its root cause.
+"""Write a rank's error line to the file that torchrun shows as the root cause.
 
-torchrun names for each rank a file in ``TORCHELASTIC_ERROR_FILE``; what torch's ``record`` decorator would
-write there, an exception of the main function, it prints below "Root Cause". Without one it prints a hint to
-its documentation, forty lines below what the rank has said.
+torchrun names a file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints its content, normally written by
+torch's ``record`` decorator, under "Root Cause". Without it, torchrun prints a link to its documentation,
+forty lines below the rank's own message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell(line: str) -> None:
-    """Leave the line for torchrun, where it has started this process; what is there already stays."""
+    """Write the line for torchrun if it started this process; an existing file is kept."""
     file = os.environ.get(_FILE)
     if not file:
         return

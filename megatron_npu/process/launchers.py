@@ -1,9 +1,9 @@
-"""Which rank this process is, whoever has started it: the one place that reads what launchers export.
+"""Determine this process's rank for any launcher; no other module reads the launchers' variables.
 
-Everything else reads torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. ``settle`` gives them to a process of Slurm's or MPI's. Kubernetes' operators (PyTorchJob,
-Volcano, PAI-DLC, AscendJob) number machines by the names of ranks; Kubeflow's Trainer speaks to torchrun.
-What cannot be understood is refused: a task that does not know of the others would train a model of its own.
+All other modules read torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. ``settle`` sets them for processes of Slurm or MPI. Kubernetes operators (PyTorchJob, Volcano,
+PAI-DLC, AscendJob) number machines with the variables of ranks; Kubeflow's Trainer sets torchrun's. Unclear
+settings are an error, because a task that does not know the others would train a separate model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _WAIT, _SAY, _PAUSE = 900.0, 30.0, 1.0  # seconds for the rank table, between tw
 
 @dataclass(frozen=True)
 class Task:
-    """A process that a launcher has started beside others.
+    """One of several processes started by a launcher.
 
     Attributes:
-        launcher: its name.
-        rank, ranks: which one of how many it is.
-        local, locals: the same on its machine.
-        machine: the number of that.
-        address: of the first machine; None: the launcher does not say it.
-        job: a number that all tasks have alike.
+        launcher: the launcher's name.
+        rank, ranks: its number, and the number of processes.
+        local, locals: its number, and the number of processes, on its machine.
+        machine: the number of its machine.
+        address: address of the first machine; None: unknown.
+        job: a number that is the same for all tasks of the job.
     """
 
     launcher: str
@@ -60,13 +60,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, or a pod, of several that an operator has started.
+    """One of several machines or pods started by an operator.
 
     Attributes:
-        launcher: which variables say so.
-        number, count: which one of how many it is.
-        processes: how many are to be on it; None: nobody says.
-        address, port: where they meet.
+        launcher: the variables that identify the operator.
+        number, count: its number, and the number of machines.
+        processes: number of processes per machine; None: not specified.
+        address, port: the rendezvous address.
     """
 
     launcher: str
@@ -78,13 +78,13 @@ class Machine:
 
 
 def settle(argv: Sequence[str]) -> None:
-    """Give this process torchrun's variables, whichever launcher has started it. A second call does nothing.
+    """Set torchrun's variables for this process, whichever launcher started it. A second call has no effect.
 
     Args:
         argv: the command and its arguments.
 
     Raises:
-        UsageError: what the launcher says cannot be understood, or means other processes than there are.
+        UsageError: the launcher's variables are inconsistent, or do not match the running processes.
     """
     command, is_job = argv[0], argv[0] in _JOBS or "--cluster" in argv
     if _ELASTIC in os.environ or command in _UNTOUCHED:
@@ -162,7 +162,7 @@ def _tasks_of(per_node: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of a list of Slurm's: ``gpu[03-07,9],login1`` begins with gpu03."""
+    """Return the first host of a Slurm list: ``gpu[03-07,9],login1`` starts with gpu03."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0])  # type: ignore[index]
 
 

@@ -1,7 +1,7 @@
-"""A user's mistake ends a process in one line, also where no command of ours has started it.
+"""Print a user's mistake as one line at the end of the process, also outside this project's commands.
 
-``megatron-npu`` catches these errors itself. Under torch's entry point, or ``import megatron_npu``, they come
-to the interpreter's end, which would print the whole way that they have taken.
+``megatron-npu`` catches these errors itself. Under torch's entry point or ``import megatron_npu`` they reach
+the interpreter, which would print a long traceback.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def arm(
     *kinds: type[BaseException],
     traced: Callable[[BaseException], bool] = lambda error: False,
 ) -> OneLineEnd:
-    """Let errors of these kinds be one line where they end the process; others go to the former hook.
+    """Print errors of these kinds as one line when they end the process; pass others to the previous hook.
 
     A second call changes nothing.
 
     Args:
-        mistake: the user's; the exit code is 2, as that of our commands.
-        kinds: others; the exit code stays Python's, 1.
-        traced: of which errors the user needs the traceback, and gets it.
+        mistake: the class of user errors; the exit code is 2, as for our commands.
+        kinds: other errors; the exit code stays Python's, 1.
+        traced: errors for which the traceback is printed as well.
 
     Returns:
-        The hook, which ``disarm`` undoes wherever it stands.
+        The hook; call ``disarm`` on it to remove it.
     """
     if isinstance(sys.excepthook, OneLineEnd):
         return sys.excepthook
@@ -41,17 +41,17 @@ def arm(
 
 
 def disarm() -> None:
-    """Put the former hook back, unless somebody else has put his own in front since."""
+    """Restore the previous hook, unless other code has installed its own since."""
     if isinstance(sys.excepthook, OneLineEnd):
         sys.excepthook.disarm()
 
 
 class OneLineEnd:
-    """The hook.
+    """The exception hook.
 
     Args:
         mistake, others, traced: see ``arm``.
-        former: the hook that was there.
+        former: the previous hook.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class OneLineEnd:
         self.armed = True
 
     def disarm(self) -> None:
-        """Put the former hook back; where somebody has put his own in front, only hand on to it."""
+        """Restore the previous hook; if other code installed its own in front, only pass errors on."""
         self.armed = False
         if sys.excepthook is self:
             sys.excepthook = self.former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print a line, or hand on to the former hook.
+        """Print one line, or call the previous hook.
 
         Raises:
             SystemExit: the error is a user's mistake.

@@ -1,6 +1,6 @@
-"""Python programs that this one starts: they find this package and search no working directory for modules.
+"""Start Python programs that find this package and do not import modules from the working directory.
 
-Python looks for modules of ``-m`` and ``-c`` in the working directory first, which may be a stranger's.
+For ``-m`` and ``-c`` Python searches the working directory first, which another user may control.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ _RUN_MODULE = _FROM_ELSEWHERE + "import runpy; runpy.run_module(sys.argv.pop(1),
 
 
 def module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a module, as ``python -m`` does.
+    """Return the command that runs a module like ``python -m``.
 
     Args:
-        name: of the module.
-        arguments: of the program.
-        options: of the interpreter, such as ``-W ignore``.
+        name: name of the module.
+        arguments: arguments of the program.
+        options: options of the interpreter, such as ``-W ignore``.
     """
     return [sys.executable, *options, *module_flags(name), *arguments]
 
 
 def module_flags(name: str) -> list[str]:
-    """Return what stands behind ``python`` for that."""
+    """Return the words that follow ``python`` to run a module."""
     return ["-P", "-m", name] if sys.version_info >= (3, 11) else ["-c", _RUN_MODULE, name]
 
 
 def code(statement: str) -> list[str]:
-    """Return the command that runs a statement, as ``python -c`` does."""
+    """Return the command that runs a statement like ``python -c``."""
     return [sys.executable, "-c", _FROM_ELSEWHERE + statement]
 
 
 def search_path() -> str:
-    """Return the PYTHONPATH of a child: this package, which need not be installed, and what the user has set.
+    """Return the PYTHONPATH of a child: this package, which may not be installed, and the user's entries.
 
-    Where it is installed it needs no place there: all other packages would come before Python's own modules.
-    An empty entry, as ``export PYTHONPATH=$PYTHONPATH:/x`` makes one, would be the working directory.
+    An installed package is not added, because its folder would shadow Python's own modules. Empty entries, as
+    in ``export PYTHONPATH=$PYTHONPATH:/x``, are removed because they mean the working directory.
     """
     installed = [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]
     own = [] if _PACKAGES in installed else [str(_PACKAGES)]
@@ -50,13 +50,13 @@ def search_path() -> str:
 
 
 def search_first(folder: str) -> None:
-    """Look for modules in the folder of a script first, as the interpreter does for one that it is given.
+    """Search for modules in a script's folder first, as the interpreter does for a script.
 
-    Where this process was told to look in the working directory first, that goes.
+    The working directory is removed from the front of the search path.
     """
     sys.path[:] = [folder, *sys.path[sys.path[:1] in ([""], [os.getcwd()]) :]]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment for such a child, with more variables."""
+    """Return this process's environment for a child, with additional variables."""
     return {**os.environ, "PYTHONPATH": search_path(), **variables}

@@ -1,12 +1,13 @@
-"""Processes that ``multiprocessing`` spawns: they start with a fresh interpreter and must be patched too.
+"""Processes that ``multiprocessing`` spawns: they start with a new interpreter and must be patched too.
 
-A spawned child runs the main script again under another name, so it imports Megatron: the writers of
-asynchronous checkpoints, the server of their results, workers of loaders. Where the package is installed,
-torch's entry point arms the hook there. Where it is only on ``PYTHONPATH``, or torch's autoload is off,
-nothing would, and the child would fail on what is patched in its parent.
+A spawned child runs the main script again under another name, so it imports Megatron: writers of asynchronous
+checkpoints, their result server, data-loader workers. If the package is installed, torch's entry point
+installs the hook there. If it is only on ``PYTHONPATH``, or torch's autoload is off, the child would run
+unpatched and fail.
 
-Python starts them, and its helpers (the tracker of shared memory, the server of ``forkserver``), with ``-c``,
-which looks for modules in the working directory first. That may be a stranger's: here they do not.
+Python starts them, and its helpers (the shared-memory tracker, the ``forkserver``), with ``-c``, which
+searches the working directory for modules first. That folder may belong to another user, so it is not
+searched here.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _FLAGS = "_args_from_interpreter_flags"
 
 
 def run_first(statement: str) -> None:
-    """Let every child that is spawned from now on run a statement too, before anything else of its own."""
+    """Make every child that is spawned from now on run a statement before its own code."""
     statements = arm().statements
     if statement not in statements:
         statements.append(statement)
 
 
 def arm() -> _Command:
-    """Let every child that is spawned from now on import this package first, from where it is here.
+    """Make every child that is spawned from now on import this package first, from the same place as here.
 
     A second call changes nothing.
 
     Returns:
-        What makes the commands of children.
+        The object that creates the commands of children.
     """
     command = multiprocessing.spawn.get_command_line
     if not isinstance(command, _Command):
@@ -47,7 +48,7 @@ def arm() -> _Command:
 
 
 def disarm() -> None:
-    """Set children to spawned as Python does it."""
+    """Restore Python's way of spawning children."""
     flags = getattr(multiprocessing.util, _FLAGS)
     if isinstance(flags, _Flags):
         setattr(multiprocessing.util, _FLAGS, flags.original)

@@ -1,4 +1,4 @@
-"""Where every thread of a process stands, on demand: ``kill -USR1 PID``. For runs that hang."""
+"""Print the stacks of all threads on demand (``kill -USR1 PID``), to find out why a run hangs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType
 
 
 def print_on_signal() -> bool:
-    """Print the stacks of all threads on SIGUSR1, into the process's own standard error; the run continues.
+    """Print the stacks of all threads to stderr on SIGUSR1; the run continues.
 
-    Without it the signal ends a process. A program that handles the signal itself is left alone, and one that
-    begins to do so later wins.
+    Without it the signal ends the process. If the program handles the signal itself, now or later, its
+    handler takes precedence.
 
     Returns:
-        Whether it does.
+        Whether the handler was installed.
     """
     usr1 = getattr(signal, "SIGUSR1", None)  # Windows has none
     if usr1 is None or sys.__stderr__ is None or not _is_free(usr1):
@@ -31,7 +31,7 @@ def print_on_signal() -> bool:
 
 
 def leave_signal() -> None:
-    """Undo ``print_on_signal``; of a program that has begun to handle the signal itself nothing changes."""
+    """Undo ``print_on_signal``, unless the program has installed its own handler."""
     usr1 = getattr(signal, "SIGUSR1", None)
     if usr1 is None or not _is_free(usr1):
         return

@@ -1,8 +1,8 @@
-"""Folders of this user's from which code is loaded: nobody else can have written what is there.
+"""Private folders of this user from which code is loaded: no other user can write to them.
 
-A folder is opened and looked at, a file in it opened relative to that, and the loader is given the open file:
-whoever swaps a name in between changes nothing. A library ends in a digest of all before it, so that one that
-was cut short is compiled again instead of loaded: the system kills a process that reads behind a file's end.
+A folder is opened and checked, files are opened relative to it, and the loader gets the open file, so that
+replacing a name in between has no effect. A library ends with a digest of its content, so that a truncated
+one is compiled again instead of loaded: reading past the end of a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file s
 
 
 def root() -> Path:
-    """Return this project's folder in the user's cache; it need not exist.
+    """Return this project's folder in the user's cache; it may not exist.
 
-    As ``platformdirs`` finds it on Linux, which would be one more package for one line.
+    It is the folder that ``platformdirs`` returns on Linux, without that dependency.
 
     Raises:
-        UsageError: nothing says where that user's files are.
+        UsageError: the user's cache folder cannot be determined.
     """
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -54,15 +54,15 @@ def root() -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
-    """Give a descriptor of a folder that is made, 0700, if it is not there, and that only this user fills.
+    """Open a private folder, created with mode 0700 if missing, to which only this user can write.
 
     Args:
         path: the folder.
-        remedy: how to have another one.
-        within: a descriptor of the folder that ``path`` is relative to.
+        remedy: how to select another folder.
+        within: descriptor of the folder to which ``path`` is relative.
 
     Raises:
-        UsageError: it is another user's, others may write to it, or it cannot be made or read.
+        UsageError: another user owns it or can write to it, or it cannot be created or read.
     """
     try:
         if within is None:
@@ -78,7 +78,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 
 
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
-    """Return what to raise where a file system refuses a folder of the cache."""
+    """Return the error for a cache folder that the file system rejects."""
     return UsageError(
         f"the cache {path} ({error.strerror or error})", "a directory that can be made and written to", remedy
     )
@@ -96,15 +96,15 @@ def _require_own(path: Path, descriptor: int, remedy: str) -> None:
 
 
 def opened_file(folder: int, path: Path, remedy: str) -> int | None:
-    """Return a descriptor of a regular file, which the caller closes; None: it is not there.
+    """Return a descriptor of a regular file, to be closed by the caller; None: the file does not exist.
 
     Args:
-        folder: a descriptor of the folder that it is in.
-        path: of the file; its last part is looked for in that folder.
-        remedy: how to have another one.
+        folder: descriptor of the folder that contains it.
+        path: path of the file; only its last component is used for opening.
+        remedy: how to select another folder.
 
     Raises:
-        UsageError: it is another user's, others may write to it, or it is a link or no file.
+        UsageError: another user owns it or can write to it, or it is not a regular file.
     """
     try:
         descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -123,7 +123,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
 
 
 def seal(folder: int, name: str) -> None:
-    """Put the digest of a new library behind it, take its mode from all others, and bring it to disk."""
+    """Append the digest to a new library, make it private, and flush it to disk."""
     with open(os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder), "r+b") as stream:
         digest = hashlib.sha256(stream.read()).digest()
         stream.write(_SEAL + digest)
@@ -133,17 +133,17 @@ def seal(folder: int, name: str) -> None:
 
 
 def is_whole(descriptor: int) -> bool:
-    """Return whether a library ends in the digest of all before it."""
+    """Return whether a library ends with the digest of its content."""
     content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     before, end = content[:-_SEALED], content[-_SEALED:]
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
 
 
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load an open library, whose descriptor stays open.
+    """Load an open library; its descriptor stays open.
 
-    The loader takes a library that it knows by the same name for the same: each has a name of its own, for
-    who forks may close descriptors of his parent, whose numbers then come again.
+    The loader treats libraries of the same name as identical, so each gets a unique name: a forked process
+    may close its parent's descriptors, whose numbers are then reused.
 
     Raises:
         OSError: it cannot be loaded; the descriptor is closed.
@@ -159,14 +159,16 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Let a file or folder be as new as today, for ``is_unused``; of root's that cannot be, and need not."""
+    """Set a file's or folder's time to now, for ``is_unused``; files of root cannot be changed and need not
+    be.
+    """
     with contextlib.suppress(OSError):
         if time.time() - os.fstat(descriptor).st_mtime > _DAY:
             os.utime(descriptor)
 
 
 def is_unused(entry: os.DirEntry[str]) -> bool:
-    """Return whether nobody has loaded what a folder has under this name for a month."""
+    """Return whether the folder's entry of this name was not loaded for a month."""
     with contextlib.suppress(OSError):
         return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
     return False
@@ -174,16 +176,16 @@ def is_unused(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float = -1) -> Iterator[None]:
-    """Let one process at a time into the block; a file system without locks lets all of them.
+    """Let one process at a time into the block; without support for locks, all of them.
 
     Args:
-        path: the file that is locked; it stays.
-        remedy: how to have another one.
-        waits: is called if another process is in the block.
-        longest: seconds to wait for it; -1: forever.
+        path: the lock file, which is kept.
+        remedy: how to select another folder.
+        waits: called if another process is in the block.
+        longest: maximum seconds to wait; -1: forever.
 
     Raises:
-        UsageError: that has taken longer, or the file cannot be made.
+        UsageError: the wait took longer, or the file cannot be created.
     """
     from filelock import FileLock, Timeout  # torch requires it; not above: every start imports this module
 

@@ -1,4 +1,4 @@
-"""Which devices of a machine a process may use: ``CUDA_VISIBLE_DEVICES`` and what it means elsewhere."""
+"""The devices that a process may use: ``CUDA_VISIBLE_DEVICES`` and its equivalents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ ASCEND = "ASCEND_RT_VISIBLE_DEVICES"  # CANN's own
 
 
 def listed(variable: str, total: int | None = None) -> list[int] | None:
-    """Return the devices that a variable lists, or None where it is not set or empty.
+    """Return the devices that a variable lists, or None if it is unset or empty.
 
-    As CUDA and CANN read it: what comes behind a number that no device has, or behind a word, is left out.
+    As in CUDA and CANN, entries after an invalid device number or a word are ignored.
 
     Args:
         variable: one of the names above.
-        total: how many devices there are; None: as many as are listed.
+        total: number of devices; None: as many as are listed.
     """
     text = os.environ.get(variable, "").strip()
     if not text:
@@ -30,12 +30,13 @@ def listed(variable: str, total: int | None = None) -> list[int] | None:
 
 
 def name_for_ascend() -> bool:
-    """Let ``CUDA_VISIBLE_DEVICES`` choose NPUs in this process and its children, if CANN's name does not.
+    """Make ``CUDA_VISIBLE_DEVICES`` select NPUs in this process and its children, unless CANN's variable is
+    set.
 
-    CANN reads its variable when it starts, so this comes before torch_npu is imported.
+    CANN reads its variable when it starts, so call this before torch_npu is imported.
 
     Returns:
-        Whether it has set CANN's.
+        Whether CANN's variable was set.
     """
     chosen = os.environ.get(CUDA, "").strip()
     if not chosen or os.environ.get(ASCEND, "").strip():

@@ -1,19 +1,19 @@
-"""Names the rank that a run of several processes waits for without success, and ends the others.
+"""Find the rank that blocks a run of several processes, report it, and end the other ranks.
 
-Without it a dead rank is "Connection reset by peer" in all others, or nothing for half an hour; a stopped one
-is nothing at all. Each rank has a thread that says once a second, in the store of the run, where the main
-thread stands (``place``, ``board``), and in which phase, which who is in it enters by name (``phases``); no
-port is opened, and no collective is made. What it notices:
+Without a watchdog, a dead rank shows as "Connection reset by peer" in all others, or as nothing for half an
+hour; a stopped one as nothing at all. In each rank a thread writes once a second to the store of the run
+where the main thread is (``place``, ``board``) and in which phase (``phases``). It opens no port and runs no
+collective. It detects:
 
-- a rank of the same machine that ended: the kernel says so at once (``deaths``);
-- a rank elsewhere that ended: its peers fail, and look whose word has stopped;
-- a rank that is stopped, or whose machine is gone: its word stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
-- ranks that wait for each other: none has moved for as long;
-- the launcher that ended (``launcher``): its ranks do too;
-- a run of one process that has not moved for as long (``alone``).
+- a rank of the same machine that ended: the kernel reports it at once (``deaths``);
+- a rank on another machine that ended: its peers fail and check whose heartbeat has stopped;
+- a rank that is stopped or whose machine is lost: its heartbeat stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
+- ranks that wait for each other: none makes progress for as long;
+- the end of the launcher (``launcher``): its ranks end too;
+- a run of one process that makes no progress for as long (``alone``).
 
-The first rank that knows writes it into the store for all; they print it and end with exit code 1. SIGUSR1 to
-one rank lets each print where all its threads stand.
+The first rank that detects a failure writes it to the store; all ranks print it and exit with code 1. SIGUSR1
+to one rank makes all ranks print the stacks of their threads.
 """
 
 from megatron_npu.watchdog.first_contact import tell as tell_others

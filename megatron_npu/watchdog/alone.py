@@ -1,4 +1,4 @@
-"""The watchdog of a run of one process: a hang that nobody else would notice ends, and is named."""
+"""The watchdog of a run of one process: end a hang and report where it is."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EXIT = 1
 
 
 class Alone:
-    """A thread that ends the process where its main thread stands still, as long as the process group lives.
+    """A thread that ends the process if its main thread hangs, as long as the process group exists.
 
     Args:
-        limit: seconds that are too many.
-        step_now: returns the number of the step of training.
+        limit: maximum seconds without progress.
+        step_now: returns the number of the current training step.
     """
 
     def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
@@ -35,24 +35,24 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """Whether it does still: not in a forked child, nor when the group is gone."""
+        """Whether it is active: not in a forked child, nor after the process group is destroyed."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin, in a thread."""
+        """Start the thread."""
         atexit.register(self.stop)
         stacks.print_on_signal()
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread."""
         if os.getpid() == self._owner:
             atexit.unregister(self.stop)
             self._stopping.set()
             self._thread.join(_PATIENCE)
 
     def failed(self, error: BaseException) -> bool:
-        """Return whether another rank is the reason for an error: there is none."""
+        """Return whether another rank caused an error: there is no other rank."""
         return False
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves, in the store of the run."""
+"""The records that ranks exchange through the store of the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TELLING = 10.0  # seconds from which on it is of interest for how long a rank h
 
 @dataclass(frozen=True)
 class Process:
-    """A rank as a process.
+    """The process of a rank.
 
     Attributes:
-        rank: its number in the run.
-        host: the name of its machine.
-        pid: its number there.
-        space: what tells machines and containers apart, inside which process numbers mean the same.
+        rank: its rank.
+        host: name of its machine.
+        pid: its process number on that machine.
+        space: identifies the machine or container in which the process number is valid.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Process:
 
     @staticmethod
     def own(rank: int) -> Process:
-        """Return this one."""
+        """Return the record of this process."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -46,7 +46,8 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return whether it can hear of anything, as far as ``own`` can see: not elsewhere."""
+        """Return whether this process can observe it, as far as ``own`` can tell; false for other
+        machines."""
         if not self.space or self.space != own.space:
             return True
         try:
@@ -60,15 +61,15 @@ class Process:
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's word that it lives.
+    """A heartbeat of a rank.
 
     Attributes:
-        number: of the word, from 0 on.
-        step: of training in which it is, counted from 1; 0: none has begun.
-        still: seconds for which its main thread has not moved.
-        phase, collective, place: as ``place.Place`` has them, the last one whole as text.
-        frames: of its stack, the innermost first.
-        file: of a save that stands still, the one that it writes, with its size; empty: none is known.
+        number: number of the heartbeat, from 0.
+        step: current training step, from 1; 0: none has started.
+        still: seconds since the main thread last made progress.
+        phase, collective, place: as in ``place.Place``, the last one as text.
+        frames: its stack frames, innermost first.
+        file: the file, with its size, that a stalled save is writing; empty: unknown.
     """
 
     number: int
@@ -86,17 +87,17 @@ class Beat:
         return f"{self.place} (step {self.step}){long}{file}"
 
     def stack(self) -> str:
-        """Return its frames, each on a line of its own, with a line break before it."""
+        """Return its stack frames, each on a new line."""
         return "".join(f"\n  {frame}" for frame in self.frames)
 
 
 @dataclass(frozen=True)
 class Word:
-    """What is looked at of every rank's beat, in a few bytes.
+    """The few bytes of every rank's heartbeat that are read each time.
 
     Attributes:
-        number, still: as ``Beat`` has them.
-        waits: whether it waits for what is outside of the run.
+        number, still: as in ``Beat``.
+        waits: whether the rank waits for something outside the run.
     """
 
     number: int
@@ -108,7 +109,7 @@ class Word:
 
     @staticmethod
     def of(text: bytes) -> Word:
-        """Return what ``str`` has made a text of."""
+        """Parse the text that ``str`` returned."""
         number, still, waits = text.split()
         return Word(int(number), float(still), waits == b"1")
 
@@ -118,14 +119,14 @@ _LIVES = b"-"  # what stands in place of the end of a rank that has not ended
 
 
 class Board:
-    """The notes of all ranks of one process group. Each rank has a connection of its own for them.
+    """The records of all ranks of a process group. Each rank has its own connection for them.
 
-    A method asks the store one question, however many ranks it is about, but ``left``.
+    Each method sends one request to the store, for any number of ranks, except ``left``.
 
     Args:
-        store: a connection to the store of the run, which nobody else uses.
-        name: what tells this group from earlier ones in the same store.
-        where: the address of the store, to be told.
+        store: a connection to the store of the run that nothing else uses.
+        name: distinguishes this group from earlier ones in the same store.
+        where: the address of the store, for messages.
     """
 
     def __init__(self, store: dist.Store, name: str, where: str = "") -> None:
@@ -133,77 +134,77 @@ class Board:
         self.where = where
 
     def enter(self, process: Process) -> None:
-        """Say who a rank is, once; it has beaten before."""
+        """Register a rank, once; it must have sent a heartbeat before."""
         self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
         self._store.compare_set(f"end/{process.rank}", "", _LIVES.decode())
         self._store.add("entered", 1)
 
     def processes(self, ranks: int) -> list[Process] | None:
-        """Return all ranks; None as long as one has not entered."""
+        """Return all ranks; None until every rank has registered."""
         if int(self._store.add("entered", 0)) < ranks:
             return None
         texts = self._store.multi_get([f"who/{rank}" for rank in range(ranks)])
         return [Process(**json.loads(text)) for text in texts]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Leave a rank's word; nothing is asked."""
+        """Write a rank's heartbeat, without reading anything."""
         word = Word(beat.number, beat.still, beat.phase == WAITING)
         self._store.multi_set(  # type: ignore[attr-defined]
             [f"beat/{rank}", f"word/{rank}"], [json.dumps(asdict(beat)), str(word)]
         )
 
     def look(self, rank: int) -> tuple[int, Word]:
-        """Return how many times anybody has judged or asked, and the last word of a rank that has beaten."""
+        """Return the number of verdicts and requests so far, and the last heartbeat of a rank."""
         news, word = self._store.multi_get(["news", f"word/{rank}"])
         return int(news), Word.of(word)
 
     def words(self, ranks: list[int]) -> list[Word]:
-        """Return the last words of ranks that have entered."""
+        """Return the last short heartbeats of registered ranks."""
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the last words of ranks; each has beaten before it has entered."""
+        """Return the last full heartbeats of ranks, which exist since before they registered."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Say that a rank ends, by which error; empty: as it should."""
+        """Record that a rank ends, with its error; empty: normally."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return with what a rank has left; None: it has not, or not even entered."""
+        """Return how a rank ended; None: it has not ended, or never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return of ranks that have entered with what each has left; None: it has not."""
+        """Return how each of the registered ranks ended; None: it has not."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Write what has happened to the run; return what the first one has written."""
+        """Record what happened to the run; return the record of the first rank that did so."""
         first = str(self._store.compare_set("verdict", "", verdict).decode())
         self._store.add("news", 1)
         return first
 
     def verdict(self) -> str | None:
-        """Return what has happened to the run; None: nothing."""
+        """Return what happened to the run; None: nothing."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def told(self, rank: int) -> None:
-        """Say that a rank knows the verdict."""
+        """Record that a rank has read the verdict."""
         self._store.set(f"word/{rank}", str(Word(KNOWS, 0.0, waits=False)))
 
     def ask_for_stacks(self, rank: int) -> None:
-        """Have all ranks print where they stand, because a rank was asked to."""
+        """Make all ranks print their stacks, because one rank got SIGUSR1."""
         self._store.set("asked", str(rank))
         self._store.add("news", 1)
 
     def asking(self) -> int:
-        """Return the rank that was asked last."""
+        """Return the rank that got the last request."""
         return int(self._store.get("asked"))
 
     def open(self) -> None:
-        """Set there to something to look at: the first thing that each rank does."""
+        """Create the initial records; every rank calls this first."""
         self._store.add("news", 0)
 
 
@@ -216,7 +217,8 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a connection of its own to the store of the default process group; None: it has no server."""
+    """Return a separate connection to the store of the default process group; None: the store has no
+    server."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""Which processes of this machine have ended: the kernel tells at once. And which signals have come."""
+"""Wait for the end of processes on this machine, which the kernel reports at once, and for signals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WAKE = 0  # no signal has this number
 
 
 class Deaths:
-    """Waits for the end of processes, for a signal, or until it is woken.
+    """Waits until a process ends, a signal arrives, or another thread wakes it.
 
     Attributes:
-        gone: watched processes that had ended before.
-        signals: the numbers of those that have come since somebody has emptied the set.
+        gone: watched processes that had already ended.
+        signals: numbers of the signals received since the set was last cleared.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Wait for the end of these too."""
+        """Also wait for the end of these processes."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
@@ -44,9 +44,9 @@ class Deaths:
                 self._selector.register(descriptor, selectors.EVENT_READ, process)
 
     def listen(self) -> None:
-        """Let signals that Python handles wake a ``wait``; they are then in ``signals``.
+        """Make signals that Python handles wake ``wait`` and add them to ``signals``.
 
-        Only where nobody else is told of them, such as a loop of asyncio.
+        Use it only if nothing else, such as an asyncio loop, receives the wake-ups.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -61,7 +61,8 @@ class Deaths:
             self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
-        """Return processes that have ended, as soon as there are any; when woken or after a time nothing."""
+        """Return processes that have ended, as soon as there are any; nothing after a wake-up or the
+        timeout."""
         found, self.gone = self.gone, []
         for key, _ in self._selector.select(0 if found else seconds):
             if key.data is None:
@@ -73,6 +74,6 @@ class Deaths:
         return found
 
     def wake(self) -> None:
-        """Let a ``wait`` in another thread, or the next one, return at once."""
+        """Make a ``wait`` in another thread, or the next one, return at once."""
         with contextlib.suppress(OSError):
             os.write(self._button, bytes([_WAKE]))

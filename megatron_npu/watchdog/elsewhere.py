@@ -1,7 +1,7 @@
-"""Whether a process is at work although its main thread stands still: in other threads, or in children.
+"""Whether a process works in other threads or children while its main thread stands still.
 
-A compiler of graphs, a builder of kernels, a writer of a checkpoint: the main thread waits for them, in one
-line of Python and without CPU time of its own, and that is no hang.
+For example, the main thread waits for a graph compiler, a kernel builder or a checkpoint writer, in one line
+of Python and without CPU time of its own. That is not a hang.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Compares the CPU time that was used with that at the call before.
+    """Compares the CPU time used with that of the previous call.
 
-    Called about once a second, and only while the main thread stands still: to look for children costs
-    milliseconds on a machine with many processes.
+    It is called about once a second, and only while the main thread stands still, because searching for
+    children costs milliseconds on a machine with many processes.
     """
 
     _last: _Sample | None = field(default=None)
 
     def forget(self) -> None:
-        """Begin again: the main thread has moved."""
+        """Start again, because the main thread has moved."""
         self._last = None
 
     def computes(self) -> bool:
-        """Return whether other threads (but the caller's) or a child have used a share of a core since."""
+        """Return whether other threads (except the caller's) or a child have used enough CPU time since the
+        last call.
+        """
         last, self._last = self._last, _sample()
         if last is None:
             return False

@@ -1,9 +1,9 @@
-"""The first contact of ranks on several machines, before groups are made: who is not there, who not reached.
+"""Check, before process groups are created, that ranks on several machines can reach each other.
 
-Left to torch, a host name that means 127.0.1.1, or a firewall, is ten minutes of silence and a page of C++.
-Each rank says at the store of the run who it is; rank 0 waits for all and says meanwhile who is missing. One
-rank of each machine lets others connect to the address that gloo will take, and tries theirs. A rank asks the
-store few questions, however many ranks there are.
+Otherwise a host name that resolves to 127.0.1.1, or a firewall, causes ten minutes of silence and a page of
+C++ messages. Each rank registers at the store of the run; rank 0 waits for all and logs who is missing. One
+rank per machine listens on the address that gloo will use, and connects to the others. Each rank sends only a
+few requests to the store, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class _Place:
 
 @contextlib.contextmanager
 def made() -> Iterator[None]:
-    """Have the ranks of several machines met and tried each other before the block, in which groups are made.
+    """Check that ranks on several machines reach each other before the block, which creates process groups.
 
-    On one machine, and where no launcher says how many ranks it has, nothing is done.
+    On one machine, or if no launcher gives the number of ranks per machine, nothing is checked.
 
     Raises:
-        UsageError: they cannot, on all ranks; it names the machines and what to do.
+        UsageError: they cannot, raised on all ranks; it names the machines and the remedy.
     """
     if not _is_of_several_machines():
         yield
@@ -74,7 +74,7 @@ def made() -> Iterator[None]:
 
 
 def tell(error: str) -> None:
-    """Tell the others that this rank has ended before it met them, if they are on several machines."""
+    """Tell the other ranks that this one ended before the check, if they are on several machines."""
     if not _is_of_several_machines() or dist.is_initialized():
         return
     with contextlib.suppress(Exception):  # rank 0 may be gone

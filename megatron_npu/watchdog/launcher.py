@@ -1,4 +1,4 @@
-"""The end of the launcher: left to torch, the ranks of a torchrun that is killed train on without it."""
+"""End ranks whose launcher has ended: without this, the ranks of a killed torchrun continue to train."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _THREAD = "megatron_npu launcher"
 
 
 def end_with_launcher() -> None:
-    """End this process, which an elastic agent has started, as soon as that agent ends, or has. Linux only.
+    """End this process as soon as the elastic agent that started it ends, or has ended. Linux only.
 
-    A process that nobody or another launcher has started is left alone: what ``nohup`` or a batch system
-    starts outlives its parent on purpose. A second call does nothing.
+    Processes started without a launcher, or by another one, are not affected: with ``nohup`` or a batch
+    system they outlive their parent on purpose. A second call has no effect.
     """
     # a forked child has no such thread
     watches = any(thread.name == _THREAD for thread in threading.enumerate())
@@ -43,12 +43,12 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Let ranks meet in the block; one that fails because the launcher has ended, and its store, says so.
+    """Let ranks connect inside the block; if that fails because the launcher has ended, report that.
 
-    The thread that watches the launcher may hear of it later than the store's connection breaks.
+    The store's connection may break before the thread that watches the launcher notices its end.
 
     Raises:
-        UsageError: they are on several machines that do not reach each other.
+        UsageError: the ranks are on several machines that do not reach each other.
     """
     try:
         with first_contact.made():

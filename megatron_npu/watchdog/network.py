@@ -1,4 +1,4 @@
-"""Where this machine is reached: the address that gloo takes, and whether others' are reached from here."""
+"""The addresses of this machine: which one gloo uses, and whether other machines can be reached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Address = tuple[str, int]
 
 
 def machine() -> str:
-    """Return what tells networks apart, inside which a loopback address reaches everybody; empty: unknown."""
+    """Return an identifier of this machine's network, inside which a loopback address works; empty:
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -31,10 +32,10 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """Return the address that gloo binds: that of ``GLOO_SOCKET_IFNAME``, else of the host's name.
+    """Return the address that gloo binds: that of ``GLOO_SOCKET_IFNAME``, or else of the host name.
 
     Raises:
-        UsageError: there is no such interface.
+        UsageError: the interface does not exist.
     """
     name = os.environ.get(INTERFACE, "").partition(",")[0]
     if name:
@@ -61,7 +62,7 @@ def _of_interface(name: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the addresses of this machine's interfaces that others may reach, by name."""
+    """Return the addresses of this machine's non-loopback interfaces, by name."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
@@ -72,13 +73,13 @@ def interfaces() -> dict[str, str]:
 
 
 def is_private_to_the_machine(address: str) -> bool:
-    """Return whether an address is one that no other machine reaches."""
+    """Return whether an address cannot be reached from other machines."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified
 
 
 def towards(host: str) -> tuple[str, str] | None:
-    """Return the interface through which a host is reached from here, and its address; None: not known."""
+    """Return the interface through which a host is reached, and its address; None: unknown."""
     with contextlib.suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -89,7 +90,7 @@ def towards(host: str) -> tuple[str, str] | None:
 
 
 def listening(address: str) -> socket.socket:
-    """Return a socket that others may connect to, at a port that is free."""
+    """Return a listening socket on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     result = socket.socket(family, socket.SOCK_STREAM)
     result.bind((address, 0))
@@ -98,11 +99,11 @@ def listening(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """Try one connection to each of several places, all at once; return why, of those that are not reached.
+    """Try to connect to several addresses at once; return the reasons of those that fail.
 
     Args:
-        places: address and port of each, by its name.
-        seconds: to try for.
+        places: address and port, by name.
+        seconds: how long to try.
     """
     faults: dict[str, str] = {}
     with selectors.DefaultSelector() as waiting:

@@ -1,4 +1,4 @@
-"""Whether ranks may open the connections that they meet by, and the files of a checkpoint."""
+"""Check that ranks may open enough connections and checkpoint files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PER_RANK = 2  # connections to the store, in the rank that holds it: torch's an
 
 
 def require_open_files(ranks: int) -> None:
-    """Raise the limit of open files to what a rank needs at least, if it is lower.
+    """Raise the limit of open files to the minimum that a rank needs, if it is lower.
 
-    Where the store may open none, torch's clients try again for ten minutes, and print a page each time;
-    where a rank that is alone may open no socket, gloo ends it with a traceback.
+    If the store cannot open connections, torch's clients retry for ten minutes and print a page each time; if
+    a single rank cannot open a socket, gloo ends it with a traceback.
 
     Args:
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Raises:
         UsageError: the hard limit is lower too.

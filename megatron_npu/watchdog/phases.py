@@ -1,4 +1,4 @@
-"""What the main thread of this process is doing for the run: whoever does it enters the phase by its name."""
+"""The current phase of the main thread, entered by name by the code that runs it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _entered: list[Name] = []  # the innermost one last; another thread reads it
 
 @contextlib.contextmanager
 def phase(name: Name) -> Iterator[None]:
-    """Be in a phase inside the block, or in the function that this decorates; an inner one counts.
+    """Enter a phase for the block or the decorated function; an inner phase takes precedence.
 
-    The watchdog looks at the main thread: in another one this does nothing.
+    It has no effect in other threads, because the watchdog observes the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -34,5 +34,5 @@ def phase(name: Name) -> Iterator[None]:
 
 
 def current() -> Name | None:
-    """Return the phase that the main thread is in; None: nobody has said."""
+    """Return the phase of the main thread; None: none was entered."""
     return next(reversed(_entered), None)

@@ -1,4 +1,4 @@
-"""Where the main thread of this process stands: read from its stack by another thread, at no cost to it."""
+"""The current position of the main thread, read from its stack by another thread at no cost to it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Place:
     """What a thread is doing.
 
     Attributes:
-        phase: of the run, see ``phases``.
+        phase: the phase of the run, see ``phases``.
         collective: the function of torch.distributed that it is in; empty: none.
-        call: the innermost function of Megatron or a command, as ``module:line in function``.
-        frames: the innermost frames, the last one first.
-        mark: differs from an earlier one if the thread has moved in the meantime, or has computed for 0.1 s.
-        outside: whether it waits for people, who may take as long as they like.
+        call: the innermost function of Megatron or of a command, as ``module:line in function``.
+        frames: its stack frames, innermost first.
+        mark: changes if the thread has moved, or has computed for 0.1 s.
+        outside: whether it waits for a person, which may take any time.
     """
 
     phase: phases.Name
@@ -56,7 +56,7 @@ class Place:
 
 
 def of_main_thread() -> Place:
-    """Return where the main thread of this process stands."""
+    """Return the position of the main thread of this process."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     frames = []

@@ -1,4 +1,4 @@
-"""The watch of this process: begun once, by whoever begins it, and ended with the run."""
+"""The watchdog of this process: started once, by whichever code starts it first, and stopped with the run."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ _process = _OfProcess()
 
 
 def step(number: int) -> None:
-    """Note that the step with this number begins."""
+    """Record that the step with this number starts."""
     _process.step = number
 
 
 def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
-    """Watch from now on until the process ends: other ranks, or itself if there are none. All must call this.
+    """Start the watchdog until the process ends; all ranks must call this. Without other ranks it watches
+    itself.
 
-    A second call does nothing.
+    A second call has no effect.
 
     Args:
-        step_now: returns the number of the step that this rank is in.
+        step_now: returns the number of this rank's current step.
     """
     if isinstance(_process.watch, Alone) and not _process.watch.watches:
         _process.watch = None  # of an earlier run in this process
@@ -64,26 +65,26 @@ def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
 
 
 def end() -> None:
-    """Watch no longer: the run has ended well."""
+    """Stop the watchdog, because the run has completed."""
     if _process.watch is not None:
         _process.watch.stop()
         _process.watch = None
 
 
 def failed(error: BaseException) -> bool:
-    """Find out whether another rank is the reason for an error; if none is, tell the others of it.
+    """Find out whether another rank caused an error; if not, report the error to the other ranks.
 
-    The others are watched on, as ending may hang too.
+    The other ranks are still watched, because the exit may hang too.
 
     Returns:
-        Whether another rank is, which has been printed then.
+        Whether another rank caused it; this has been printed then.
     """
     return _process.watch is not None and _process.watch.failed(error)
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Watch in the block, which lies inside of a process group."""
+    """Run the watchdog inside the block; a process group must exist."""
     begin()
     try:
         yield

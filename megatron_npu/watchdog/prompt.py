@@ -1,4 +1,4 @@
-"""``input``: while a person is asked, the run waits for work."""
+"""Mark calls of ``input`` as waiting for a person."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAME = __name__
 
 
 def make_visible() -> None:
-    """Have ``input`` say that the run waits for a person, from now on. A second call does nothing."""
+    """Make ``input`` record that the run waits for a person. A second call has no effect."""
     plain = builtins.input
     if getattr(plain, "__module__", "") == _NAME:
         return

@@ -1,4 +1,4 @@
-"""The watchdog of one rank: a thread that beats, looks and judges. See the package's own words."""
+"""The watchdog thread of one rank: it sends heartbeats, reads those of others, and reports failures."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _StoreEndedError(Exception):
 
 
 class Rank:
-    """One rank that watches the others.
+    """The watchdog of one rank.
 
     Args:
-        board: of the run.
-        rank, ranks: which one of how many it is.
-        limit: seconds of silence, or of standing still, that are too many.
+        board: the records of the run.
+        rank, ranks: its number, and the number of ranks.
+        limit: maximum seconds without a heartbeat or progress.
         step_now: see ``begin``.
     """
 
@@ -64,7 +64,7 @@ class Rank:
         self._has_entered = False
 
     def start(self) -> None:
-        """Begin, in a thread."""
+        """Start the thread."""
         sys.excepthook = self._hook
         atexit.register(self.stop)
         if stacks.print_on_signal():
@@ -73,7 +73,7 @@ class Rank:
         self._guard.start()
 
     def stop(self) -> None:
-        """End, saying that this rank has ended as it should, unless it has said otherwise."""
+        """Stop, and record that this rank ended normally, unless it has recorded an error."""
         if os.getpid() != self._owner:  # a forked child, which has no such thread
             return
         atexit.unregister(self.stop)
@@ -89,7 +89,7 @@ class Rank:
     # -- what the main thread does
 
     def failed(self, error: BaseException) -> bool:
-        """See the function of this name."""
+        """See ``process_watch.failed``."""
         if self._blamed:
             return self._told.is_set()
         self._blamed = True

@@ -1,4 +1,4 @@
-"""``torchrun --max-restarts``: what the ranks of a second attempt find in the store of the first."""
+"""``torchrun --max-restarts``: stale addresses that a second attempt finds in the store of the first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ _REMEDY = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def require_fresh_store() -> None:
-    """Check that a rank that torchrun has restarted meets the others at a store of its own attempt.
+    """Check that a rank restarted by torchrun uses a store of its own attempt.
 
-    By default the store lives on in torchrun (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712),
-    with the addresses of processes that are dead: who reads them before they are written again connects to
-    nobody, and waits, or fails.
+    By default torchrun keeps the store (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712), with
+    the addresses of dead processes: a rank that reads them before they are overwritten waits or fails.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the store belongs to an earlier attempt.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -30,11 +29,11 @@ def require_fresh_store() -> None:
 
 
 def attempt() -> str:
-    """Return what tells the attempts of a run apart in the store of the run, the same on all its ranks.
+    """Return an identifier of this attempt in the store of the run, the same on all its ranks.
 
-    Where torchrun's agent shares its store, that lives on, and all agents count restarts alike. Where each
-    attempt has a store of its own there is nothing to tell apart, and the counts differ: a machine that
-    joined later (``--nnodes 1:2``) has counted none.
+    If torchrun's agent shares its store, it survives restarts, and all agents count restarts alike. If each
+    attempt has its own store, no identifier is needed, and the counts differ: a machine that joined later
+    (``--nnodes 1:2``) counts from 0.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "0"

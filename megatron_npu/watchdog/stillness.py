@@ -1,4 +1,4 @@
-"""For how long the main thread of this process has stood still: it has not moved, and nobody works for it."""
+"""How long the main thread has stood still: without moving, and without others working for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Looks about once a second where the main thread stands.
+    """Looks about once a second where the main thread is.
 
     Args:
-        limit: seconds of standing still that are too many.
-        step_now: returns the number of the step of training; 0: none has begun.
+        limit: maximum seconds without progress.
+        step_now: returns the number of the training step; 0: none has started.
     """
 
     def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
@@ -31,7 +31,7 @@ class Stillness:
         self.still = 0.0  # seconds, at the last look
 
     def look(self) -> Beat:
-        """Return where it stands now, and for how long it has."""
+        """Return where the main thread is now, and for how long it has not moved."""
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if now - self._looked > _PAUSE:  # this thread has not looked either
             self._moved += now - self._looked

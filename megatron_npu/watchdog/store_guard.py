@@ -1,6 +1,6 @@
-"""Ends a rank whose network is cut: the store's connection then says nothing, and ends after a quarter hour.
+"""End a rank whose network is cut: the store's connection would only fail after a quarter of an hour.
 
-The watchdog's own thread is the one that waits for it. So a second one looks whether that gets on.
+The watchdog's own thread waits for the store, so a second thread checks whether that makes progress.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _EXIT = 1
 
 
 class StoreGuard:
-    """A thread that ends the process where the store has not answered for too long.
+    """A thread that ends the process if the store does not answer in time.
 
     Args:
-        limit: seconds that are too many.
-        tell: given the seconds, what to say.
+        limit: maximum seconds without an answer.
+        tell: returns the message for a number of seconds.
     """
 
     def __init__(self, limit: float, tell: Callable[[float], str]) -> None:
@@ -33,15 +33,15 @@ class StoreGuard:
         self._thread = threading.Thread(target=self._run, name="megatron_npu store", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End: the store is not asked any more."""
+        """Stop, because the store is no longer used."""
         self._stopping.set()
 
     def answered(self) -> None:
-        """Note that the store has answered."""
+        """Record that the store has answered."""
         self._answers += 1
 
     def _run(self) -> None:

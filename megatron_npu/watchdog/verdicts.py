@@ -1,4 +1,4 @@
-"""Who is late, and what is said of it: from what ranks have told, without store, thread or clock."""
+"""Find the late ranks from their records, and word the messages; without store, threads or clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return what is said of a process that has ended with ``error``; None: silently."""
+    """Return the message for a process that ended with ``error``; None: without a report."""
     how = f"ended with {error}" if error else "ended without a word (killed?)"
     return f"{process} {how}; last seen {beat}"
 
@@ -23,18 +23,18 @@ def of_end(process: Process, error: str | None, beat: Beat) -> str:
 def silent(
     others: Sequence[Process], before: Sequence[_Numbered], after: Sequence[_Numbered]
 ) -> list[tuple[Process, _Numbered]]:
-    """Return the ranks whose word is the same at two looks, with that word."""
+    """Return the ranks whose heartbeat did not change between two reads, with that heartbeat."""
     told = zip(others, before, after, strict=True)
     return [(process, word) for process, word, later in told if word.number == later.number]
 
 
 def of_silent(gone: Sequence[Told]) -> str:
-    """Return what is said of ranks that say nothing any more while another has failed."""
+    """Return the message for ranks whose heartbeat stopped while another rank failed."""
     return "; ".join(f"{process} is gone, last seen {beat}" for process, beat in gone)
 
 
 def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
-    """Return what is said of a rank that the next one has heard nothing of."""
+    """Return the message for a rank from which the next one receives nothing."""
     return (
         f"{process} has said nothing for {seconds:.0f} s: it is stopped, or its machine is gone; last seen "
         f"{beat}{beat.stack()}"
@@ -42,18 +42,18 @@ def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
 
 
 def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
-    """Return those that the others wait for, where nobody has moved.
+    """Return the ranks that the others wait for, if no rank makes progress.
 
-    A rank outside of a collective keeps those inside of one, and of those inside the ones in an earlier step
-    keep the others. Where that tells none from the others, all are named.
+    Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
+    one. If this distinguishes none, all are named.
 
     Args:
         living: ranks that have not ended.
-        beats: the last word of each.
-        still: seconds without a move from which on a rank counts as one that stands.
+        beats: the last heartbeat of each rank.
+        still: seconds without progress after which a rank counts as hanging.
 
     Returns:
-        Nobody if one has moved since, or waits for what is outside of the run.
+        An empty list if a rank has moved since, or waits for something outside the run.
     """
     if any(beat.still < still or beat.phase == WAITING for beat in beats):
         return []
@@ -68,7 +68,7 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
 
 
 def of_late(waited_for: Sequence[Told], limit: float) -> str:
-    """Return what is said of them: who, where they are, and their stacks."""
+    """Return the message about late ranks: who they are, where they are, and their stacks."""
     told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
     return f"no rank has moved for {limit:.0f} s: {told}{_stacks(waited_for)}"
 
@@ -82,7 +82,7 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 
 
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
-    """Return what is said where the store of the run, which others hold, has not answered."""
+    """Return the message for a store on another process that has not answered."""
     return (
         f"rank {rank} ends: the store of the run at {where} has not answered for {seconds:.0f} s: the "
         f"network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or gone"
@@ -90,7 +90,7 @@ def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
 
 
 def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:
-    """Return what is said where the store of the run is gone, which rank 0 holds."""
+    """Return the message for a lost store, which rank 0 hosts."""
     who = first or "rank 0"
     if has_ended:
         return f"{who} has ended (killed, or with an error of its own), and the store of the run with it"

@@ -1,8 +1,8 @@
-"""Whether a save gets on, and with which file it does not: by what this process and its children write.
+"""Whether a save makes progress, and which file blocks it, from what this process and its children write.
 
-A disk that hangs, a network file system without its server, a lock that nobody gives back: the save waits, in
-one line of Python and without CPU time. So does one that is only slow, but bytes go out. Of a load they
-come in: from a disk or a network file system, for what a process reads besides is not of its files alone.
+A hanging disk, a network file system without its server, or a lock that is never released make a save wait in
+one line of Python without CPU time. A slow save also waits, but bytes are written. A load is judged by the
+bytes read from a disk or network file system, because a process also reads other things than its files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Compares what was written with what had been when a save last got on."""
+    """Compares the bytes written with those when a save last made progress."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Begin again: the main thread has moved."""
+        """Start again, because the main thread has moved."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:
-        """Return whether enough has gone out since the call that returned so, or since the first one.
+        """Return whether enough was written since the last call that returned true, or since the first call.
 
         Args:
-            reads: whether it is asked what has come in instead.
+            reads: count the bytes read instead.
         """
         processes, counted = _processes(), _READ if reads else _WRITTEN
         own, to_disk = {pid: _bytes_of(pid, counted) for pid in processes}, _written_to_disk()
@@ -56,9 +56,9 @@ class Writing:
 
 
 def current_file() -> str:
-    """Return the file that is being written, with its size: that of a call that waits, else the newest.
+    """Return the file being written, with its size: that of a waiting call, or else the newest one.
 
-    Empty: none is open.
+    Empty if none is open.
     """
     found: dict[str, os.stat_result] = {}
     for pid in _processes():

@@ -1,1 +1,1 @@
-"""CUDA devices that do not exist: torch's fake tensors on `cuda`, and groups without peers."""
+"""CUDA devices that do not exist: torch's fake tensors on `cuda`, and process groups without other ranks."""

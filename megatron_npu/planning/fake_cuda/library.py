@@ -1,4 +1,4 @@
-"""Compiles ``hooks.cpp`` and loads it into this process, which must not have imported torch yet."""
+"""Compile ``hooks.cpp`` and load it into this process, before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
 def unavailable() -> str | None:
-    """Return why the library cannot be made here, or None."""
+    """Return why the library cannot be built here, or None."""
     if sys.platform != "linux":
         return f"no fake CUDA on {sys.platform}"
     return None if shutil.which("g++") else "no g++ on PATH"
 
 
 def load() -> None:
-    """Let torch, imported afterwards, find a CUDA device; it caches the answer when it is imported.
+    """Make torch, imported afterwards, detect a CUDA device; torch caches the answer during its import.
 
     Raises:
-        RuntimeError: torch has been imported already.
+        RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the fake CUDA must be loaded before torch")
@@ -38,7 +38,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the library, compiled first if source or torch are new."""
+    """Return the library; compile it first if the source or torch has changed."""
     version = site.version_of(site.torch_directory())
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     return cache.prepared(f"fake-cuda-{key}", _build) / "hooks.so"

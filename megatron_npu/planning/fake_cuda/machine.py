@@ -1,11 +1,11 @@
-"""One process as a rank on CUDA devices that do not exist: ``machine.running(rank, ranks)``.
+"""Run one process as a rank on CUDA devices that do not exist: ``machine.running(rank, ranks)``.
 
-Tensors are torch's fake ones: each operation yields what CUDA's would by shape, dtype, strides and device,
-and none of its values; mixing devices, shapes or dtypes that do not fit is an error as it would be on a GPU.
-Communication is torch's fake process group, so that one process stands for any rank of any layout.
+Tensors are torch's fake ones: each operation returns the shape, dtype, strides and device that CUDA would
+return, without values; mixing devices, or shapes or dtypes that do not fit, is an error as on a GPU.
+Communication uses torch's fake process group, so one process can represent any rank of any layout.
 
-What a program reads of a value (``item``) is 0: no loss, no gradient, nothing overflowed (``_answer``).
-``library.load`` must have been called before torch was imported.
+Every value that a program reads (``item``) is 0: no loss, no gradient, no overflow (``_answer``).
+``library.load`` must be called before torch is imported.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
-    """Fake tensors whose values can be asked for, and a count of the operations on CUDA's.
+    """Fake tensors whose values can be read, with a count of the operations on CUDA tensors.
 
     Attributes:
-        operations: how often each operation of aten gave a tensor on CUDA.
-        received: the int64 numbers that a broadcast of so many of them brings.
+        operations: how often each aten operation returned a CUDA tensor.
+        received: the int64 values that a broadcast of the same number of elements returns.
     """
 
     def __init__(self, received: dict[int, list[int]]) -> None:
@@ -191,7 +191,7 @@ def _convert(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Let torch say inside the block that this machine has eight GPUs; processes may be forked inside."""
+    """Make torch report eight GPUs inside the block; processes may be forked inside."""
     for higher in (flex_attention, flex_attention_backward):
         higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
     with contextlib.ExitStack() as stack:
@@ -202,7 +202,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None = None) -> Iterator[Tensors]:
-    """Be rank ``rank`` of ``ranks`` inside the block, on the first GPU; ``installed`` is around it.
+    """Act as rank ``rank`` of ``ranks`` on the first GPU inside the block; call it inside ``installed``.
 
     Args:
         received: see ``Tensors``.

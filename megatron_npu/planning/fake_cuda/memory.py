@@ -1,4 +1,4 @@
-"""The memory of fake CUDA tensors: each storage is put through a replay of torch's caching allocator."""
+"""The memory of fake CUDA tensors: a simulation of torch's caching allocator for their storages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FLASH_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._flas
 
 
 class CountedTensors(Tensors):
-    """Fake tensors whose storages an allocator knows.
+    """Fake tensors whose storages are tracked by a simulated allocator.
 
     Attributes:
-        allocator: what it would hold.
-        workspaces: bytes of cuBLAS' workspaces in it.
+        allocator: the simulated allocator.
+        workspaces: bytes of cuBLAS workspaces in it.
     """
 
     def __init__(self, received: dict[int, list[int]], allocator: Allocator) -> None:
@@ -49,7 +49,7 @@ class CountedTensors(Tensors):
         return result
 
     def address(self, tensor: Tensor) -> int:
-        """Return where the memory of a tensor begins; 0 where it has none."""
+        """Return the address of a tensor's memory; 0 if it has none."""
         known = self._blocks.get(tensor.untyped_storage()._cdata)
         return known[1].address if known else 0
 

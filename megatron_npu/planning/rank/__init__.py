@@ -1,1 +1,1 @@
-"""One rank of a job that is planned: its device, its absent peers, what is noted of it."""
+"""One rank of a planned job: its device, its absent peers, and its measurements."""

@@ -1,4 +1,4 @@
-"""One rank on CUDA devices that do not exist: ``python -m megatron_npu.planning.rank.cuda SPECIFICATION``."""
+"""Run one rank on simulated CUDA devices: ``python -m megatron_npu.planning.rank.cuda SPECIFICATION``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
 
 
 def main(path: str) -> int:
-    """Run a rank as a specification says."""
+    """Run a rank as described by a specification."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     allocator = Allocator(specification.get("limit"))

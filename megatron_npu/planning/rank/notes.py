@@ -1,4 +1,4 @@
-"""What is noted of a rank while it trains: whose memory is whose, and where the peak is."""
+"""Measurements of a rank during training: what its memory is used for, and where the peak is."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Address = Callable[[torch.Tensor], int] | None
 
 @dataclass
 class Notes:
-    """See ``taken``.
+    """Measurements of one rank; see ``taken``.
 
     Attributes:
-        weights, gradients, optimizer: bytes that live from the first update on.
+        weights, gradients, optimizer: bytes that are allocated from the first update on.
         logits: bytes of the largest output of an output layer.
-        place: where the peak was reached: phase and module.
-        asked: what the program has asked of numbers that nobody knows: ``file:line`` -> times.
-        updates: how many updates there were.
-        addresses: of what lives on: ``weights``, ``gradients``, ``optimizer``.
+        place: phase and module in which the peak was reached.
+        asked: how often the program read unknown values: ``file:line`` -> count.
+        updates: number of updates.
+        addresses: addresses of persistent memory: ``weights``, ``gradients``, ``optimizer``.
     """
 
     weights: int = 0
@@ -155,12 +155,12 @@ class _Storages:
 
 @contextlib.contextmanager
 def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Notes]:
-    """Note what happens in the block.
+    """Take the measurements inside the block.
 
     Args:
-        device: the type of the device whose memory is meant.
-        peak: returns the largest number of bytes in use up to now.
-        address: returns where a tensor's memory begins; None: nobody asks.
+        device: the device type whose memory is measured.
+        peak: returns the peak number of bytes in use so far.
+        address: returns the address of a tensor's memory; None: addresses are not recorded.
     """
     notes = Notes()
     watch = _Watch(notes, device, peak, address)
@@ -179,7 +179,7 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
 
 
 def asking_line() -> str:
-    """Return the innermost line of the program, outside of torch, that is being executed."""
+    """Return the innermost line of the program, outside torch, that is being executed."""
     frame = sys._getframe(1)
     chosen = None
     while frame is not None:

@@ -1,7 +1,7 @@
-"""One rank on the simulated NPU in dry mode: ``python -m megatron_npu.planning.rank.npu SPECIFICATION``.
+"""Run one rank on the simulated NPU in dry mode: ``python -m megatron_npu.planning.rank.npu SPECIFICATION``.
 
-Starts under ``sim.launcher.prepare``'s environment; what it finds goes into the file that the specification
-names. The program itself is what ``megatron-npu pretrain`` or ``megatron-npu run`` would do.
+Runs in the environment of ``sim.launcher.prepare`` and writes its result to the file that the specification
+names. It runs the program as ``megatron-npu pretrain`` or ``megatron-npu run`` would.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_npu.planning import timeline
 
 
 def main(path: str) -> int:
-    """Run a rank as a specification says; return 0 where it has trained."""
+    """Run a rank as described by a specification; return 0 if it has trained."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     import torch

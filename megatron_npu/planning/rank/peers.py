@@ -1,8 +1,8 @@
-"""Process groups of one process: the peers of a rank that is planned are not there.
+"""Process groups of a single process: the other ranks of a planned job do not exist.
 
-On the simulated NPU the groups are torch_npu's own, whose HCCL counts a call and ends it at once (a peer is
-taken to have what this rank has); groups of the host are torch's fake ones. Where ranks agree on something
-by objects, this rank agrees with itself.
+On the simulated NPU the groups are torch_npu's own; its HCCL counts each call and returns at once, as if
+every other rank had the same data as this one. Groups on the host are torch's fake ones. Collectives of
+objects return this rank's own object for every rank.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _stores: list[dist.Store] = []  # what torch holds is only the part of them that
 
 
 class Nobody(dist.Store):
-    """A store in which every key is found: what nobody has set is zeros."""
+    """A store in which every key exists; keys that were not set contain zeros."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Keep a value."""
+        """Set a value."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -47,32 +47,32 @@ class Nobody(dist.Store):
         return self._values.get(key, _ROOT_INFO)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return it."""
+        """Add to a number and return the result."""
         number = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(number).encode()
         return number
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this process has set all of them: nobody else reports a failure."""
+        """Return whether this process has set all of the keys, because no other rank reports failures."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for nothing."""
+        """Return immediately."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value."""
+        """Delete a value."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Keep no time."""
+        """Ignore the timeout."""
 
 
 @contextlib.contextmanager
 def absent(backend: Callable[[Any], str]) -> Iterator[None]:
-    """Have process groups without peers in the block.
+    """Create process groups without other ranks inside the block.
 
     Args:
-        backend: what to take where a group asks for some backend.
+        backend: the backend to use instead of the requested one.
     """
     init, new = dist.init_process_group, dist.new_group
 
@@ -120,7 +120,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 
 def of_npu(asked: Any) -> str:
-    """Return the backend of a group on the simulated NPU: HCCL's, or a fake one of the host."""
+    """Return the backend for a group on the simulated NPU: HCCL, or a fake one for the host."""
     return fake_pg.dist.Backend.FAKE if str(asked).lower() in ("gloo", "mpi") else "hccl"
 
 

@@ -61,7 +61,7 @@ lacks one of them is not judged; the run says so.
 - **Megatron-DeepSpeed.** Of deepspeedai's tree all of `tests` is run, with the extra `[deepspeed]`, but for
   its functional tests, which judge the logs of a cluster. Its conftest asks for the rank before there is a
   process group, which no test would survive: it is told 1. Bigscience's tests start their ranks themselves;
-  what they did is on [the page of that tree](../how-to/megatron-deepspeed.md#the-checkouts-own-tests).
+  what they did is on [the page of that tree](megatron-deepspeed.md#the-checkouts-own-tests).
 
 - **TransformerEngine** is not there. A test that fails for want of it runs a second time, with
   [our layers under its names](../explanation/without-transformer-engine.md#layers-under-its-names); that
