@@ -124,10 +124,10 @@ def redirect_program() -> None:
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     if visible_devices.name_for_ascend() and "torch_npu" in sys.modules:
         raise UsageError(
-            f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with {settings.REDIRECT.name}=1, "
-            "after torch_npu has started",
-            f"the choice of NPUs in {visible_devices.ASCEND}",
-            "Set that one instead, or start the program with `megatron-npu run --redirect`, which does so.",
+            f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with "
+            f"{settings.REDIRECT.name}=1, after torch_npu has started",
+            f"NPUs selected with {visible_devices.ASCEND}",
+            "Set {visible_devices.ASCEND} instead, or start the program with `megatron-npu run --redirect`.",
         )
     redirect(str(program.resolve().parent if program and program.is_file() else Path.cwd()))
 

@@ -244,7 +244,7 @@ class Parser(argparse.ArgumentParser):
         if flags:
             known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
             raise UsageError(
-                f"no flag {' '.join(flags)}",
+                f"unknown flag {' '.join(flags)}",
                 " or ".join(known) if known else "a flag of --help",
                 self._remedy(),
             )
@@ -259,7 +259,7 @@ class Parser(argparse.ArgumentParser):
         other = error.message.partition("not allowed with argument ")[2]
         if other:
             return UsageError(
-                f"{other} and {error.argument_name}", "only one of them", "Leave the other one out."
+                f"{other} and {error.argument_name}", "only one of them", "Remove the other flag."
             )
         # from Python 3.13 on a missing flag comes here too, and belongs to no argument
         about = f"{error.argument_name}: " if error.argument_name else ""

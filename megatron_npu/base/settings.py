@@ -101,118 +101,124 @@ class Variable:
 DEVICE = Variable(
     "MEGATRON_NPU_DEVICE",
     "auto",
-    "The device to run on. auto takes the first that is there: npu, cuda, cpu.",
+    "The device to run on. auto selects the first available one of npu, cuda, cpu.",
     ("auto", "npu", "cuda", "cpu"),
 )
 AUTOLOAD = Variable(
     "MEGATRON_NPU_AUTOLOAD",
     "1",
-    "Arm the import hook at `import torch`, so that stock scripts need no edit.",
+    "Install the import hook at `import torch`, so that stock scripts need no edit.",
     ("0", "1"),
 )
 REDIRECT = Variable(
     "MEGATRON_NPU_REDIRECT",
     "0",
-    "For plain PyTorch programs: let torch.cuda, cuda and nccl mean this machine's device from `import "
-    "torch` on, as `megatron-npu run --redirect` does. A program of Megatron needs no setting.",
+    "For plain PyTorch programs: map torch.cuda, cuda and nccl to this machine's device from "
+    "`import torch` on, as `megatron-npu run --redirect` does. Programs that use Megatron do "
+    "not need this setting.",
     ("0", "1"),
 )
 DRIFT = Variable(
     "MEGATRON_NPU_DRIFT",
     "error",
-    "What to do when an upstream symbol is not the one a patch was written against.",
+    "What to do if an upstream function differs from the one that a patch was written for.",
     ("error", "warn"),
 )
 STRICT = Variable(
     "MEGATRON_NPU_STRICT",
     "0",
-    "Raise an error where an operation would otherwise leave its fused path.",
+    "Raise an error if an operation would not use its fused kernel.",
     ("0", "1"),
 )
 CPU_DEVICES = Variable(
     "MEGATRON_NPU_CPU_DEVICES",
     "auto",
-    "As how many devices a CPU counts, in `torch.cuda.device_count()`. auto: as many as torchrun starts "
-    "processes here, else as many as CUDA_VISIBLE_DEVICES lists, else one.",
+    "The number of devices that a CPU counts as in `torch.cuda.device_count()`. auto: the "
+    "number of processes that torchrun starts here, else the number of devices in "
+    "CUDA_VISIBLE_DEVICES, else one.",
     type=lambda text: None if text == "auto" else Number("auto or a whole number from 1 on", int, 1)(text),
 )
 KEEP_MEMORY = Variable(
     "MEGATRON_NPU_KEEP_MEMORY",
     "1",
-    "On a cpu: keep freed memory for the next tensors instead of giving it back to the system.",
+    "On a cpu: keep freed memory for later tensors instead of returning it to the system.",
     ("0", "1"),
 )
 COMPILED = Variable(
     "MEGATRON_NPU_COMPILED",
     "1",
-    "Compile C++ of our own with g++, once: on a cpu kernels, everywhere the indices of datasets. 0: torch's "
-    "kernels and numpy alone.",
+    "Compile this package's C++ with g++, once: kernels on a cpu, and the builder of dataset "
+    "indices on every device. 0: use only torch's kernels and numpy.",
     ("0", "1"),
 )
 TRITON = Variable(
     "MEGATRON_NPU_TRITON",
     "1",
-    "On cuda: run Triton kernels of our own where triton is installed and the GPU is new enough for them. 0: "
-    "torch's kernels alone.",
+    "On cuda: use this package's Triton kernels if triton is installed and the GPU is new "
+    "enough. 0: use only torch's kernels.",
     ("0", "1"),
 )
 SHARE_CORES = Variable(
     "MEGATRON_NPU_SHARE_CORES",
     "1",
-    "On a cpu: give each of several ranks as many threads as it has cores, where OMP_NUM_THREADS does not "
-    "say, and bind it to them, where nobody else uses the machine.",
+    "On a cpu with several ranks: give each rank as many threads as it has cores, unless "
+    "OMP_NUM_THREADS is set, and bind it to these cores, unless another program uses the "
+    "machine.",
     ("0", "1"),
 )
 SHARED_MEMORY = Variable(
     "MEGATRON_NPU_SHARED_MEMORY",
     "1",
-    "On a cpu: let large collectives of ranks on one machine go through memory that they share instead of "
-    "gloo's sockets.",
+    "On a cpu: let large collectives of ranks on one machine use shared memory instead of gloo's sockets.",
     ("0", "1"),
 )
 BACKPORT = Variable(
     "MEGATRON_NPU_BACKPORT",
     "0",
-    "Cure the bugs of upstream that make its numbers wrong, as its own later versions do; losses and "
-    "gradients then differ from those of the stock version. List: docs/reference/known-upstream-bugs.md.",
+    "Fix the upstream bugs that make results wrong, as later upstream versions do; losses and "
+    "gradients then differ from those of the stock version. List: "
+    "docs/reference/known-upstream-bugs.md.",
     ("0", "1"),
 )
 VERIFY = Variable(
     "MEGATRON_NPU_VERIFY",
     "",
-    "Operations to compare with their reference at every call, forward and backward: names such as "
-    "attention,norm separated by commas, or all. Slow; for debugging of precision.",
+    "Operations to compare with their reference in every call, forward and backward: names "
+    "such as attention,norm separated by commas, or all. Slow; for debugging numerical "
+    "errors.",
 )
 TRUST_FILES = Variable(
     "MEGATRON_NPU_TRUST_FILES",
     "0",
-    "Let checkpoints of megatron-core run the code that they hold, as upstream does: for your own files.",
+    "Let megatron-core checkpoints execute the code that they contain, as upstream does; only "
+    "for files that you trust.",
     ("0", "1"),
 )
 TE = Variable(
     "MEGATRON_NPU_TE",
     "none",
-    "What is found under TransformerEngine's names where it is not installed. local: layers of this package, "
-    "for libraries and checkpoints that name parameters as TransformerEngine does; none: nothing, and who "
-    "asks for its layers gets Megatron's local ones.",
+    "What to provide under TransformerEngine's names if it is not installed. local: layers of "
+    "this package, for libraries and checkpoints that use TransformerEngine's parameter "
+    "names; none: nothing, and models that request its layers get Megatron's local ones.",
     ("none", "local"),
 )
 WATCHDOG = Variable(
     "MEGATRON_NPU_WATCHDOG",
     "300",
-    "Seconds for which a rank may say nothing, or all ranks, or a run of one process, may stand still, until "
-    "that is said and the run ends; a rank that dies is named at once. 0: no watchdog.",
+    "Maximum seconds without a sign of life from a rank, or without progress of the run, "
+    "before the watchdog reports it and ends the run; a rank that dies is reported at once. "
+    "0: no watchdog.",
     type=whole,
 )
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",
-    "The Megatron checkout to use; also names the one that is meant when there are two.",
+    "The Megatron checkout to use; also selects one if several are found.",
 )
 
 # The simulated Ascend (megatron_npu/sim). These modules run before torch in every process of a simulation.
 SIM = Variable(
-    "MEGATRON_NPU_SIM", "0", "Set by `megatron-npu sim`: this process has simulated NPUs.", ("0", "1")
+    "MEGATRON_NPU_SIM", "0", "Set by `megatron-npu sim`: this process uses simulated NPUs.", ("0", "1")
 )
 SIM_SITE = Variable(
     "MEGATRON_NPU_SIM_SITE",
@@ -222,57 +228,62 @@ SIM_SITE = Variable(
 SIM_CACHE = Variable(
     "MEGATRON_NPU_SIM_CACHE",
     "",
-    "Where the simulator keeps the wheel and the compiled shim (default: the user's cache directory).",
+    "Folder for the simulator's wheel and compiled library (default: the user's cache directory).",
 )
 SIM_DEVICES = Variable(
     "MEGATRON_NPU_SIM_DEVICES",
     "8",
-    "Number of simulated NPUs that a process sees.",
+    "Number of simulated NPUs that a process can use.",
     type=Number("a whole number from 1 to 64", int, 1, 64),
 )
 SIM_SOC = Variable(
     "MEGATRON_NPU_SIM_SOC",
     "Ascend910B2",
-    "The chip that is simulated; torch_npu chooses code paths by it.",
+    "The simulated chip; torch_npu selects code paths by it.",
     _CHIPS,
 )
 SIM_MEMORY = Variable(
     "MEGATRON_NPU_SIM_MEMORY",
     "64G",
-    "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is out-of-memory.",
+    "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is an "
+    "out-of-memory error.",
     type=byte_size,
 )
 SIM_DRY = Variable(
     "MEGATRON_NPU_SIM_DRY",
     "0",
-    "A dry run: nothing is computed in tensors above so many bytes (1M, say), whose memory is reserved and "
-    "never touched; peers are not there. `megatron-npu plan` sets it. 0: everything is computed.",
+    "Dry run: do not compute tensors of more than this many bytes (such as 1M), whose memory "
+    "is only reserved, and do not connect to other ranks. Set by `megatron-npu plan`. 0: "
+    "compute everything.",
     type=byte_size_or_0,
 )
 SIM_MEMCHECK = Variable(
     "MEGATRON_NPU_SIM_MEMCHECK",
     "0",
-    "Fill fresh device memory with NaN, so that reading what nobody wrote shows.",
+    "Fill new device memory with NaN to reveal reads of uninitialized memory.",
     ("0", "1"),
 )
 SIM_REPORT = Variable(
     "MEGATRON_NPU_SIM_REPORT",
     "",
-    "JSON file for the counters, written when a process ends; under torchrun one file per rank.",
+    "JSON file for the counters, written when the process ends; under torchrun one file per rank.",
 )
 SIM_VERBOSE = Variable(
-    "MEGATRON_NPU_SIM_VERBOSE", "0", "Print calls of CANN functions that nobody wrote out.", ("0", "1")
+    "MEGATRON_NPU_SIM_VERBOSE",
+    "0",
+    "Print calls of CANN functions that the simulator does not implement.",
+    ("0", "1"),
 )
 SIM_HCCL_TIMEOUT = Variable(
     "MEGATRON_NPU_SIM_HCCL_TIMEOUT",
     "300",
-    "Seconds after which a simulated collective gives up.",
+    "Seconds after which a simulated collective fails.",
     type=positive,
 )
 SIM_HCCL_DELAY = Variable(
     "MEGATRON_NPU_SIM_HCCL_DELAY",
     "0",
-    "Microseconds by which every collective is late: shows missing waits.",
+    "Microseconds by which each collective is delayed, to reveal missing synchronization.",
     type=whole,
 )
 
@@ -287,9 +298,7 @@ def check() -> None:
     for name in os.environ:
         if name.startswith("MEGATRON_NPU_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1) or known
-            raise UsageError(
-                f"{name}, which is not a setting", " or ".join(near), f"Correct it or unset {name}."
-            )
+            raise UsageError(f"unknown setting {name}", " or ".join(near), f"Correct it or unset {name}.")
     for variable in VARIABLES:
         variable.get()
     verified_operations()

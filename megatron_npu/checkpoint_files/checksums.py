@@ -96,7 +96,7 @@ def renew(path: Path) -> None:
         files.write(recorded, json.dumps(content, indent=1))
 
 
-_WHOLE = "--load-last-good takes the newest checkpoint there that is whole."
+_WHOLE = "--load-last-good loads the newest undamaged checkpoint there."
 
 
 @contextlib.contextmanager
@@ -296,7 +296,7 @@ def _read(folder: Path) -> Entries:
     if content["algorithm"] != ALGORITHM:
         raise ValueError(f"algorithm {content['algorithm']!r}")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
-        raise ValueError("names of files elsewhere")
+        raise ValueError("names of files outside its folder")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 
 
@@ -316,7 +316,7 @@ def _size_fault(path: Path, entry: list[int | str]) -> str | None:
 
 
 def _content_fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
-    return None if _digest(path, stop) in (entry[1], None) else "has other content than was saved"
+    return None if _digest(path, stop) in (entry[1], None) else "has different content than when it was saved"
 
 
 def _entry(path: Path) -> list[int | str]:

@@ -151,7 +151,9 @@ def told(folder: Path) -> str | None:
     away = absent(folder)
     if not away:
         return None
-    return f"the part of {_record(folder).get('host')}; {len(away)} files are on {_listed(away)}"
+    return (
+        f"only a part of it, saved by {_record(folder).get('host')}; {len(away)} files are on {_listed(away)}"
+    )
 
 
 def require_whole(folder: Path) -> None:
@@ -163,8 +165,8 @@ def require_whole(folder: Path) -> None:
     if part := told(folder):
         raise UsageError(
             f"{folder} is {part}",
-            "a whole checkpoint",
-            "Join the parts with `megatron-npu checkpoint gather`, or load it with as many machines.",
+            "a complete checkpoint",
+            "Join the parts with `megatron-npu checkpoint gather`, or load it on the machines that saved it.",
         )
 
 
@@ -198,7 +200,7 @@ def complete(folder: Path) -> None:
         lost = _spread(folder, _run.saves_into)
     lost = _gathered(lost)[0]
     if lost:
-        raise FileNotFoundError(f"{folder / lost} is on no machine, and the index of the checkpoint names it")
+        raise FileNotFoundError(f"{folder / lost} is in the checkpoint's index but on no machine")
 
 
 def _spread(folder: Path, disks: Disks) -> str | None:
@@ -298,8 +300,9 @@ def whole(folder: Path | None) -> Iterator[None]:
         every = _gathered(lost)  # and nobody reads before all is there
         if missing := sorted(set().union(*filter(None, every))):
             raise UsageError(
-                f"{folder}: {missing[0]} is on none of these machines ({len(missing)} files are not)",
-                "the machines that have saved it (--save-per-machine), or all of their parts",
+                f"{folder}: {len(missing)} files of the checkpoint are on none of these machines, for "
+                f"example {missing[0]}",
+                "the machines that saved it (--save-per-machine), or all of their parts",
                 "Start the run on those machines, or join the parts with `megatron-npu checkpoint gather`.",
             )
         yield

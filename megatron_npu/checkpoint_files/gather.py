@@ -28,8 +28,8 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
         raise UsageError(
             f"{parts[0]} and {strange} are not parts of one checkpoint: their indices or checksums differ",
-            "the folders that one run has saved into with --save-per-machine",
-            "Name those of one run, and with --ckpt-step an iteration that all of them have.",
+            "the folders of one run with --save-per-machine",
+            "Pass folders of one run, and with --ckpt-step an iteration that all of them have.",
         )
     found = _files(parts)
     with files.new_folder(place) as folder:
@@ -68,7 +68,7 @@ def _files(parts: Sequence[Path]) -> dict[str, Path]:
     if away:
         name, host = min(away.items())
         raise UsageError(
-            f"{name} is in none of the parts ({len(away)} files do not): it is on {host}",
+            f"{name} is in none of the parts ({len(away)} files are missing): it is on {host}",
             "the folder of every machine",
             "Add the folder of that machine.",
         )

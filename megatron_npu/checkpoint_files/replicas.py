@@ -32,10 +32,10 @@ class ReplicasDifferError(RuntimeError):
     def __init__(self, what: str, name: str, ranks: Sequence[Sequence[int]], others: int) -> None:
         self.what, self.name, self.ranks, self.others = what, name, ranks, others
         super().__init__(
-            f"the {what} {name} is not the same on all data-parallel ranks: {_sides(ranks)}"
-            f"{f'; so with {others} more' if others else ''}. A device or memory that computes wrongly, or a "
-            "program that changes one rank alone: test that machine, and go on from a checkpoint "
-            "of when they were the same."
+            f"the {what} {name} differs between data-parallel ranks: "
+            f"{_sides(ranks)}{f'; other affected tensors: {others}' if others else ''}. A device or its "
+            "memory computes wrongly, or the program changes one rank only: test that machine, and "
+            "resume from a checkpoint saved before."
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:

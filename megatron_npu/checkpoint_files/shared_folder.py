@@ -27,7 +27,10 @@ _OF_ONE_MACHINE = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2
 _PATIENCE = {True: 1.0, False: 60.0}  # seconds, where it is of one machine, and on a network
 _PAUSE = 0.05
 _SHARE = "a folder that all machines share"
-PER_MACHINE = ", or add --save-per-machine: a part on each, which `megatron-npu checkpoint gather` joins"
+PER_MACHINE = (
+    ", or add --save-per-machine to save a part on each machine, and join them with "
+    "`megatron-npu checkpoint gather`"
+)
 _SHOWN = 8  # machines in one line
 
 
@@ -56,10 +59,10 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
     _gathered(None)  # nobody looks into the folder before the file is gone
     if not all(each for each, _ in seen):
         raise UsageError(
-            f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not seen by "
+            f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not visible on "
             f"{_machines(seen, lambda own: not own)}",
             _SHARE,
-            f"Mount it on every machine under this name, or name one that is{otherwise}.",
+            f"Mount it on every machine under this path, or use a shared folder{otherwise}.",
         )
 
 
@@ -84,9 +87,9 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
             for kind in kinds
         )
         raise UsageError(
-            f"{flag} {folder}: ranks find different things there: {'; '.join(told)}",
-            f"{_SHARE}, or the same checkpoint in each",
-            "Mount it on every machine under this name, or copy the whole checkpoint to each.",
+            f"{flag} {folder}: ranks find different contents there: {'; '.join(told)}",
+            f"{_SHARE}, or the same checkpoint on each",
+            "Mount it on every machine under this path, or copy the whole checkpoint to each.",
         )
 
 
@@ -107,7 +110,7 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
     if any(own for own, _ in missing):
         lost = next(own[0] for own, _ in missing if own)
         raise FileNotFoundError(
-            f"{folder / lost} is not seen by {_machines(missing, bool)}, and another rank has written it: "
+            f"{folder / lost}, written by another rank, is not visible on {_machines(missing, bool)}: "
             f"--save must be {_SHARE}"
         )
 

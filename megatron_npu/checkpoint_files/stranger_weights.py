@@ -39,9 +39,9 @@ def require_as_downloaded(folder: Path) -> int:
         known += 1
         if _sha256(file) != digest:
             raise UsageError(
-                f"{file} is damaged: its SHA-256 is not the hub's",
-                f"the file that was downloaded ({digest[:16]}…)",
-                "Remove it, and download it again.",
+                f"{file} is damaged: its SHA-256 differs from the hub's",
+                f"the downloaded file ({digest[:16]}…)",
+                "Remove it and download it again.",
             )
     return known
 
@@ -76,7 +76,7 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
     found = {name: largest for name, tensor in weights if (largest := _largest(tensor)) > MOST}
     if found:
         name, largest = next(iter(found.items()))
-        more = f", and so {len(found) - 1} more" if len(found) > 1 else ""
+        more = f", and {len(found) - 1} more are like it" if len(found) > 1 else ""
         print(
             f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; weights of "
             f"trained models stay below {MOST:g}. The file may be damaged.",

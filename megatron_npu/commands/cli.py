@@ -67,27 +67,28 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": (
         "megatron_npu.planning.command:main",
-        "dry-run a job of many devices here: does it fit, what is sent, which flags would help",
+        "dry-run a job of many devices here: its memory and communication, and the flags that make it fit",
     ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
-    "doctor": ("megatron_npu.doctor.command:main", "check this machine, and say what to fix"),
+    "doctor": ("megatron_npu.doctor.command:main", "check this machine, and print how to fix problems"),
     "patches": ("megatron_npu.commands.patches:patches", "list, check and pin the patches of Megatron"),
-    "ledger": ("megatron_npu.commands.patches:ledger", "the same as patches list"),
-    "check": ("megatron_npu.commands.patches:check", "the same as patches check"),
-    "pin": ("megatron_npu.commands.patches:pin", "the same as patches pin"),
+    "ledger": ("megatron_npu.commands.patches:ledger", "same as patches list"),
+    "check": ("megatron_npu.commands.patches:check", "same as patches check"),
+    "pin": ("megatron_npu.commands.patches:pin", "same as patches pin"),
 }
 
 _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 _OURS = (
     "a package that megatron_npu declares",
-    f"Run: {sys.executable} -m pip install -e . in the clone. If another Python has it, torchrun belongs to "
-    "this one: use python -m torch.distributed.run instead.",
+    f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for "
+    "another Python, this torchrun uses the wrong one: start python -m torch.distributed.run "
+    "instead.",
 )
 _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
-        "torch, which this command computes with",
+        "torch, which this command needs",
         "Install the build that fits your device: README, Which torch. check and --help work without it.",
     ),
 }
@@ -157,7 +158,7 @@ def _usage() -> str:
 
 def _unknown(name: str) -> UsageError:
     near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
-    return UsageError(f"no command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
+    return UsageError(f"unknown command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
 
 
 def _for_absent_scripts(argv: list[str]) -> list[str]:

@@ -34,8 +34,8 @@ from megatron_npu.upstream import megatrons
 from megatron_npu.upstream.megatrons import Upstream
 
 _NAME = (
-    "of the patches that are meant: a part of a target, of our file's path, or a file of the guide to "
-    "Megatron-LM 285068c8 (adaptor_model_transformer); default: all"
+    "patches to show or check: a part of a target or of this package's file path, or a file "
+    "of the guide to Megatron-LM 285068c8 (adaptor_model_transformer); default: all"
 )
 
 
@@ -67,7 +67,7 @@ def check(argv: list[str], prog: str = "megatron-npu check") -> int:
     """
     parser = _parser(prog, check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
-    strict = "also fail on drift that around and wrap survive"
+    strict = "also fail on drift that around and wrap patches survive"
     parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
@@ -103,7 +103,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
     Raises:
         UsageError: no Megatron is found, no patch is recorded for it, or the folder is not writable.
     """
-    parser = _parser(prog, pin, "0: all is pinned; 1: a target is missing; 2: bad usage")
+    parser = _parser(prog, pin, "0: all targets are pinned; 1: a target is missing; 2: bad usage")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
     options = parser.parse_args(argv)
     found = _find(options)
@@ -135,7 +135,7 @@ def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
     Raises:
         UsageError: no Megatron is found, no patch is recorded for it, or a named module does not exist.
     """
-    parser = _parser(prog, ledger, "0: no patch failed; 1: one did; 2: bad usage")
+    parser = _parser(prog, ledger, "0: no patch failed; 1: a patch failed; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
@@ -199,7 +199,7 @@ def _find(options: argparse.Namespace) -> Upstream:
 def _records(found: Upstream) -> list[Patch]:
     """Return the patches for this version of upstream; their adaptors are imported, which only records."""
     if found.name not in megatrons.NAMES:
-        raise UsageError(f"no upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
+        raise UsageError(f"unknown upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
     adaptors.register(found.name)
     patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
     if not patches:
@@ -226,7 +226,7 @@ def _load_pins(found: Upstream) -> Pins:
     try:
         return Pins.load(plugin.pins_directory(), found.name, found.version)
     except PinError as error:
-        raise UsageError(str(error), "a pin file", "Write it again: megatron-npu pin") from error
+        raise UsageError(str(error), "a pin file", "Write it again with megatron-npu pin.") from error
 
 
 def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
@@ -270,7 +270,7 @@ def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
             raise UsageError(f"no module {name}", f"a module of {found.root}", "Check --import.") from error
         return str(error)
     except DriftError as error:
-        return f"{', '.join(error.targets)} has drifted, see the failed ones"
+        return f"{', '.join(error.targets)} drifted, see the failed patches"
     except Exception as error:  # whatever an upstream module may raise belongs in the ledger
         return f"{type(error).__name__}: {error}"
     return None
@@ -352,7 +352,7 @@ def _pins_in_words(found: Upstream) -> str:
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:
-        return "there are no pins to compare it with"
+        return "there are no pins for it"
     if found.version not in versions:
         return f"{found.version} has no pins; compared with those of {others}"
     return f"compared with the pins of {found.version}" + (

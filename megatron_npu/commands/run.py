@@ -17,9 +17,11 @@ from megatron_npu.upstream import megatrons, stock_tools
 
 _USAGE = """%(prog)s [--redirect] [--cpu-devices N] SCRIPT [ARGUMENTS...]
        torchrun --nproc-per-node N -m megatron_npu run [--redirect] SCRIPT [ARGUMENTS...]"""
-_DESCRIPTION = """Run SCRIPT as __main__, as `python SCRIPT ARGUMENTS...` would, with Megatron patched at
-import. Megatron is found through MEGATRON_LM_PATH, else in the tree that SCRIPT lies in, else on the Python
-path."""
+_DESCRIPTION = (
+    "Run SCRIPT as __main__, as `python SCRIPT ARGUMENTS...` would, with Megatron patched "
+    "at\nimport. Megatron is found through MEGATRON_LM_PATH, else in the checkout that "
+    "contains SCRIPT, else on the\nPython path."
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
         help="run a program that does not use Megatron: map torch.cuda, cuda and nccl to this machine's "
         "device from the start, also in spawned processes",
     )
-    help_text = f"= {settings.CPU_DEVICES.name}=N, for this program: as how many devices a CPU counts"
+    help_text = (
+        f"same as {settings.CPU_DEVICES.name}=N, for this program: number of devices that a CPU counts as"
+    )
     result.add_argument("--cpu-devices", type=positive, help=help_text)
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...]")
     return result

@@ -79,7 +79,7 @@ def _inside(path: Path, folder: Path) -> Path:
     if not any(real.is_relative_to(place) for place in allowed):
         raise UsageError(
             f"{path} is a link to {real}",
-            f"a file inside {folder}",
+            f"a regular file, or a link to a file in {folder}",
             "Copy the file itself there if it belongs to the model.",
         )
     return real

@@ -143,11 +143,13 @@ def _check(args: Namespace) -> None:
     """Check what can be checked without reading the files."""
     if args.origin == args.target:
         raise UsageError(
-            f"--from {args.origin} --to {args.target}", "two different sides", "Change --from or --to."
+            f"--from {args.origin} --to {args.target}", "two different formats", "Change --from or --to."
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "several processes", "one: any layout can load the result", "Start it without torchrun."
+            "several processes",
+            "a single process: any layout can load the result",
+            "Start it without torchrun.",
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
         raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")

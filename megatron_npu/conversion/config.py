@@ -210,5 +210,5 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path}: {reason}", "the config.json of a Hugging Face model", "Pass the model's folder."
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: another JSON", "an object", "Pass the model's folder.")
+        raise UsageError(f"{path} contains other JSON than expected", "an object", "Pass the model's folder.")
     return values

@@ -83,7 +83,7 @@ class Gpt2(Family):
         must_be(args, "--num-experts", None)
         must_be(args, "--add-attention-bias", False)
         unsupported.no_window(args)
-        must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="the flag left out")
+        must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="without this flag")
         must_be(args, "--num-query-groups", args.num_attention_heads)
         must_be(args, "--kv-channels", args.hidden_size // args.num_attention_heads)
         return {

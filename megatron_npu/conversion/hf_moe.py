@@ -103,8 +103,8 @@ class MixtureKind(Kind):
             raise config.refusal(
                 "num_experts_per_tok",
                 1,
-                "2 or more where scores are normalized to sum to 1: Megatron weighs a single expert by "
-                "its probability among all, this model weighs it by 1",
+                "2 or more if scores are normalized to sum to 1: with a single expert Megatron uses its "
+                "probability, this model uses 1",
             )
         return whole
 
@@ -129,7 +129,7 @@ class MixtureKind(Kind):
     def _check_experts(self, args: Namespace) -> None:
         if args.num_experts is None:
             raise UsageError(
-                "the checkpoint has no experts", f"those of a {self.MODEL_TYPE}", "Nothing was written."
+                "the checkpoint has no experts", f"the experts of a {self.MODEL_TYPE}", "Nothing was written."
             )
         for flag, value in _ONLY:
             must_be(args, flag, value)

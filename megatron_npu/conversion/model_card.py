@@ -61,7 +61,7 @@ def write(
 
 def _origin(found: CheckpointInfo) -> str:
     if found.path.name == RELEASE:
-        return "Converted from a checkpoint that no run of Megatron has trained further."
+        return "Converted from a checkpoint that Megatron has not trained further."
     return f"Trained by Megatron for {found.iteration} iterations."
 
 
@@ -116,12 +116,12 @@ def _losses(found: CheckpointInfo) -> dict[str, float]:
 def _use(args: Namespace) -> Iterator[str]:
     yield "```python"
     if args.tokenizer_type == "NullTokenizer":
-        yield "from transformers import AutoModelForCausalLM  # there is no tokenizer: text is numbers"
+        yield ("from transformers import AutoModelForCausalLM  # there is no tokenizer: texts are token ids")
         yield 'model = AutoModelForCausalLM.from_pretrained(".")'
     else:
         yield "from transformers import pipeline"
         yield 'pipeline("text-generation", ".")("To be", max_new_tokens=40)'
-    yield from ("```", "", "Back to Megatron, to train on:", "", "```bash")
+    yield from ("```", "", "To convert it back to Megatron and continue training:", "", "```bash")
     yield "megatron-npu convert --from hf --to megatron . checkpoints/model"
     yield (
         "megatron-npu pretrain $(cat checkpoints/model/flags.txt) --load checkpoints/model "

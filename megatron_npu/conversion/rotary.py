@@ -157,7 +157,7 @@ class _Scaling:
             raise self._config.refusal(_LENGTH, [inside, beside], "the same value wherever it is given")
         value = beside or inside or default or self._config.number("max_position_embeddings")
         if not config_file.is_number(value) or value != int(value) or value < 1:
-            raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a whole number above 0")
+            raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a positive whole number")
         return int(value)
 
     def _number(self, key: str, default: float | None = None, least: float = math.ulp(0.0)) -> float:
@@ -174,7 +174,7 @@ class _Scaling:
             UsageError: one is, which this type of scaling does not have.
         """
         for key, value in self._values.items():
-            raise self._config.refusal(f"rope_scaling {key}", value, "no such key")
+            raise self._config.refusal(f"rope_scaling {key}", value, "without this key")
 
 
 _MOST = 10_000  # times the original length

@@ -73,7 +73,10 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the model's flags, also in {FLAGS}: {line}"
     if beyond := stock_arguments.beyond(args):
-        yield f"Megatron-LM's own scripts cannot be told: {'; '.join(beyond)}. megatron_npu's commands can"
+        yield (
+            f"The scripts of Megatron-LM have no flags for: {'; '.join(beyond)}. megatron_npu's "
+            "commands support them"
+        )
 
 
 def _for_a_shell(words: list[str]) -> str:

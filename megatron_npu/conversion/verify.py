@@ -128,7 +128,7 @@ def verify(
             f"the logits of the two models differ by {result.difference:.3g} (the largest is "
             f"{result.largest:.3g}), on {result.tokens} tokens",
             f"at most {BOUND:g} of the largest",
-            "Nothing was written, because the converted model computes something else. Please report it.",
+            "Nothing was written, because the converted model computes different results. Please report it.",
         )
     if not result.turned <= far_rotation.bound(result.positions):
         raise UsageError(
@@ -157,7 +157,7 @@ def told(
         vocab_file=given.vocab_file,
         merge_file=given.merge_file,
     )
-    yield f"{result.tensors} tensors of type {dtype}, each equal to the bit on both sides"
+    yield f"{result.tensors} tensors of type {dtype}, bitwise identical on both sides"
     if logits:
         yield (
             f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
@@ -165,8 +165,9 @@ def told(
         )
         if result.positions:
             yield (
-                f"angles of both models at the end of {result.positions} tokens: largest difference of sines "
-                f"{result.turned:.2e}, allowed {far_rotation.bound(result.positions):.1e}"
+                f"rotation angles of both models at the end of {result.positions} tokens: largest "
+                f"difference of sines {result.turned:.2e}, allowed "
+                f"{far_rotation.bound(result.positions):.1e}"
             )
     elif given.proof is None:
         yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'
@@ -202,7 +203,7 @@ def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Ite
         first += len(rows) if tensor.dim() else 1
         yield ours.cpu().to(dtype), rows.to(dtype)
     if first != (len(tensor) if tensor.dim() else 1):
-        raise AssertionError("the pieces are not the whole")
+        raise AssertionError("the parts of a tensor do not add up to the whole")
 
 
 def _tokens(vocabulary: int, number: int) -> Tensor:

@@ -138,16 +138,16 @@ def _threads_said(launcher: psutil.Process | None, own: int) -> str:
 def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | None) -> str:
     """Return why this rank is not bound to its cores; empty: it is."""
     if not _TASKS.is_dir():
-        return "only Linux binds threads to cores"
+        return "threads can be bound to cores only on Linux"
     named = [name for name in _PLACES if name in os.environ]
     if named:
-        return f"{named[0]} says where"
+        return f"{named[0]} sets the binding"
     with contextlib.suppress(psutil.Error, OSError):
         if launcher is not None and set(launcher.cpu_affinity()) != os.sched_getaffinity(0):
             return "the launcher has bound them"
     load = os.getloadavg()[0]
     if load > _BUSY * len(cores):
-        return f"others use the machine, load {load:.1f}"
+        return f"other programs use the machine (load {load:.1f})"
     return ""
 
 
@@ -160,7 +160,7 @@ def _bind(cpus: list[int]) -> None:
 
 def _line(ranks: int, cores: Sequence[object], said: str, reason: str) -> str:
     each = said or str(len(cores) // ranks)
-    why = f"{_THREADS}={said}" if said else f"{_THREADS} is not set; torchrun's own 1 does not count"
-    where = f"not bound to cores: {reason}" if reason else "each on cores of its own"
+    why = f"{_THREADS}={said}" if said else f"{_THREADS} is not set (the 1 set by torchrun is ignored)"
+    where = f"not bound to cores: {reason}" if reason else "each bound to its own cores"
     plural = "" if each == "1" else "s"
     return f"megatron_npu: {ranks} ranks on {len(cores)} cores: {each} thread{plural} each ({why}), {where}"

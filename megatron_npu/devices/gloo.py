@@ -91,8 +91,8 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
         mine = tensor_list[rank]
         if mine.shape != tensor.shape:
             raise ValueError(
-                f"all_gather: a tensor of shape {list(tensor.shape)}, and room for {list(mine.shape)} of "
-                "this rank's; the list must have the shapes of what the ranks give"
+                f"all_gather: this rank has a tensor of shape {list(tensor.shape)} and provides "
+                f"{list(mine.shape)} for it; the output list must have the shapes of the inputs"
             )
         mine.copy_(tensor.detach())
         works = [

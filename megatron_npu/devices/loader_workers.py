@@ -55,7 +55,7 @@ def _failures() -> Iterator[Replacement]:
 _REMEDIES = {
     errno.EAGAIN: "Raise the number of processes (ulimit -u, docker --pids-limit), or lower --num-workers.",
     errno.EMFILE: "Raise the number of open files (ulimit -n), or lower --num-workers.",
-    errno.ENOMEM: "There is not enough memory for so many: lower --num-workers.",
+    errno.ENOMEM: "There is not enough memory for so many workers: lower --num-workers.",
     errno.ENOSPC: "/dev/shm, where their queues are, is full: give it more (docker run --shm-size), or lower "
     "--num-workers.",
 }
@@ -133,7 +133,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
             _tell_of(self)
             if not ended:  # an error of the user's data
                 raise
-            what = f"DataLoader worker (pid {', '.join(ended)}) ended while it handed over a batch"
+            what = f"DataLoader worker (pid {', '.join(ended)}) ended while it sent a batch"
             raise LoaderWorkerError(what) from error
 
     return take

@@ -36,14 +36,19 @@ def advice(report: Report) -> list[str]:
 def _of_package(package: dict[str, str]) -> list[str]:
     if "hidden_by" in package:
         return [
-            f"The folder {package['hidden_by']} hides this package from scripts that are started here: they "
-            f"import an empty one, and nothing is patched. Run `pip install -e` again in the clone (from "
-            f"{package['used']}), or put it on PYTHONPATH."
+            (
+                f"The folder {package['hidden_by']} shadows this package for scripts that are started "
+                "here: they import an empty package, and nothing is patched. Run `pip install -e` again "
+                f"in the clone (from {package['used']}), or put it on PYTHONPATH."
+            )
         ]
     if "another" in package:
         return [
-            f"Scripts that are started here import another copy of this package ({package['another']}), not "
-            f"the one that runs now ({package['used']}): remove one of them, or its folder from PYTHONPATH."
+            (
+                f"Scripts that are started here import another copy of this package ({package['another']}) "
+                f"than this command ({package['used']}): remove one of them, or its folder from "
+                "PYTHONPATH."
+            )
         ]
     return []
 
@@ -59,8 +64,8 @@ def _of_megatron(megatron: dict[str, Any]) -> list[str]:
         )
     if "working_directory" in megatron:
         found.append(
-            f"This directory holds another Megatron ({megatron['working_directory']}), which a script "
-            "started here imports: `megatron-npu doctor --megatron .` looks at that one."
+            f"This directory contains another Megatron ({megatron['working_directory']}), which "
+            "scripts started here import: check it with `megatron-npu doctor --megatron .`."
         )
     return found
 
@@ -71,26 +76,28 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
     if torch and torch_npu and torch[:2] != torch_npu[:2]:
         found.append(
             f"torch-npu {versions['torch-npu']} does not fit torch {versions['torch']}: the first two "
-            f"numbers must agree. Install torch-npu {torch[0]}.{torch[1]}.*"
+            f"version numbers must be the same. Install torch-npu {torch[0]}.{torch[1]}.*"
         )
     apex = _release(versions.get("apex"))
     if apex and apex >= (0, 9):
         found.append(
-            f"apex {versions['apex']} is not NVIDIA's (that is 0.1, from github.com/NVIDIA/apex) but "
-            "another package of the name on PyPI: pip uninstall apex."
+            f"apex {versions['apex']} is another package of that name on PyPI, not NVIDIA's (0.1, from "
+            "github.com/NVIDIA/apex): pip uninstall apex."
         )
     if versions.get("transformer-engine") and devices.get("selected") in ("npu", "cpu"):
         found.append(
-            "transformer-engine is installed, but it needs CUDA and this run does not use it: megatron-core "
-            "imports it where it is there. pip uninstall transformer-engine, or use another environment."
+            "transformer-engine is installed and imported by megatron-core, but it needs CUDA, which "
+            "this run does not use: pip uninstall transformer-engine, or use another environment."
         )
     return found
 
 
 def _of_extensions(extensions: dict[str, list[str]]) -> list[str]:
     return [
-        f"A compilation was interrupted and has left {lock}: the next one (DeepSpeed's at its start, say) "
-        "waits for ever. Remove this file."
+        (
+            f"An interrupted compilation left {lock}, for which the next compilation (for example at "
+            "DeepSpeed's start) would wait forever. Remove this file."
+        )
         for lock in extensions.get("stale_locks", [])
     ]
 
@@ -99,8 +106,10 @@ def _of_deepspeed(deepspeed: dict[str, str]) -> list[str]:
     if "error" not in deepspeed:
         return []
     return [
-        f"DeepSpeed does not start: {deepspeed['error']}. Install the version that was tested: "
-        "pip install 'megatron_npu[deepspeed]'."
+        (
+            f"DeepSpeed does not start: {deepspeed['error']}. Install the tested version: pip install "
+            "'megatron_npu[deepspeed]'."
+        )
     ]
 
 
@@ -114,8 +123,8 @@ def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: 
     """Yield what is installed for a device that is not the one that is used."""
     if versions.get("torch-npu") and selected != "npu":
         yield (
-            f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): source "
-            "CANN's set_env.sh, check `npu-smi info`, and that torch-npu fits torch "
+            f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): "
+            "source CANN's set_env.sh, check `npu-smi info`, and check that torch-npu fits torch "
             f"{versions['torch']}."
         )
     # PyPI's torch is built for CUDA: where no driver is there, it is a CPU's torch like another
@@ -149,7 +158,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
 def _of_ledger(ledger: dict[str, Any]) -> list[str]:
     found = [f"patch failed: {line}" for line in ledger.get("failed", [])]
     found += [
-        f"A part of Megatron is {reason}: a script that needs it fails the same way. Install the package."
+        f"A part of Megatron is {reason}: a script that needs it fails too. Install the package."
         for reason in ledger.get("not_imported", [])
     ]
     return found + ([f"Megatron cannot be patched: {ledger['error']}"] if "error" in ledger else [])
@@ -158,8 +167,10 @@ def _of_ledger(ledger: dict[str, Any]) -> list[str]:
 def _of_operations(operations: dict[str, Any]) -> list[str]:
     found = [f"operation {name} fails: {reason}" for name, reason in operations.get("failures", {}).items()]
     found += [
-        f"{name} is too far from its formula ({operations['largest_error'][name]:.2g}): its results on this "
-        "device are wrong. MEGATRON_NPU_VERIFY shows in which layers of a run."
+        (
+            f"{name} deviates too much from its formula ({operations['largest_error'][name]:.2g}): its "
+            "results on this device are wrong. MEGATRON_NPU_VERIFY shows in which layers of a run."
+        )
         for name in operations.get("beyond_limit", [])
     ]
     if "error" in operations:
@@ -171,6 +182,8 @@ def _of_communication(communication: dict[str, Any]) -> list[str]:
     if "error" not in communication:
         return []
     return [
-        f"Two processes cannot talk: {communication['error']}. Check the interfaces (GLOO_SOCKET_IFNAME, "
-        "NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME), firewalls and /dev/shm."
+        (
+            f"Two processes cannot communicate: {communication['error']}. Check the interfaces "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME), firewalls and /dev/shm."
+        )
     ]

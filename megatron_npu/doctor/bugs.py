@@ -38,9 +38,9 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
             print(textwrap.indent(textwrap.fill(line, 90, break_on_hyphens=False), " " * 8))
     numbers = sum(bug.wrong_numbers for bug in present)
     print(
-        f"{len(present)} known bugs: {len(present) - numbers} always fixed; "
-        f"{numbers} that make numbers wrong, "
-        f"{'fixed' if wanted else 'not fixed'} ({settings.BACKPORT.name}={int(wanted)})"
+        f"{len(present)} known bugs: {len(present) - numbers} are always fixed; {numbers} that "
+        f"make results wrong are {'fixed' if wanted else 'not fixed'} "
+        f"({settings.BACKPORT.name}={int(wanted)})"
     )
     return 0
 

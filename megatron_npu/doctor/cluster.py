@@ -124,12 +124,12 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
     if not own["first"]:
         return []
     faults = [
-        f"{name} {own['versions'][name]}, and {first['versions'][name]} on {first['host']}"
+        f"{name} {own['versions'][name]}, but {first['versions'][name]} on {first['host']}"
         for name in _ALIKE
         if own["versions"][name] != first["versions"][name]
     ]
     if abs(skew := own["clock"] - first["clock"]) > _SKEW:
-        faults.append(f"its clock is {skew:+.1f} s from that of {first['host']}")
+        faults.append(f"its clock differs by {skew:+.1f} s from that of {first['host']}")
     return faults + wrong_ports(own["address"], devices.current().name == "npu")
 
 
@@ -180,9 +180,9 @@ def _wrong_on_device() -> list[str]:
         if not torch.equal(
             (matrix.to(device.torch_device()) @ matrix.to(device.torch_device())).cpu(), matrix @ matrix
         ):
-            faults.append("a product of matrices is wrong")
+            faults.append("a matrix product is wrong")
     except RuntimeError as error:
-        faults.append(f"a product of matrices: {str(error).partition(chr(10))[0]}")
+        faults.append(f"a matrix product: {str(error).partition(chr(10))[0]}")
     try:
         collectives.all_reduce(
             torch.full((collectives.SIZE,), rank + 1.0, device=device.torch_device()), rank, ranks

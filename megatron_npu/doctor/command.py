@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         "megatron-npu doctor",
-        "Look at this machine the way a run will, and say what is wrong and what to do.",
-        epilog="exit code: 0 if a run can be expected to work, 1 if problems were found",
+        "Check this machine the way a run uses it, and print problems and their fixes.",
+        epilog="exit code: 0 if a run is expected to work, 1 if problems were found",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--quick", action="store_true", help="skip the tests that start processes")
@@ -44,14 +44,16 @@ def main(argv: list[str]) -> int:
     cluster.add_argument(
         "--cluster",
         action="store_true",
-        help="compare all machines of the job: versions, clocks, addresses, HCCL ports, each "
-        "pair of machines and each device",
+        help=(
+            "compare all machines of the job: versions, clocks, addresses, HCCL ports, the "
+            "connections between machines, and each device"
+        ),
     )
     cluster.add_argument(
-        "--folder", metavar="DIR", help="folder to check with --cluster: whether all machines share it"
+        "--folder", metavar="DIR", help="with --cluster: folder that all machines should share, to be checked"
     )
     cluster.add_argument(
-        "--out", metavar="DIR", help="folder for passed.txt, failed.txt and cluster.json of --cluster"
+        "--out", metavar="DIR", help="with --cluster: folder for passed.txt, failed.txt and cluster.json"
     )
     options = parser.parse_args(argv)
     if options.cluster:
@@ -120,7 +122,7 @@ def text(report: Report) -> str:
     for part, content in report.items():
         if part != "advice" and content:
             lines += [part, *_rows(content), ""]
-    told = report["advice"] or [f"nothing: a run{_of(report)} can be expected to work"]
+    told = report["advice"] or [f"nothing: a run{_of(report)} is expected to work"]
     return "\n".join([*lines, "advice", *(f"  - {line}" for line in told)])
 
 

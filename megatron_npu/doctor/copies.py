@@ -26,7 +26,7 @@ def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[
     found = {"used": str(used), "installed": _installed()}
     folder = here / _NAME
     if folder.is_dir() and not (folder / "__init__.py").is_file():
-        found["folder"] = f"{folder} has the same name and is not the package"
+        found["folder"] = f"{folder} has the same name and is not this package"
     spec = PathFinder.find_spec(_NAME, [str(here), *(sys.path if path is None else path)])
     if spec is not None and spec.origin is None:  # folders alone; a finder of setuptools would come later
         found["hidden_by"] = str(folder)

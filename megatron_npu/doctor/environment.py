@@ -32,9 +32,12 @@ def put_on_path(path: str | None) -> str:
     if path:
         root, found_by = megatrons.find(path, given_by).root, given_by
     elif around := _around_this_clone():
-        root, found_by = around.root, "the clone of megatron_npu lies in it: its scripts use it"
+        root, found_by = (
+            around.root,
+            "the checkout that contains the clone of megatron_npu: the scripts of the clone use it",
+        )
     elif _first_on_path() is None and (here := megatrons.inside(Path.cwd())):
-        root, found_by = here.root, "the working directory: scripts that lie here import it, others do not"
+        root, found_by = here.root, "the working directory: only scripts in it import this Megatron"
     else:
         return "the Python path"
     sys.path.insert(0, str(root))

@@ -8,8 +8,10 @@ from megatron_npu.base import settings
 from megatron_npu.base.installed_packages import spec_of
 from megatron_npu.upstream import early_import
 
-_LAYERS = f"megatron-core takes its layers where it is there; {settings.TE.name}=local changes nothing"
-_PATCHES = "in a script that imports it its patches win: it sets them after those of this package"
+_LAYERS = f"megatron-core uses its layers if it is installed; {settings.TE.name}=local has no effect"
+_PATCHES = (
+    "in a script that imports it, its patches take effect, because they are applied after this package's"
+)
 # By the names of their modules. Ascend's TransformerEngineNPU has the name of NVIDIA's package.
 _KNOWN = {"transformer_engine": _LAYERS, "mindspeed": _PATCHES, "megatron_adaptor": _PATCHES}
 
@@ -31,8 +33,10 @@ def _owner(name: str, distributions: list[str]) -> str:
 def advice(found: dict[str, str]) -> list[str]:
     """Return advice for two packages that patch the same Megatron."""
     return [
-        f"{name} patches Megatron as this package does: use one of them in a run. "
-        f"{settings.AUTOLOAD.name}=0 leaves a script to {name}."
+        (
+            f"{name} patches Megatron as this package does: use only one of them in a run. "
+            f"{settings.AUTOLOAD.name}=0 disables this package."
+        )
         for name in found
         if _KNOWN[name] is _PATCHES
     ]

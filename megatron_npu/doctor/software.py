@@ -34,7 +34,7 @@ def torch_import_error() -> str | None:
     second try without them shows which one it is.
     """
     if not is_installed("torch"):
-        return "torch is not installed: this package never installs it for you (README, Which torch)"
+        return "torch is not installed, and this package does not install it (README, Which torch)"
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken driver or package raises whatever it likes
@@ -45,8 +45,8 @@ def torch_import_error() -> str | None:
         packages = ", ".join(entry.name for entry in entry_points(group="torch.backends"))
         if _imports_without_backends():
             return (
-                f"{reason}. With {AUTOLOAD_OF_TORCH}=0 it imports, so the fault is in a device package that "
-                f"torch loads ({packages}): repair or remove that one."
+                f"{reason}. With {AUTOLOAD_OF_TORCH}=0 the import works, so the fault is in a device "
+                f"package that torch loads ({packages}): repair or remove it."
             )
         return f"{reason}. torch itself is broken: reinstall it."
     return None

@@ -108,7 +108,7 @@ def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | No
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return "", f"no end after {seconds:.0f} seconds"
+        return "", f"no result after {seconds:.0f} seconds"
     if process.returncode == 0:
         return stdout, None
     lines = [line for line in stderr.splitlines() if line.strip()]

@@ -62,7 +62,7 @@ def why_lost(output_path: Path, since: float) -> str:
     pattern = f"{output_path.stem}_*.json" if output_path.suffix == ".json" else "*/results_*.json"
     written = [path for path in _folder(output_path).glob(pattern) if path.stat().st_mtime >= since]
     if not written:
-        return f"no results were written to {output_path}; what lm-eval logged above says why"
+        return f"no results were written to {output_path}; see lm-eval's log above"
     newest = max(written, key=lambda path: path.stat().st_mtime)
     try:
         json.loads(newest.read_bytes())
@@ -95,6 +95,6 @@ def _require_own(path: Path) -> None:
         wrong = f"belongs to user {status.st_uid}" if foreign else "can be written by anyone"
         raise UsageError(
             f"the cache {path} {wrong}",
-            "what this user alone has written: lm-eval runs the code that a cache holds",
-            f"Remove it, or give another --use_cache or {_CACHE_VARIABLE}.",
+            "a cache that only this user can write to: lm-eval executes the code in it",
+            f"Remove it, or use another --use_cache or {_CACHE_VARIABLE}.",
         )

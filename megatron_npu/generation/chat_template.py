@@ -130,7 +130,7 @@ def _environment() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _size(operator, left, right) > _MOST:
-                raise SecurityError(f"{operator} creates a value that is too large")
+                raise SecurityError(f"{operator} would create a value that is too large")
             return super().call_binop(context, operator, left, right)
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

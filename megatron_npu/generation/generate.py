@@ -33,8 +33,10 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--num-samples",
         type=whole,
-        help="number of samples: continuations of --prompt, or unconditional samples without "
-        "it; 0: ask for prompts interactively",
+        help=(
+            "number of samples: continuations of --prompt, or unconditional samples without it; 0: "
+            "interactive conversation"
+        ),
     )
     add("--sample-input-file", metavar="FILE", help="file with one prompt per line")
     add(

@@ -71,5 +71,5 @@ def require_writable(file: str) -> None:
     """
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "a folder" if path.is_dir() else "its folder is not there"
-        raise UsageError(f"{file}: {reason}", "the path of a file in a folder that exists", "Correct it.")
+        reason = "a folder" if path.is_dir() else "its folder does not exist"
+        raise UsageError(f"{file}: {reason}", "the path of a file in an existing folder", "Correct it.")

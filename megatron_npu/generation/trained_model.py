@@ -162,6 +162,6 @@ def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
         if wanted is not None and wanted != there:
             raise UsageError(
                 f"--{name.replace('_', '-')} {wanted}",
-                f"{there}, as the checkpoint has it",
+                f"{there}, the checkpoint's value",
                 "Remove it, or load another checkpoint.",
             )

@@ -9,7 +9,7 @@ from megatron_npu.measuring.plan import Plan
 from megatron_npu.measuring.schemes import Scheme
 
 AS_THERE, OTHERWISE, UNDECIDED = "as in the document", "not as in the document", "about the same"
-_THEIRS = "the document has 4 GPUs of 32 GB, which this machine is not"
+_THEIRS = "this machine does not have the document's 4 GPUs of 32 GB"
 
 
 def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
@@ -36,8 +36,8 @@ def _no_oom(plan: Plan, scheme: Scheme) -> str:
         plan.job(scheme), plan.suite.family, host_is_device=plan.machine.host_memory
     )
     return (
-        f"no OOM here: a rank needs {needed >> 20} MB or more by arithmetic, and has them; with fewer by "
-        "--memory-limit it ends as in the document"
+        f"no OOM here: a rank needs at least {needed >> 20} MB by calculation, which are "
+        "available; with a lower --memory-limit it ends as in the document"
     )
 
 
@@ -46,27 +46,32 @@ def _of_peak(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
         job = plan.job(scheme)
         copies = 2 * estimate.parameters(plan.suite.family, plan.size)
         yield (
-            f"while a step lasts autocast holds 16-bit copies of the weights, {copies >> 20} MB, and halves "
-            f"activations of which {estimate.activations(job) >> 20} MB or more are left"
+            f"during a step autocast stores 16-bit copies of the weights, {copies >> 20} MB, and "
+            f"halves activations, of which at least {estimate.activations(job) >> 20} MB remain"
         )
     if plan.machine.is_host:
-        yield "a resident set has what malloc and gloo keep beside tensors (exact on an NPU, simulated, too)"
+        yield (
+            "a resident set includes memory that malloc and gloo keep (a simulated or real NPU is "
+            "measured exactly)"
+        )
     yield from _size(plan)
 
 
 def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
     if verdict == UNDECIDED:
-        yield "the repeats differ by more than the two rows do: --steps, --repeat and a quiet machine tell"
+        yield (
+            "the repeats differ by more than the two rows: raise --steps or --repeat, or use an idle machine"
+        )
         return
     if plan.machine.is_host and plan.ranks > 1:
         yield (
-            f"{plan.ranks} ranks share {plan.machine.cores} cores and one memory, where neither what several "
-            "devices gain nor what links between them cost can show"
+            f"{plan.ranks} ranks share {plan.machine.cores} cores and one memory, which shows neither "
+            "the gain of several devices nor the cost of links between them"
         )
     if scheme.mixed and plan.machine.lacks(plan.mixed_precision):
         yield f"{plan.mixed_precision} is emulated by this processor"
     if scheme.graph:
-        yield "graphs are torch's inductor, the document's were ONNX Runtime's on GPUs"
+        yield "graphs are torch's inductor here and ONNX Runtime's on GPUs in the document"
     yield from _size(plan)
 
 

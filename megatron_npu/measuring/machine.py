@@ -69,31 +69,30 @@ class Machine:
         """
         notes = [self._memory()]
         if self.simulated:
-            notes.append("A simulated NPU is no hardware: its times say nothing and are left out.")
+            notes.append("A simulated NPU is not hardware: its times mean nothing and are omitted.")
         elif self.is_host:
             notes += self._cores(ranks)
             if self.load > self.cores / 2:
                 notes.append(
-                    f"Other programs ran beside it: the load was {self.load:.1f} on {self.cores} cores when "
-                    "it began. Throughput is lower for it, and its ratios are noisy; those of processor time "
-                    "are less so."
+                    f"Other programs were running: the load was {self.load:.1f} on {self.cores} cores at the "
+                    "start. This lowers the throughput and makes its ratios noisy; CPU time is affected less."
                 )
             if self.lacks(dtype):
                 notes.append(
-                    f"This processor has no instructions for {dtype}, which it emulates: mixed precision is "
-                    "slower here, and that says nothing about a device that has them."
+                    f"This processor emulates {dtype}, for which it has no instructions: mixed precision is "
+                    "slower here, which says nothing about devices that have them."
                 )
         return notes
 
     def _memory(self) -> str:
         if self.is_host:
             return (
-                "Peak memory: growth of the resident set of the largest rank over what Python and its "
-                "packages took before (VmHWM), in MB of 2^20 bytes; from the first step on."
+                "Peak memory: growth of the resident set of the largest rank beyond Python and its "
+                "packages (VmHWM), in MB of 2^20 bytes, from the first step on."
             )
         return (
-            "Peak memory: the most that tensors of the largest rank took in the device's allocator, in MB of "
-            f"2^20 bytes; from the first step on.{' It is exact.' if self.simulated else ''}"
+            "Peak memory: maximum memory of tensors in the device's allocator on the largest rank, in "
+            f"MB of 2^20 bytes, from the first step on.{' It is exact.' if self.simulated else ''}"
         )
 
     def _cores(self, ranks: int) -> list[str]:
@@ -101,8 +100,11 @@ class Machine:
             return []
         each = cores.threads(ranks)
         return [
-            f"{ranks} ranks share {self.cores} cores, {each} thread{'s' * (each > 1)} each (unless "
-            "OMP_NUM_THREADS says otherwise), and one memory: what several devices gain in time cannot show."
+            (
+                f"{ranks} ranks share {self.cores} cores, with {each} thread{'s' * (each > 1)} each "
+                "(unless OMP_NUM_THREADS is set), and one memory: the speed-up of several devices cannot "
+                "be seen."
+            )
         ]
 
 

@@ -65,7 +65,7 @@ class Meter:
         while self._grown() <= limit:
             time.sleep(_LOOK)
         if self.exceeded is not None:
-            self.exceeded(f"a rank took more than the {limit >> 20} MB of memory that it may have")
+            self.exceeded(f"a rank exceeded its memory limit of {limit >> 20} MB")
 
     def _grown(self) -> int:
         return devices.current().memory().allocated - self._before

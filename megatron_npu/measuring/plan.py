@@ -64,23 +64,23 @@ class Plan(Setting):
         if limits and needed > min(limits):
             return Outcome(
                 OOM,
-                f"not started: a rank needs {needed >> 20} MB or more by arithmetic, {min(limits) >> 20} MB "
-                "are there for it",
+                f"not started: a rank needs at least {needed >> 20} MB by calculation, but only "
+                f"{min(limits) >> 20} MB are available",
             )
         return None
 
     def _unfit(self, scheme: Scheme) -> str:
         parallel = scheme.tensor * scheme.pipeline
         if self.ranks % parallel:
-            return f"{scheme.name} takes {parallel} devices, or a multiple of them; there are {self.ranks}"
+            return f"{scheme.name} needs {parallel} devices, or a multiple of them; there are {self.ranks}"
         if self.size.heads % scheme.tensor:
-            return f"{self.size.heads} heads are not shared by {scheme.tensor} ranks"
+            return f"{self.size.heads} heads cannot be divided among {scheme.tensor} ranks"
         if self.size.layers % scheme.pipeline:
-            return f"{self.size.layers} layers are not shared by {scheme.pipeline} stages"
+            return f"{self.size.layers} layers cannot be divided among {scheme.pipeline} stages"
         if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
-            return "the global batch does not consist of whole micro batches for all ranks"
+            return "the global batch is not a multiple of the micro batch times the ranks"
         if scheme.sharding != "none" and self.ranks == 1:
-            return "one rank has nobody to share with"
+            return "one rank has no other rank to shard with"
         return ""
 
 
@@ -117,7 +117,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
         raise UsageError(
             f"--global-batch-size {whole}",
             f"a multiple of {micro * ranks}: micro batch size {micro} x {ranks} devices",
-            "Change one of the three.",
+            "Change one of the three flags.",
         )
     return Plan(
         suite=suite,
@@ -143,7 +143,7 @@ def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str
     if not small:
         return documented, (f"--model {documented}: the document's",)
     name = suite.family.sizes[0].name
-    return name, (f"--model {name}: what fits here in short time; the document's is {documented}",)
+    return name, (f"--model {name}: small enough to run here quickly; the document's is {documented}",)
 
 
 def _size(args: Namespace, suite: Suite, model: str) -> Size:
@@ -151,7 +151,7 @@ def _size(args: Namespace, suite: Suite, model: str) -> Size:
         return suite.family.size(model, args.seq_length, args.vocab_size)
     except Unfit as unfit:
         raise UsageError(
-            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Use one of these."
+            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Use one of these models."
         ) from None
 
 
@@ -176,7 +176,9 @@ def _check_surroundings(args: Namespace) -> None:
         )
     if args.plot is not None and not is_installed("matplotlib"):
         raise UsageError(
-            "--plot without the package matplotlib", "matplotlib, which draws it", "pip install matplotlib"
+            "--plot without the package matplotlib",
+            "matplotlib, which draws the plot",
+            "pip install matplotlib",
         )
     given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
     for path in given:

@@ -41,7 +41,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
     names = [" x ".join(row[column] for column in columns) for row in rows]
     throughput.set_yticks(range(len(rows)), names)
     throughput.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
-    throughput.set_xlabel("samples per second" + " (simulated: left out)" * simulated)
+    throughput.set_xlabel("samples per second" + " (simulated: omitted)" * simulated)
     memory.set_xlabel("peak memory of the largest rank (MB)")
     figure.suptitle(f"{table['suite']}: {table['model']['name']} on {table['devices']} x {table['device']}")
     for axes in (throughput, memory):

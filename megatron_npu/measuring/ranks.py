@@ -131,8 +131,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callabl
         follow(steps.stat().st_size if steps.exists() else 0)
         if host_memory.available() < reserve:
             return (
-                f"ended when the machine had less than {reserve >> 20} MB of memory left, "
-                "which are kept for everything else on it"
+                f"ended because the machine had less than {reserve >> 20} MB of memory left, which are "
+                "reserved for other programs"
             )
         if any(process.poll() for process in processes):
             deadline = deadline or time.monotonic() + _GRACE
@@ -167,7 +167,7 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 def _short_of_memory(code: int | None, log: str) -> str:
     """Return how memory ended a rank that has left no result; empty: it did not."""
     if code == -SIGKILL:
-        return "ended by the system (SIGKILL), which does so where memory runs out"
+        return "killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
 
 

@@ -157,7 +157,7 @@ class Report:
     def _table(self, footnotes: Footnotes) -> str:
         head = [*self.plan.suite.columns, "throughput (samples/s)", "peak memory (MB)"]
         if self.plan.machine.is_host:
-            head.append("processor time (ms/sample)")
+            head.append("CPU time (ms/sample)")
         return aligned([head, *(self._cells(row, footnotes) for row in self.rows)])
 
     def _cells(self, row: Row, footnotes: Footnotes) -> list[str]:

@@ -82,12 +82,15 @@ class Suite:
     schemes: tuple[Scheme, ...]
 
 
-_ZERO_1 = "the document's fairscale OSS (6.02 samples/s, 22077 MB) shares out the same: optimizer states"
-_ZERO_2 = "the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB) shares out the same: gradients, too"
+_ZERO_1 = "shards the same as the document's fairscale OSS (6.02 samples/s, 22077 MB): optimizer states"
+_ZERO_2 = (
+    "shards the same as the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB): "
+    "optimizer states and gradients"
+)
 _ZERO_3 = "Megatron's own FSDP (optim_grads_params)"
-_FSDP = "the document's fairscale FSDP; its successor in torch, fully_shard"
+_FSDP = "shards the same as the document's fairscale FSDP; torch's successor, fully_shard"
 _FOUR_BY_FOUR = (
-    "the document names this row 4 x 4 on 4 GPUs, which takes 16; its peak is that of 4 x 1. Here 16 devices"
+    "the document reports 4 x 4 on 4 GPUs, although it needs 16; its peak is that of 4 x 1. Here: 16 devices"
 )
 
 
@@ -120,7 +123,7 @@ SUITES = {
         ),
         Suite(
             "sharding",
-            "pre-training of Megatron's GPT, model states shared out over data-parallel ranks",
+            "pre-training of Megatron's GPT, model states sharded over data-parallel ranks",
             "megatron:gpt_pretraining",
             GPT,
             ("scheme",),

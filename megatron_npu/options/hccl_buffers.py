@@ -49,9 +49,11 @@ def add(declare: Callable[..., Any]) -> None:
     declare(
         FLAG,
         action="store_true",
-        help="size HCCL's buffers by the largest message of each process group, where that is less than "
-        "the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take precedence; NPU "
-        "only",
+        help=(
+            "size HCCL's buffers by the largest message of each process group, if that is smaller "
+            "than the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take "
+            "precedence; NPU only"
+        ),
     )
 
 
@@ -63,7 +65,11 @@ def choose(args: argparse.Namespace) -> None:
     """
     asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
     if asked and device.name != "npu":
-        raise UsageError(f"{FLAG} on the {device.name} device", "an Ascend NPU", "Remove it: it is HCCL's.")
+        raise UsageError(
+            f"{FLAG} on the {device.name} device",
+            "an Ascend NPU",
+            "Remove the flag: it only applies to HCCL.",
+        )
     device.group_buffers = GroupBuffers(args) if asked else None
 
 

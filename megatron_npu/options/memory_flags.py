@@ -37,8 +37,10 @@ def add_reuse_of_weights(add: Callable[..., Any]) -> None:
     add(
         "--reuse-fp32-param",
         action="store_true",
-        help="store of each fp32 main weight only the 16 bits that its bf16 parameter lacks (bitwise "
-        "identical results); implies --use-precision-aware-optimizer",
+        help=(
+            "store only the 16 bits of each fp32 main weight that its bf16 parameter lacks (bitwise "
+            "identical results); implies --use-precision-aware-optimizer"
+        ),
     )
 
 
@@ -84,7 +86,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{flag} with --ckpt-format torch",
             "--ckpt-format torch_dist",
-            "Change it: Megatron's own format reads the main weights into the rounded ones.",
+            "Use another format: Megatron's torch format rounds the main weights when loading.",
         )
 
 
@@ -93,8 +95,8 @@ def _require_remainders(args: argparse.Namespace) -> None:
     if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
         raise UsageError(
             "--reuse-fp32-param without bf16 parameters that have fp32 main weights",
-            "--bf16, and no --main-params-dtype but fp32",
-            "Change them: the main weight is the parameter and the 16 bits that it lacks.",
+            "--bf16, and no other --main-params-dtype than fp32",
+            "Change them: the main weight consists of the parameter and the 16 bits that it lacks.",
         )
 
 
@@ -106,7 +108,7 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
                 "both",
-                "Add that flag.",
+                "Add --use-precision-aware-optimizer.",
             )
 
 
@@ -121,7 +123,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
         raise UsageError(
             f"only one of {OFFLOADING} and --offload-modules",
             "both or neither",
-            "Add the other, or remove it.",
+            "Add the other flag, or remove this one.",
         )
 
 
@@ -148,7 +150,7 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
     if adam is not ours:
         raise UsageError(
             f"--swap-optimizer with the Adam of {getattr(adam, '__module__', adam)}",
-            "that of megatron_npu, which is used if neither apex nor TransformerEngine is installed",
+            "this package's Adam, which is used if neither apex nor TransformerEngine is installed",
             "Remove the flag, or uninstall the package.",
         )
 
@@ -164,17 +166,21 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
     flag, device = "--swap-optimizer", devices.current().name
     if device != "npu":
         raise UsageError(
-            f"{flag} on the {device} device", "an Ascend NPU", "Remove it: only torch_npu has such memory."
+            f"{flag} on the {device} device",
+            "an Ascend NPU",
+            "Remove the flag: only torch_npu provides such memory.",
         )
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer != "adam":
-        raise UsageError(f"{flag} with --optimizer {optimizer}", "--optimizer adam", "Change one of the two.")
+        raise UsageError(
+            f"{flag} with --optimizer {optimizer}", "--optimizer adam", "Change one of the two flags."
+        )
     for other, fields in _OTHER_STATES.items():
         if any(getattr(args, field, None) for field in fields):
             raise UsageError(
                 f"{flag} with {other}",
                 "the plain or the distributed optimizer with fp32 moments",
-                "Remove one of the two.",
+                "Remove one of the two flags.",
             )
 
 
@@ -195,21 +201,21 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
     add(
         OFFLOADING,
         action="store_true",
-        help="offload what the modules of --offload-modules save for the backward pass to host memory",
+        help="offload the activations that --offload-modules save for the backward pass to host memory",
     )
     add(
         "--offload-modules",
         nargs="*",
         default=[],
         metavar="MODULE",
-        help=f"modules to offload in each layer but the last: {', '.join(OFFLOADED)}",
+        help=f"modules to offload in each layer except the last: {', '.join(OFFLOADED)}",
     )
     add(
         "--min-offloaded-tensor-size",
         type=int,
         default=SMALLEST_OFFLOADED,
         metavar="NUMBERS",
-        help="keep smaller tensors on the device",
+        help="keep tensors with fewer elements on the device",
     )
 
 
@@ -223,8 +229,8 @@ def refuse_offloading_on_the_host() -> None:
     if device.is_host:
         raise UsageError(
             f"{OFFLOADING} on the {device.name} device",
-            "a device whose memory is not the host's",
-            "Remove the flag: activations are in the host's memory already.",
+            "a device with its own memory",
+            "Remove the flag: activations are already in host memory.",
         )
 
 
@@ -241,7 +247,9 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:
             raise UsageError(
-                f"--offload-modules without {OFFLOADING}", "both", f"Add {OFFLOADING}, or remove it."
+                f"--offload-modules without {OFFLOADING}",
+                "both",
+                f"Add {OFFLOADING}, or remove --offload-modules.",
             )
         return
     refuse_offloading_on_the_host()
@@ -254,13 +262,15 @@ def _require_modules(modules: Sequence[str], known: Sequence[str]) -> None:
     if unknown or not modules:
         raise UsageError(
             f"{OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
-            f"some of {', '.join(known)}",
-            "Experts' expert_fc1 and moe_act are megatron-core's since 0.16." if unknown else "Name some.",
+            f"any of {', '.join(known)}",
+            "expert_fc1 and moe_act of experts need megatron-core 0.16 or later."
+            if unknown
+            else "Name some.",
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise UsageError(
             "--offload-modules attn_proj without core_attn",
-            "both: the one's input is the other's output, which core_attn would hold",
+            "both, because the output of core_attn is the input of attn_proj and would stay on the device",
             "Add core_attn.",
         )
 
@@ -268,7 +278,9 @@ def _require_modules(modules: Sequence[str], known: Sequence[str]) -> None:
 def _refuse_recomputed(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         raise UsageError(
-            f"{OFFLOADING} with --recompute-granularity full", "only one of the two", "Leave one out."
+            f"{OFFLOADING} with --recompute-granularity full",
+            "only one of the two",
+            "Remove one of the two flags.",
         )
     if args.recompute_granularity == "selective":
         again = getattr(args, "recompute_modules", None) or ["core_attn"]
@@ -277,6 +289,6 @@ def _refuse_recomputed(args: argparse.Namespace) -> None:
                 continue
             raise UsageError(
                 f"--offload-modules {name}, which is recomputed",
-                "modules that are not: a recomputed one saves nothing",
+                "modules that are not recomputed, because a recomputed module saves nothing",
                 "Remove the module from one of the two lists.",
             )

@@ -68,14 +68,14 @@ OLDER = (
     ),
     OlderFlag(
         "--data-impl",
-        "does nothing now: every dataset is read through a memory map",
+        "has no effect now: every dataset is read through a memory map",
         {"metavar": "IMPL"},
         only=("mmap", "lazy", "cached", "infer"),
-        remedy="Leave it out: a dataset tells its format by itself.",
+        remedy="Remove it: the format of a dataset is detected.",
     ),
     OlderFlag(
         "--mmap-warmup",
-        "does nothing now: the operating system reads ahead by itself",
+        "has no effect now: the operating system prefetches files",
         _SWITCH,
     ),
     OlderFlag(
@@ -83,19 +83,19 @@ OLDER = (
         "is now the backend of the device: HCCL on npu, NCCL on cuda, gloo on cpu",
         {"default": "nccl", "metavar": "BACKEND"},
         only=("nccl", "gloo"),
-        remedy="Leave it out: the device decides.",
+        remedy="Remove it: the device determines the backend.",
         said=True,
     ),
     OlderFlag(
         "--DDP-impl",
-        "does nothing now: Megatron's own data parallelism is the only one",
+        "has no effect now: Megatron's own data parallelism is always used",
         {"metavar": "IMPL"},
         only=("local",),
-        remedy="Leave it out: gradients are averaged as torch's DDP averages them.",
+        remedy="Remove it: gradients are averaged as with torch's DDP.",
     ),
     OlderFlag(
         "--no-contiguous-buffers-in-local-ddp",
-        "does nothing now: gradients always lie in contiguous buffers",
+        "has no effect now: gradients are always in contiguous buffers",
         _SWITCH,
     ),
     OlderFlag(
@@ -106,23 +106,25 @@ OLDER = (
     ),
     OlderFlag(
         "--no-query-key-layer-scaling",
-        "does nothing now: it is off unless --apply-query-key-layer-scaling asks for it",
+        "has no effect now: this is off unless --apply-query-key-layer-scaling is given",
         _SWITCH,
     ),
-    OlderFlag("--log-batch-size-to-tensorboard", "does nothing now: nobody has the choice any more", _SWITCH),
+    OlderFlag("--log-batch-size-to-tensorboard", "has no effect now: the choice no longer exists", _SWITCH),
     OlderFlag(
         "--batch-size",
         "",
         {"type": integer},
         refused=True,
-        remedy="Use --micro-batch-size (sequences of a rank) and --global-batch-size (of an iteration).",
+        remedy=(
+            "Use --micro-batch-size (sequences per rank) and --global-batch-size (sequences per iteration)."
+        ),
     ),
     OlderFlag(
         "--warmup",
         "",
         {"type": number},
         refused=True,
-        remedy="Use --lr-warmup-fraction (it was a percentage) or --lr-warmup-iters.",
+        remedy="Use --lr-warmup-fraction (formerly a percentage) or --lr-warmup-iters.",
     ),
     OlderFlag(
         "--model-parallel-size",
@@ -171,7 +173,7 @@ def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 def _check(older: OlderFlag, value: Any, given: str) -> None:
     if older.refused:
-        raise UsageError(f"{given}, a flag of older Megatrons", "a flag of today", older.remedy)
+        raise UsageError(f"{given}, a flag of older Megatrons", "the current flag", older.remedy)
     if older.only and value not in older.only:
         raise UsageError(given, " or ".join(older.only), older.remedy)
 

@@ -52,7 +52,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--weight-decay": {
         "type": number,
         "default": 0.01,
-        "help": "weight decay of matrices (biases and norms have none)",
+        "help": "weight decay of matrices (biases and norms are not decayed)",
     },
     "--clip-grad": {
         "type": number,
@@ -85,7 +85,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--save": {"metavar": "DIR", "help": "directory for checkpoints (default: save none)"},
     "--load": {
         "metavar": "DIR",
-        "help": "directory to resume from (newest checkpoint); may be the one of --save",
+        "help": "directory to resume from (newest checkpoint); may be the same as --save",
     },
     "--load-last-good": {
         "action": "store_true",
@@ -97,8 +97,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--save-per-machine": {
         "action": "store_true",
-        "help": "for machines that do not share --save: each machine keeps the files that its ranks write; "
-        "the same machines can resume from them, and `megatron-npu checkpoint gather` joins the parts",
+        "help": (
+            "for machines that do not share --save: each machine keeps the files that its ranks "
+            "write; the same machines can resume from them, and `megatron-npu checkpoint gather` "
+            "joins them"
+        ),
     },
     # what a checkpoint is computed with
     "--use-flash-attn": {"action": "store_true", "help": "same as --attention-backend flash"},

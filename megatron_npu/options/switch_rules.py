@@ -79,23 +79,27 @@ class Word:
 
 WORDS = (
     Word(
-        "--mixed-precision bf16", "mixed_precision", "bf16", "autocast; what is gathered is bf16", "`--bf16`"
+        "--mixed-precision bf16",
+        "mixed_precision",
+        "bf16",
+        "autocast; tensors are gathered in bf16",
+        "`--bf16`",
     ),
     Word(
-        "--mixed-precision fp16", "mixed_precision", "fp16", "the same in fp16, with a loss scale", "`--fp16`"
+        "--mixed-precision fp16", "mixed_precision", "fp16", "the same in fp16, with loss scaling", "`--fp16`"
     ),
     Word(
         "--zero-1-memory-optimization",
         "sharding",
         "zero-1",
-        "DDP; each rank steps its rows of each weight",
+        "DDP; each rank updates its rows of each weight",
         "`--use-distributed-optimizer`",
     ),
     Word(
         "--zero-2-memory-optimization",
         "sharding",
         "zero-2",
-        "`fully_shard`, gathered from forward to backward",
+        "`fully_shard`; weights stay gathered from forward to backward",
         "Megatron's FSDP, `optim_grads`; with tensor or pipeline parallelism the distributed optimizer",
     ),
     Word(
@@ -117,12 +121,12 @@ WORDS = (
         "--checkpoint-activations",
         "checkpoint_activations",
         True,
-        "blocks without reentrance; Transformers' own switch",
+        "non-reentrant checkpointing of blocks; Transformers' own switch",
         "`--recompute-granularity full`",
     ),
     Word(GRAPH, "graph_optimization", True, "`torch.compile` of each block", None),
-    Word("--dynamic-shape", "dynamic_shape", True, "padding to few lengths; `compile(dynamic=True)`", None),
-    Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "on as it is, by the plug-in"),
+    Word("--dynamic-shape", "dynamic_shape", True, "pads to a few lengths; `compile(dynamic=True)`", None),
+    Word("--fused-ops", "fused_ops", True, "`megatron_npu.ops.swap`", "always on, through the plug-in"),
     Word("--lora-rank", "lora_rank", 8, "peft", None),
 )
 
@@ -167,64 +171,64 @@ _ON = (True,)
 REFUSALS = (
     Refusal(
         {"cpu_offload": _ON},
-        "a device whose memory is not the host's",
-        "Leave it out: everything is in the host's memory already.",
+        "a device with its own memory",
+        "Remove the switch: everything is already in host memory.",
         devices=("cpu",),
     ),
     Refusal(
         {"graph_optimization": _ON},
-        "layers of plain torch: Megatron's run this project's fused operations and its own collectives, "
-        "neither of which torch.compile looks into",
-        "Leave it out: the fused operations do here what graphs do elsewhere.",
+        "layers of plain torch: Megatron's use this project's fused operations and its own "
+        "collectives, which torch.compile cannot trace",
+        "Remove the switch: the fused operations serve the same purpose.",
         families=_MEGATRON,
     ),
     Refusal(
         {"graph_optimization": _ON},
-        "a device that torch's inductor writes kernels for: a CPU or CUDA",
-        "Leave it out, and use --fused-ops, whose kernels are the NPU's own.",
+        "a device for which torch's inductor has kernels: a CPU or CUDA",
+        "Remove it, and use --fused-ops, which has kernels for NPUs.",
         families=_OURS,
         devices=("npu",),
     ),
     Refusal(
         {"dynamic_shape": _ON},
-        "batches of many lengths: every sequence of a .bin/.idx has --seq-length tokens",
-        "Leave it out.",
+        "batches of different lengths: every sequence of a .bin/.idx has --seq-length tokens",
+        "Remove the switch.",
         families=_MEGATRON,
     ),
     Refusal(
         {"lora_rank": _ON},
-        "a Transformers model: Megatron's parallel layers have no adapters here",
-        "`megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
+        "a Transformers model: adapters for Megatron's parallel layers are not supported",
+        "Run `megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
         families=_MEGATRON,
     ),
     Refusal(
         {"sharding": ("zero-3", "fsdp")},
-        "data parallelism alone, for weights that are gathered where they are used",
-        "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or drop the other sizes.",
+        "data parallelism only, because weights are gathered before use",
+        "Use --zero-1-memory-optimization or --zero-2-memory-optimization, or remove the other sizes.",
         families=_MEGATRON,
         cut=True,
     ),
     Refusal(
         {"mixed_precision": ("fp16",), "sharding": ("zero-2", "zero-3")},
-        "bf16 or fp32: unscaling, megatron-core 0.16 stumbles over weights of which a rank has no shard",
+        "bf16 or fp32: megatron-core 0.16 cannot unscale gradients if a rank has no shard of a weight",
         "Use bf16, or --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
         {"mixed_precision": ("fp16",), "sharding": ("fsdp",)},
-        "bf16 or fp32: megatron-core scales no loss under torch's FSDP",
+        "bf16 or fp32: megatron-core does not scale losses under torch's FSDP",
         "Use bf16, or --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
         {"cpu_offload": _ON, "sharding": FULLY},
-        "the optimizer alone to be offloaded (megatron-core's FSDP has no place for it)",
+        "only the optimizer offloaded (megatron-core's FSDP does not support offloading)",
         "Use --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
         {"cpu_offload": _ON, "mixed_precision": (None,)},
-        "16-bit weights, whose fp32 copies go to the host",
+        "16-bit weights, whose fp32 copies are moved to the host",
         "Add --mixed-precision.",
         families=_MEGATRON,
     ),
@@ -240,10 +244,10 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
         return switches, ""
     without = replace(switches, graph_optimization=False)
     if place.family == "megatron":
-        return without, f"{DOCUMENTED_GRAPH}: nothing to do: Megatron's layers have fused operations already"
+        return without, f"{DOCUMENTED_GRAPH}: no effect: Megatron's layers already use fused operations"
     if place.device == "npu":
-        why = "torch.compile writes kernels for a CPU or CUDA, and the NPU's own are in these operations"
-        return replace(without, fused_ops=True), f"{DOCUMENTED_GRAPH} is --fused-ops on an NPU: {why}"
+        why = "torch.compile has kernels for a CPU or CUDA only, and these operations use the NPU's own"
+        return replace(without, fused_ops=True), f"{DOCUMENTED_GRAPH} means --fused-ops on an NPU: {why}"
     return switches, ""
 
 
@@ -261,7 +265,7 @@ def refuse(switches: Switches, place: Place) -> None:
     if switches.lora_rank and not is_installed("peft"):
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",
-            "what adds adapters to a model",
+            "the package that adds adapters to a model",
             "Install it: pip install peft.",
         )
 
@@ -304,6 +308,6 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
     if device == "cpu" and not any(name and shutil.which(name) for name in names):
         raise UsageError(
             f"{word} without a C++ compiler",
-            "g++, clang++ or what the variable CXX names, which torch.compile needs on a CPU",
+            "g++, clang++ or the compiler in the variable CXX, which torch.compile needs on a CPU",
             "Install one (apt-get install g++), or remove the switch.",
         )

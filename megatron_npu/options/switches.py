@@ -86,7 +86,11 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         dest="sharding",
         help="shard parameters, gradients and optimizer states with torch's fully_shard, like zero-3",
     )
-    add("--cpu-offload", action="store_true", help="keep sharded states in host memory")
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep sharded states in host memory, and update the weights there",
+    )
     add("--checkpoint-activations", action="store_true", help="recompute activations in the backward pass")
     add(
         GRAPH,
@@ -95,8 +99,11 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         action=_Graph,
         nargs=0,
         default=False,
-        help="compile the model's blocks with torch.compile (under either name; on an NPU, where "
-        "torch.compile has no kernels, the second name means --fused-ops)",
+        help=(
+            "compile the model's blocks with torch.compile (both names are the same, except that "
+            "--onnx-runtime-training means --fused-ops on an NPU, for which torch.compile has no "
+            "kernels)"
+        ),
     )
     parser.set_defaults(graph_word=GRAPH)
     add(

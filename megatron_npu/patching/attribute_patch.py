@@ -162,7 +162,7 @@ def _call_around(original: Any, function: Any) -> Any:
         TypeError: the original is a class, which a function cannot stand for.
     """
     if isinstance(original, type):
-        raise TypeError(f"{original.__name__} is a class: it takes wrap, not around")
+        raise TypeError(f"{original.__name__} is a class: use wrap instead of around")
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:

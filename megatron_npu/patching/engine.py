@@ -144,7 +144,7 @@ class Engine:
                 continue
             row = self._ledger.row(patch)
             if row.state == "pending":
-                row.settle("failed", "the module was imported past the hook")
+                row.settle("failed", "the module was imported without the import hook")
 
     # --- from the import to the patch ---
 

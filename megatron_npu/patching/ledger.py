@@ -135,7 +135,7 @@ class Ledger:
         lines = []
         for reason, count in counts.most_common():
             lines.append(f"pending  {count} patches" if count > 1 else "pending  1 patch")
-            lines += _wrapped(reason or "their modules were not imported, or not to the end")
+            lines += _wrapped(reason or "their modules were not imported completely")
         return lines
 
     def json(self) -> str:
@@ -186,7 +186,7 @@ def until(patch: Patch | Row) -> str:
 def _remarks(row: Row) -> list[str]:
     remarks = [row.reason] if row.reason else []
     if row.late:
-        remarks.append("applied late: the module had been imported before")
+        remarks.append("applied late: the module was already imported")
     if row.repaired:
         remarks.append("repaired: " + ", ".join(row.repaired))
     return remarks

@@ -101,7 +101,7 @@ class ModulePatch:
             self.log.undo(self.made)
             for row in map(self.ledger.row, wanted):
                 if row.state in IN_FORCE:
-                    row.settle("pending", "taken back: another patch of the module failed")
+                    row.settle("pending", "reverted: another patch of the module failed")
             raise
 
     def _is_wanted(self, patch: Patch) -> bool:
@@ -110,7 +110,9 @@ class ModulePatch:
         if reason is not None:
             row.settle("off" if isinstance(reason, NotAsked) else "skipped", reason)
         elif patch.early and self.late and row.state != "applied":
-            row.settle("failed", "the module was imported before the plug-in, and importers have used it")
+            row.settle(
+                "failed", "the module was imported before the plug-in, and other modules have already used it"
+            )
             logger.warning("%s: %s", patch.target, row.reason)
         else:
             return True
@@ -150,10 +152,12 @@ class ModulePatch:
         verdict = verdicts.get(group[0].key)
         if slot is None and verdict is not None and verdict.status != "gone":
             for patch in group:
-                self.ledger.row(patch).settle("skipped", f"defined on a condition, not met ({verdict.place})")
+                self.ledger.row(patch).settle(
+                    "skipped", f"defined conditionally, and the condition is not met ({verdict.place})"
+                )
             return
         if slot is None:
-            return self._fail(group, f"gone from {_file(self.module)}: no such name")
+            return self._fail(group, f"missing in {_file(self.module)}")
         value = slot.current
         try:
             for patch in in_order(group):
@@ -215,7 +219,10 @@ def _file(module: ModuleType) -> str:
 def _drift_message(verdicts: list[Verdict], context: Context) -> str:
     lines = [f"{verdict.target} ({verdict.place}): {verdict.detail}" for verdict in verdicts]
     return (
-        f"{context.upstream} {context.version} is not what these patches were written against:\n  "
+        (
+            f"{context.upstream} {context.version} differs from the version that these patches were "
+            "written for:\n  "
+        )
         + "\n  ".join(lines)
-        + f"\nLook further with: {CHECK_COMMAND}"
+        + f"\nFor details run: {CHECK_COMMAND}"
     )

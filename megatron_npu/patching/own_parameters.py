@@ -221,13 +221,13 @@ def conflict(use: Use | None, old: str, new: str) -> str | None:
         new: the signature now.
     """
     if use is None:
-        return "what our function takes of it cannot be told"
+        return "the parameters that our function uses cannot be determined"
     try:
         was, now = _read(old), _read(new)
     except _Unknown:
-        return "it is not one function"
+        return "it is not a single function"
     if was.head != now.head:
-        return f"{was.head} is {now.head}"
+        return f"{was.head} became {now.head}"
     found = (*_by_position(use, was, now), *_by_name(use, was, now), *_not_taken(use, was, now))
     return next(iter(found), None)
 
@@ -240,9 +240,9 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
         own = position < len(use.own)
         expected = before[0] if before else use.own[position][0] if own else ""  # ours: of another version
         if after is None:
-            yield f"{expected} is not given by position any more"
+            yield f"{expected} can no longer be passed by position"
         elif after[0] != expected:
-            yield f"{after[0]} is where {expected or 'nothing'} was"
+            yield f"{after[0]} is at the position of {expected or 'nothing'}"
         elif before:
             yield from _of_place(before, after[1], use.assumes_default(position), own)
 
@@ -252,7 +252,7 @@ def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -
     if assumes:
         yield from _of_default(*before, default)
     elif before[1] == _REQUIRED != default and own:
-        yield f"{before[0]} may be left out"
+        yield f"{before[0]} is now optional"
 
 
 def _by_name(use: Use, was: _Function, now: _Function) -> Iterator[str]:
@@ -260,14 +260,16 @@ def _by_name(use: Use, was: _Function, now: _Function) -> Iterator[str]:
         if name not in was.defaults:  # of another version
             continue
         if name not in now.defaults:
-            yield f"{name} is gone"
+            yield f"{name} was removed"
         elif assumes:
             yield from _of_default(name, was.defaults[name], now.defaults[name])
 
 
 def _of_default(name: str, before: str, after: str) -> Iterator[str]:
     if after not in (_REQUIRED, before):
-        yield f"the default of {name} is {after}, not {before}" if before else f"{name} may be left out"
+        yield (
+            f"the default of {name} changed from {before} to {after}" if before else f"{name} is now optional"
+        )
 
 
 def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
@@ -278,8 +280,8 @@ def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
         if name in was.defaults or name in ours:
             continue
         if not (use.hands_on_names or (by_position_alone and use.hands_on_positions)):
-            yield f"{name} is new, and our function does not take it"
+            yield f"{name} is new, and our function does not accept it"
     if now.rest > was.rest and not use.hands_on_positions:
-        yield "our function does not take the new *args"
+        yield "our function does not accept the new *args"
     if now.rest_by_name > was.rest_by_name and not use.hands_on_names:
-        yield "our function does not take the new **kwargs"
+        yield "our function does not accept the new **kwargs"

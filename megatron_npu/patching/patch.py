@@ -101,7 +101,7 @@ class Patch:
             return reason
         if device not in self.devices:
             return f"for {'/'.join(self.devices)}, not {device}"
-        return "upstream's own works here" if self.kind == "watch" else reason
+        return "upstream's own code works here" if self.kind == "watch" else reason
 
 
 @cache

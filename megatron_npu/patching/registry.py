@@ -273,13 +273,18 @@ def _validate(patch: Patch) -> None:
         raise ValueError(f"{patch.origin}: target {patch.target!r} is not package.module:Qual.name")
     unknown = set(patch.devices) - set(ALL_DEVICES)
     if unknown or not patch.devices:
-        raise ValueError(f"{patch.origin}: devices {patch.devices} are not a choice of {ALL_DEVICES}")
+        raise ValueError(f"{patch.origin}: devices {patch.devices} are not a subset of {ALL_DEVICES}")
     if not patch.why.strip():
-        raise ValueError(f"{patch.origin}: the patch of {patch.target} says no reason (why)")
+        raise ValueError(f"{patch.origin}: the patch of {patch.target} has no reason (why)")
     if patch.order and patch.kind not in CALLERS:
-        raise ValueError(f"{patch.origin}: {patch.kind} of {patch.target} has no order: it calls no original")
+        raise ValueError(
+            f"{patch.origin}: {patch.kind} of {patch.target} must not have an order, because it does "
+            "not call the original"
+        )
     if patch.upstream_bug and not patch.until.strip():
-        raise ValueError(f"{patch.origin}: {patch.target} cures an upstream bug: until when (until)?")
+        raise ValueError(
+            f"{patch.origin}: the fix of an upstream bug in {patch.target} needs the fixed version (until)"
+        )
     if patch.versions:
         from packaging.specifiers import SpecifierSet  # InvalidSpecifier is a ValueError
 
@@ -295,8 +300,7 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
         raise PatchConflict(f"{first.target} is replaced twice: by {both}")
     if {first.kind, second.kind} <= CALLERS and first.order == second.order and first.file != second.file:
         raise PatchConflict(
-            f"{first.target} is patched from two files: by {both}. Say which lies inside: give the outer one "
-            f"order={first.order + 1}"
+            f"{first.target} is patched in two files: by {both}. Give the outer patch order={first.order + 1}"
         )
 
 

@@ -73,7 +73,7 @@ def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
     except SyntaxError as error:
         return Verdict("gone", patch.target, patch.kind, file, error.lineno or 0, f"unreadable: {error.msg}")
     if not nodes:
-        return Verdict("gone", patch.target, patch.kind, file, 0, "nothing in the file defines it")
+        return Verdict("gone", patch.target, patch.kind, file, 0, "the file does not define it")
     status, detail, pin, fits = _judge(patch, Pin.of(nodes), pins.of(patch.target))
     return Verdict(status, patch.target, patch.kind, file, nodes[0].lineno, detail, pin, fits)
 
@@ -92,7 +92,7 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
     detail = f"signature changed from {pin.signature!r} to {found.signature!r}"
     if patch.kind != "around":
         return "signature_changed", detail, version, False
-    told = f"{reason}: {detail}" if reason else f"nothing that our function takes: {detail}"
+    told = f"{reason}: {detail}" if reason else f"no change that affects our function: {detail}"
     return "signature_changed", told, version, reason is None
 
 

@@ -24,10 +24,13 @@ from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import Search
 
-_DESCRIPTION = """Dry-run a job of --devices ranks on this machine: the memory of each kind of rank, what it
-sends, whether it fits, and the flags that would make it fit. NPU: torch_npu's own allocator on the simulated
-Ascend, whose memory is only reserved. CUDA: torch's fake tensors with a replay of the caching allocator. Exit
-code 2: it does not fit, or cannot run."""
+_DESCRIPTION = (
+    "Dry-run a job of --devices ranks on this machine: the memory and communication of each "
+    "kind of\nrank, whether the job fits, and the flags that would make it fit. NPU: "
+    "torch_npu's own allocator on the\nsimulated Ascend, whose memory is only reserved. CUDA: "
+    "torch's fake tensors with a simulation of the caching\nallocator. Exit code 2: it does "
+    "not fit, or cannot run."
+)
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
        %(prog)s --devices N [--memory 64G] [--device npu] -- pretrain_gpt.py ARGUMENTS..."""
 
@@ -48,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-remedy", action="store_true", help="do not search for flags that would make the job fit"
     )
     result.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the full report to FILE, sizes in bytes"
+        "--json", type=Path, metavar="FILE", help="also write the full report to FILE, with sizes in bytes"
     )
     result.add_argument(
         "--html",
@@ -60,20 +63,27 @@ def parser() -> argparse.ArgumentParser:
         "--timeline",
         type=Path,
         metavar="FILE",
-        help="also write the fullest rank's allocations, with the lines that ask for them, to FILE (a pickle "
-        "that pytorch.org/memory_viz reads)",
+        help=(
+            "also write the allocations of the rank with the highest peak, with the source lines that "
+            "request them, to FILE (a pickle that pytorch.org/memory_viz reads)"
+        ),
     )
     result.add_argument(
         "--search",
         action="store_true",
-        help="look for the layout (parallel sizes, micro batch, recomputation, distributed optimizer) of the "
-        "model: leave out by closed forms what cannot fit, and run the fastest dry; its times are estimates",
+        help=(
+            "search for the model's layout (parallel sizes, micro batch, recomputation, distributed "
+            "optimizer): drop layouts that cannot fit by closed-form estimates, and run the fastest "
+            "ones dry; times are estimates"
+        ),
     )
     result.add_argument(
-        "--search-runs", type=positive, default=8, help="how many layouts --search runs dry, at most"
+        "--search-runs", type=positive, default=8, help="maximum number of layouts that --search runs dry"
     )
     result.add_argument(
-        "--hardware", choices=HARDWARE, help="devices whose time --search estimates (default: by --device)"
+        "--hardware",
+        choices=HARDWARE,
+        help="devices for which --search estimates times (default: by --device)",
     )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     return result
@@ -96,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     failed = plan.failed
     if failed is not None:
         print(
-            f"megatron-npu plan: rank {failed.rank} of {job.devices} ends before it has trained:",
+            f"megatron-npu plan: rank {failed.rank} of {job.devices} ended before it trained:",
             file=sys.stderr,
         )
         print(_last_words(failed), file=sys.stderr)

@@ -55,7 +55,7 @@ class Job:
         raise UsageError(
             given,
             "-- pretrain ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "`plan` does not support `train` yet.",
+            "Plan `pretrain` or a stock script: `train` is not supported yet.",
         )
 
     def number(self, flag: str, default: int) -> int:

@@ -94,7 +94,7 @@ class Ranks:
             said = (folder / "log").read_text(encoding="utf-8", errors="replace")
             path = folder / "report.json"
             if not path.exists():
-                words_ = f"no end after {_LONGEST} s" if code is None else f"ended with code {code}"
+                words_ = f"no result after {_LONGEST} s" if code is None else f"ended with code {code}"
                 return {"rank": number, "code": code, "error": words_, "log": said[-4000:]}
             return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
 

@@ -152,7 +152,8 @@ class Allocator:
             self.empty_cache()
             if self.reserved + bytes_ > self.limit:
                 raise DeviceFullError(
-                    f"{bytes_} bytes more than the {self.reserved} that are reserved exceed {self.limit}"
+                    f"allocating {bytes_} bytes more than the {self.reserved} reserved exceeds the limit of "
+                    f"{self.limit}"
                 )
         block = Block(self._next, bytes_, small)
         self._next += bytes_

@@ -39,7 +39,7 @@ class Row:
         if self.found.get("code"):
             lines = [line for line in self.found.get("log", "").splitlines() if "error:" in line]
             return lines[-1] if lines else f"ended with code {self.found['code']}"
-        return None if self.found.get("updates") else "no update was made"
+        return None if self.found.get("updates") else "no update ran"
 
     @property
     def buffers(self) -> int:
@@ -88,9 +88,9 @@ class Plan:
         job = self.job
         _, count = job.words()
         head = (
-            f"{job.devices} x {self.device} of {size_text(self.memory)}: "
-            f"tensor {job.tensor}, pipeline {job.pipeline}, "
-            f"context {job.context}, data {job.data}; {job.micro_batches} micro batches"
+            f"{job.devices} x {self.device} of {size_text(self.memory)}: tensor {job.tensor}, pipeline "
+            f"{job.pipeline}, context {job.context}, data {job.data}; {job.micro_batches} micro "
+            "batches"
         )
         said = [head + (f" ({count} of them run)" if count != job.micro_batches else "")]
         said += ["", *self._table()]
@@ -98,7 +98,7 @@ class Plan:
         said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
         said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
         if count != job.micro_batches:
-            said.append("micro batches that were not run keep their losses: some 512 bytes each")
+            said.append("the losses of micro batches that were not run are not counted: about 512 bytes each")
         said += ["", *self._assumed(fullest), *self._verdict()]
         return said
 
@@ -128,7 +128,7 @@ class Plan:
             lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
         if len(self.rows) > _MOST:
             lines.append(
-                f"  and {len(self.rows) - _MOST} kinds of rank that need less (--json FILE has them)"
+                f"  and {len(self.rows) - _MOST} kinds of rank that need less (listed with --json FILE)"
             )
         return lines
 
@@ -160,17 +160,23 @@ class Plan:
         if any(each.found.get("plain_attention") for each in self.rows):
             why = sorted({why for each in self.rows for why in each.found.get("plain_attention", [])})
             lines.append(
-                f"attention by torch's plain formula ({', '.join(why)}): the activations are too many"
+                f"attention uses torch's unfused formula ({', '.join(why)}), which needs more activation "
+                "memory"
             )
         if self.job.has("--num-experts") and not self.job.has("--moe-pad-expert-input-to-capacity"):
-            lines.append("experts without padded capacity: other ranks are taken to route as this one does")
+            lines.append(
+                "experts without padded capacity: other ranks are assumed to route tokens as this one does"
+            )
         if reasons := {
             str(each.found["without_triton"]) for each in self.rows if each.found.get("without_triton")
         }:
-            lines.append(f"CUDA with torch's kernels ({', '.join(sorted(reasons))}): ours take less memory")
+            lines.append(
+                f"CUDA with torch's kernels ({', '.join(sorted(reasons))}): this package's kernels need "
+                "less memory"
+            )
         if self.device == "cuda":
-            lines.append("cuda: fake tensors and a replay of torch's caching allocator")
-        lines.append("not counted: the context of the device and its libraries, peers that are slow")
+            lines.append("cuda: fake tensors and a simulation of torch's caching allocator")
+        lines.append("not counted: the context of the device and its libraries, delays of other ranks")
         return lines
 
     def _verdict(self) -> list[str]:
@@ -183,7 +189,7 @@ class Plan:
             flags, needed = self.remedy
             lines.append(f"fits with: {' '.join(flags)} (rank {full.rank} then needs {size_text(needed)})")
         elif self.tried:
-            lines.append(f"does not fit either with: {'; '.join(self.tried)}")
+            lines.append(f"does not fit with any of: {'; '.join(self.tried)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:

@@ -88,8 +88,10 @@ class Search:
 
     def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:
         said = [
-            f"{count} layouts divide, {kept} may fit by closed forms, {len(found)} were run dry "
-            f"(the fastest by the estimate; --search-runs)",
+            (
+                f"{count} layouts divide, {kept} may fit by estimate, {len(found)} were run dry (the "
+                "fastest by estimate; --search-runs)"
+            ),
             "",
             f"{'TP':>4}{'PP':>4}{'VP':>4}{'CP':>4}{'EP':>4}{'DP':>6}{'micro':>7}{'recompute':>11}{'shared':>8}"
             f"{'memory':>12}{'estimate':>10}{'compute':>9}{'wait':>6}{'send':>6}",
@@ -97,13 +99,13 @@ class Search:
         said += [self._line(each) for each in found]
         said += [
             "",
-            f"memory: the fullest of the first and last stage, run dry, with buffers; a device has "
-            f"{size_text(self.memory)}. estimate: seconds of an iteration on {self.hardware}, by a "
-            "roofline; nobody has measured it",
+            "memory: the larger of the first and last stage, run dry, with communication buffers; a "
+            f"device has {size_text(self.memory)}. estimate: seconds per iteration on {self.hardware} "
+            "by a roofline model, not calibrated on hardware",
         ]
         best = next((each for each in found if self.fits(each)), None)
         if best is None:
-            return [*said, "none of them fits"]
+            return [*said, "no layout fits"]
         return [*said, f"fastest that fits: {' '.join(best.estimate.layout.flags(best.estimate.shape))}"]
 
     def _line(self, found: Found) -> str:

@@ -25,7 +25,7 @@ from megatron_npu.process import user_cache
 
 _LONGEST = 300  # seconds of a compilation, which takes seven
 _OUT_OF_MEMORY = ("Killed", "out of memory", "Cannot allocate memory")
-_ANOTHER = "Name another folder with XDG_CACHE_HOME"
+_ANOTHER = "Set another folder with XDG_CACHE_HOME"
 _logger = logging.getLogger(__name__)
 
 
@@ -78,8 +78,8 @@ def load(recipe: Recipe) -> ctypes.CDLL:
     if library is None:
         raise UsageError(
             f"{recipe.folder / name} cannot be loaded: {error}",
-            f"what {compiler} has just made",
-            recipe.remedy("Let g++ be of the machine that the program runs on"),
+            f"a library that {compiler} has just built",
+            recipe.remedy("Use a g++ for the machine on which the program runs"),
         )
     return library
 
@@ -89,7 +89,7 @@ def _compiler(recipe: Recipe) -> Path:
     if found is None:
         raise UsageError(
             "there is no g++ on PATH",
-            "a compiler that knows C++17",
+            "a compiler that supports C++17",
             recipe.remedy("Install g++ (apt install g++)"),
         )
     return Path(found).resolve()
@@ -117,7 +117,7 @@ def _require_executable(recipe: Recipe, folder: int) -> None:
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise UsageError(
             f"{recipe.folder} is on a file system that is mounted noexec",
-            "one from which a library can be loaded",
+            "a file system from which a library can be loaded",
             recipe.remedy(_ANOTHER),
         )
 
@@ -127,10 +127,10 @@ def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None,
     path = recipe.folder / name
     descriptor = user_cache.opened_file(folder, path, recipe.remedy(f"Remove {path}"))
     if descriptor is None:
-        return None, "it is not there"
+        return None, "it does not exist"
     if not user_cache.is_whole(descriptor):
         os.close(descriptor)
-        return None, "it is not whole"
+        return None, "it is truncated"
     try:
         return user_cache.loaded(descriptor), ""
     except OSError as error:
@@ -175,9 +175,9 @@ def _compile(recipe: Recipe, command: list[str], target: str) -> None:
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise UsageError(
-            f"{command[0]} has not ended after {_LONGEST} s",
-            "a compilation of some seconds",
-            recipe.remedy("Start again when the machine has less to do"),
+            f"{command[0]} has not finished after {_LONGEST} s",
+            "a compilation of a few seconds",
+            recipe.remedy("Start again when the machine is less busy"),
         ) from None
     if process.returncode:
         raise _refused(recipe, command[0], output)
@@ -186,13 +186,13 @@ def _compile(recipe: Recipe, command: list[str], target: str) -> None:
 def _refused(recipe: Recipe, compiler: str, output: str) -> UsageError:
     errors = [line for line in output.splitlines() if "error" in line] or [output[-200:]]
     if any(word in output for word in _OUT_OF_MEMORY):
-        remedy = "Let the machine have a gigabyte of memory free"
+        remedy = "Free a gigabyte of memory on the machine"
     elif "No space left" in output:
-        remedy = "Let there be room in the folder of TMPDIR"
+        remedy = "Free space in the folder of TMPDIR"
     else:
         remedy = "Install a newer g++ (9 or newer)"
     given = f"{compiler} does not compile them: {errors[0].strip()}"
-    return UsageError(given, "a compiler that knows C++17", recipe.remedy(remedy))
+    return UsageError(given, "a compiler that supports C++17", recipe.remedy(remedy))
 
 
 def _remove_unused(folder: int) -> None:

@@ -33,8 +33,8 @@ def choose(device: str) -> None:
     """
     if not installed():
         raise UsageError(
-            "no package deepspeed",
-            "DeepSpeed, which trains here",
+            "the package deepspeed is not installed",
+            "DeepSpeed, which this script uses for training",
             "Install it: pip install 'megatron_npu[deepspeed]'.",
         )
     accelerator, toolkit = VARIABLES

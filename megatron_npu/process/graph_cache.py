@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.process import user_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_REMEDY = f"Export {VARIABLE} with a folder of your own (chmod 700)."
+_REMEDY = f"Set {VARIABLE} to a folder of your own (chmod 700)."
 _HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 _ROOT = 0
 
@@ -35,7 +35,7 @@ def claim() -> Path:
     """
     named = os.environ.get(VARIABLE, "")
     if named and not _is_torchs(named):
-        folder = _open(Path(named), f"Name another one, or unset {VARIABLE}.")
+        folder = _open(Path(named), f"Set {VARIABLE} to another folder, or unset it.")
     else:
         folder = _default()
     os.environ[VARIABLE] = str(folder)
@@ -75,8 +75,8 @@ def _open(folder: Path, remedy: str) -> Path:
         anyone = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
         if anyone or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
             raise UsageError(
-                f"{folder}: others may put another folder in its place, by writing to {parent}",
-                "what this user alone can change: compiled graphs are loaded from it",
+                f"{folder}: other users can replace the folder, because they can write to {parent}",
+                "a folder that only this user can change: compiled graphs are loaded from it",
                 remedy,
             )
     return folder

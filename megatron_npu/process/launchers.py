@@ -116,7 +116,7 @@ def _settle_task(command: str) -> None:
     address = os.environ.get("MASTER_ADDR") or task.address
     if address is None:
         raise UsageError(
-            f"{task.launcher} has started {task.ranks} tasks on several machines without MASTER_ADDR",
+            f"{task.launcher} started {task.ranks} tasks on several machines without MASTER_ADDR",
             "the first machine's address in MASTER_ADDR",
             "Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each machine.",
         )
@@ -234,7 +234,7 @@ def _pods(npus: int, each: int) -> int:
         raise UsageError(
             " ".join(f"{name}={os.environ.get(name, '')}" for name in names),
             "as many NPUs in each pod as LOCAL_RANK lists",
-            "Correct the job, or unset them and start torchrun.",
+            "Correct the job, or unset these variables and start torchrun.",
         )
     return npus // each
 
@@ -244,7 +244,7 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
     if machine.number >= machine.count:
         raise UsageError(
             f"machine {machine.number} of {machine.count} ({machine.launcher})",
-            "a number below that of the machines",
+            "a number below the number of machines",
             "Correct the job.",
         )
     if command == "train":
@@ -254,8 +254,8 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
         _meet_at(machine)
     elif several and _trains(argv):
         raise UsageError(
-            f"{machine.launcher} numbers machines ({machine.count}), each with several devices, and this is "
-            "one process",
+            f"{machine.launcher} numbers {machine.count} machines with several devices each, but this "
+            "is a single process",
             "one process per device",
             "Start torchrun -m megatron_npu, which reads PET_…"
             if machine.launcher.startswith("PET")
@@ -291,7 +291,9 @@ def _be_alone(command: str, machine: Machine) -> None:
         os.environ.pop(name, None)
     if machine.count > 1:
         told = f"machine {machine.number} of {machine.count} of a job ({machine.launcher})"
-        print(f"megatron-npu {command}: this is {told}; it runs in this process alone", file=sys.stderr)
+        print(
+            f"megatron-npu {command}: this is {told}; the command runs only in this process", file=sys.stderr
+        )
 
 
 def _wait_for_table() -> None:
@@ -312,7 +314,9 @@ def _wait_for_table() -> None:
             )
         if now - said > _SAY:
             said = now
-            print(f"megatron_npu: waits for {path}: {status}; not all pods run yet", file=sys.stderr)
+            print(
+                f"megatron_npu: waiting for {path}: {status}; not all pods are running yet", file=sys.stderr
+            )
         time.sleep(_PAUSE)
 
 
@@ -338,7 +342,7 @@ def _require_address() -> None:
     if not os.environ.get("MASTER_ADDR"):
         raise UsageError(
             f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']} without MASTER_ADDR",
-            "the address of the first machine, and MASTER_PORT",
+            "the first machine's address in MASTER_ADDR, and its port in MASTER_PORT",
             "Export both, or start torchrun.",
         )
     os.environ.setdefault("MASTER_PORT", str(_PORT))

@@ -47,7 +47,7 @@ def root() -> Path:
     try:
         cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
     except RuntimeError as error:
-        expected = "HOME or XDG_CACHE_HOME"
+        expected = "HOME or XDG_CACHE_HOME set"
         raise UsageError(f"no home folder: {error}", expected, "Export one of them.") from None
     return cache / "megatron_npu"
 
@@ -80,7 +80,9 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
     """Return the error for a cache folder that the file system rejects."""
     return UsageError(
-        f"the cache {path} ({error.strerror or error})", "a directory that can be made and written to", remedy
+        f"the cache {path} ({error.strerror or error})",
+        "a directory that can be created and written to",
+        remedy,
     )
 
 
@@ -92,7 +94,9 @@ def _require_own(path: Path, descriptor: int, remedy: str) -> None:
         wrong = f"has mode {stat.S_IMODE(status.st_mode):o}: others may write to it"
     else:
         return
-    raise UsageError(f"{path} {wrong}", "what this user alone has written: code is loaded from it", remedy)
+    raise UsageError(
+        f"{path} {wrong}", "a file that only this user can write: code is loaded from it", remedy
+    )
 
 
 def opened_file(folder: int, path: Path, remedy: str) -> int | None:
@@ -214,6 +218,6 @@ def _wait(lock: BaseFileLock, longest: float, remedy: str) -> None:
     except Timeout:
         raise UsageError(
             f"another process has held {lock.lock_file} for {longest:.0f} s",
-            "one that compiles, and ends",
-            f"End it (fuser {lock.lock_file} names it) and start again. {remedy}",
+            "a process that compiles and then ends",
+            f"End it (fuser {lock.lock_file} prints its number) and start again. {remedy}",
         ) from None

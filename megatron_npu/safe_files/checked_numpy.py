@@ -21,7 +21,9 @@ _BYTE_ORDERS = ("<", ">", "=", "|")
 
 def _check(fits: bool, what: str) -> None:
     if not fits:
-        raise pickle.UnpicklingError(f"it holds {what}, which is none of numpy's numbers or arrays of them")
+        raise pickle.UnpicklingError(
+            f"it contains {what}, which is neither a numpy number nor an array of numbers"
+        )
 
 
 class CheckedDtype:
@@ -38,7 +40,7 @@ class CheckedDtype:
     def __setstate__(self, state: Any) -> None:
         """Take the byte order of ``(version, byte order, None, None, None, …)``; refuse fields."""
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
-        _check(plain and not any(field is not None for field in state[2:5]), "a dtype of several fields")
+        _check(plain and not any(field is not None for field in state[2:5]), "a dtype with several fields")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
@@ -47,11 +49,13 @@ class CheckedArray(np.ndarray):
 
     def __setstate__(self, state: Any) -> None:
         """Take ``(version, shape, dtype, whether Fortran's order, bytes)``."""
-        _check(isinstance(state, tuple) and len(state) == 5, "an array of another form")
+        _check(isinstance(state, tuple) and len(state) == 5, "an array with another layout")
         _, shape, kind, fortran, content = state
         _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "a shape")
         _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an array of objects")
-        _check(len(shape) <= 32 and math.prod(shape) * kind.dtype.itemsize == len(content), "a cut array")
+        _check(
+            len(shape) <= 32 and math.prod(shape) * kind.dtype.itemsize == len(content), "a truncated array"
+        )
         super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
@@ -61,14 +65,14 @@ class CheckedArray(np.ndarray):
 
 def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
     """Return what ``CheckedArray.__setstate__`` fills."""
-    _check(kind is CheckedArray, "an array of another kind")
+    _check(kind is CheckedArray, "an array of an unsupported kind")
     return np.ndarray.__new__(CheckedArray, (0,), np.int8)
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
     """Return the number that these bytes are."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
-    _check(len(content) == kind.dtype.itemsize, "a cut number")
+    _check(len(content) == kind.dtype.itemsize, "a truncated number")
     return np.frombuffer(content, kind.dtype)[0]
 
 

@@ -31,7 +31,7 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
             yield
         except (SystemExit, pickle.UnpicklingError, EOFError) as error:
             cause = error.__context__ if isinstance(error, SystemExit) else error
-            reason = safe_load.refused_name(cause) if cause else "upstream has said why"
+            reason = safe_load.refused_name(cause) if cause else "see upstream's message above"
             raise UsageError(
                 f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason})",
                 "a checkpoint of this Megatron that holds tensors and arguments only",

@@ -34,7 +34,7 @@ MAPPED_MAGIC = b"MMIDIDX\x00\x00"  # of today's, ``mmap``
 MAPPED_HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # of token types
-_REMEDY = "Make the dataset again with `megatron-npu preprocess`."
+_REMEDY = "Create the dataset again with `megatron-npu preprocess`."
 _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can tell
 
 
@@ -129,11 +129,11 @@ def _check(
     """Compare the parts of an index with each other."""
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
-        raise UsageError(f"{path}: sequences that are tables", "sequences of tokens", _REMEDY)
+        raise UsageError(f"{path}: its sequences are not one-dimensional", "sequences of tokens", _REMEDY)
     if sequences and not 0 <= lengths.min() <= lengths.max() <= _LONGEST:
-        raise UsageError(f"{path}: the lengths of sequences", f"0 to {_LONGEST} tokens", _REMEDY)
+        raise UsageError(f"{path}: invalid sequence lengths", f"0 to {_LONGEST} tokens", _REMEDY)
     if begins[0] != 0 or not np.array_equal(np.diff(begins), lengths):
-        raise UsageError(f"{path}: the beginnings of sequences", "the sums of their lengths", _REMEDY)
+        raise UsageError(f"{path}: invalid sequence offsets", "the sums of their lengths", _REMEDY)
     ends = len(documents) and documents[0] == 0 and documents[-1] == sequences
     if not ends or np.any(np.diff(documents) < 0):
-        raise UsageError(f"{path}: the boundaries of documents", f"0 ascending to {sequences}", _REMEDY)
+        raise UsageError(f"{path}: invalid document boundaries", f"0 ascending to {sequences}", _REMEDY)

@@ -156,7 +156,9 @@ def _is_numpys(entry: Any) -> bool:
 
 def refusal(file: Path, reason: str) -> UsageError:
     """Return the error for a file that is not read."""
-    return UsageError(f"{file}: {reason}", "what Megatron-LM saves", "Do not load it if you do not trust it.")
+    return UsageError(
+        f"{file}: {reason}", "types that Megatron-LM saves", "Do not load it if you do not trust it."
+    )
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         raise
     except Exception as error:  # a broken pickle raises whatever it stumbles over
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"the checkpoint's .metadata is broken: {reason[:_MANY]}") from error
+        raise ValueError(f"the checkpoint's .metadata is invalid: {reason[:_MANY]}") from error
 
 
 def require_no_code(folder: Path) -> None:
@@ -135,9 +135,9 @@ def stored_value(folder: Path, key: str) -> bytes:
             index = _load_metadata(stream)
         place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
         if place is None:
-            raise ValueError("its index does not say where it is")
+            raise ValueError("its index does not contain the position of a tensor")
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{place.relative_path} is no name of a file")
+            raise ValueError(f"{place.relative_path} is not a file name")
         file = folder / place.relative_path
         with file.open("rb") as stream:
             stream.seek(place.offset)

@@ -173,7 +173,7 @@ class _Site:
         self._require_name(asked.model)
         texts = prompts * asked.n
         if texts > self.max_texts:
-            raise BadRequestError(f"{texts} texts; expected at most {self.max_texts} a request", "n")
+            raise BadRequestError(f"{texts} completions; expected at most {self.max_texts} per request", "n")
 
     def _completion(self, asked: CompletionRequest) -> Completion:
         """Return the answer to be filled, with its job.

@@ -92,7 +92,7 @@ def _message(number: int, value: Any) -> Message:
     if isinstance(content, list):
         content = _text_of_parts(content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise BadRequestError(f"messages[{number}]: expected role and content, both texts", "messages")
+        raise BadRequestError(f"messages[{number}]: expected role and content, both strings", "messages")
     name = rest.pop("name", None)
     if rest or not isinstance(name, str | None):
         field = shown(next(iter(rest), "name"))

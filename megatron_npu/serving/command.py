@@ -145,9 +145,9 @@ def _announce(name: str, at: Address, listener: socket.socket) -> None:
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
     if not at.is_loopback:
         print(
-            f"megatron-npu serve: warning: --host {at.host} opens the server to other machines, without "
-            "encryption or passwords: anyone who can reach it can use the model. Put a proxy with both "
-            "in front of it.",
+            f"megatron-npu serve: warning: --host {at.host} opens the server to other machines without "
+            "encryption or passwords: anyone who can reach it can use the model. Use a proxy that "
+            "provides both.",
             file=sys.stderr,
             flush=True,
         )

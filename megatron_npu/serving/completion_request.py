@@ -119,7 +119,7 @@ def common(fields: Fields) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class Fields:
@@ -170,7 +170,7 @@ class Fields:
         self._rest.pop("user", None)
         for name, value in self._rest.items():
             if name not in without_meaning:
-                raise BadRequestError(f"no field {shown(name)}", name)
+                raise BadRequestError(f"unknown field {shown(name)}", name)
             if value not in without_meaning[name]:
                 raise BadRequestError(f"{name} is not supported here; leave it out", name)
 
@@ -192,10 +192,10 @@ def _prompts(value: Any) -> list[Prompt]:
     if _is_ids(value):
         return [value]
     if not value:
-        raise BadRequestError("prompt is an empty list; expected a text", "prompt")
+        raise BadRequestError("prompt is an empty list; expected a string", "prompt")
     for prompt in value:
         if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise BadRequestError("prompt is a list of other things; expected texts or ids", "prompt")
+            raise BadRequestError("prompt is a list of other values; expected strings or token ids", "prompt")
     return [_text(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
 
@@ -220,7 +220,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     found = [] if value is None else [value] if isinstance(value, str) else value
     if len(found) > MAX_STOPS or not all(map(_is_stop, found)):
         raise BadRequestError(
-            f"stop: expected at most {MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
+            f"stop: expected at most {MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters", "stop"
         )
     return tuple(found)
 

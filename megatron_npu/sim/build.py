@@ -106,7 +106,7 @@ def _compiler() -> str:
             return path
     raise UsageError(
         "no C++ compiler on PATH",
-        "g++ or clang++ that knows C++17 (C++20 from torch 2.10)",
+        "g++ or clang++ that supports C++17 (C++20 from torch 2.10)",
         "Install one (Debian, Ubuntu: apt install g++).",
     )
 

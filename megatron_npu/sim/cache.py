@@ -14,7 +14,7 @@ from megatron_npu.base import files, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import user_cache
 
-_REMEDY = f"Name another one with {settings.SIM_CACHE.name}."
+_REMEDY = f"Set another folder with {settings.SIM_CACHE.name}."
 _LIBRARIES = ".libraries"  # the file that lists those of a folder
 
 
@@ -75,7 +75,7 @@ def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
         user_cache.note_use(folder)
         if _are_whole(folder, directory):
             return directory
-        say(f"{directory} is damaged and is prepared again")
+        say(f"{directory} is damaged and will be prepared again")
         with user_cache.locked(root() / f"{name}.lock", _REMEDY, lambda: None):
             with _opened_part(cache, directory) as now:  # unless another process has done so in the meantime
                 whole = _are_whole(now, directory)
@@ -94,7 +94,7 @@ def load(path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     with _opened() as cache, _opened_part(cache, path.parent) as folder:
         descriptor = user_cache.opened_file(folder, path, _REMEDY)
         if descriptor is None:
-            raise OSError(f"{path} is not there")
+            raise OSError(f"{path} does not exist")
         return user_cache.loaded(descriptor, mode)
 
 

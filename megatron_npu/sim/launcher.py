@@ -18,9 +18,11 @@ from megatron_npu.sim.settings import simulator_values
 BOOT = Path(__file__).resolve().parent / "boot"
 _INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
-_DESCRIPTION = """Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, kernels
-are CPU kernels, HCCL is shared memory. Its child processes see the NPUs too.
-See docs/explanation/simulator.md."""
+_DESCRIPTION = (
+    "Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, "
+    "kernels\nare CPU kernels, HCCL is shared memory. Child processes see the NPUs too.\nSee "
+    "docs/explanation/simulator.md."
+)
 
 _FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
 
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
         environment = prepare()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while compilers end, is no traceback
-        cache.say("interrupted; the next use starts this preparation again")
+        cache.say("interrupted; the next use will start this preparation again")
         return _INTERRUPTED
     sys.stdout.flush()
     # Python finds its virtual environment by argv[0]: the bare name would be looked up on PATH
@@ -88,5 +90,7 @@ def _find(program: str) -> str:
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(program, path=search)
     if found is None:
-        raise UsageError(f"no command {program}", "a program on PATH or a path to one", "Check its name.")
+        raise UsageError(
+            f"unknown command {program}", "a program on PATH or a path to one", "Check its name."
+        )
     return found

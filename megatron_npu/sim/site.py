@@ -75,13 +75,13 @@ def _require_fit(site: Path, torch_version: str) -> None:
         raise UsageError(
             f"{settings.SIM_SITE.name}={site}",
             "a directory with torch_npu in it",
-            f"Unset it to let the wheel be downloaded, or pip install --target {site} torch-npu.",
+            f"Unset it to download the wheel, or run pip install --target {site} torch-npu.",
         )
     # Wheels are built per torch release; a post release of torch_npu is for the same torch.
     found = version_of(package)
     if found.partition("+")[0].partition(".post")[0] != torch_version:
         raise UsageError(
-            f"torch_npu {found} in {site} with torch {torch_version}",
+            f"torch_npu {found} in {site}, but torch {torch_version}",
             "the same version of both",
             f"Unset {settings.SIM_SITE.name} or install torch-npu=={torch_version} there.",
         )
@@ -102,5 +102,5 @@ def _install(directory: Path, version: str) -> None:
         raise UsageError(
             f"no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
             "a torch for which a torch-npu wheel is published, and a registry that can be reached",
-            f"Install such a torch, or name an unpacked wheel with {settings.SIM_SITE.name}.",
+            f"Install such a torch, or set {settings.SIM_SITE.name} to an unpacked wheel.",
         )

@@ -70,11 +70,11 @@ class Upstream:
             raise UsageError(f"{given} is too old", supported, remedy)
         if release >= FIRST_TOO_NEW_CORE:
             if settings.DRIFT.get() != "warn":
-                also = f"or set {settings.DRIFT.name}=warn to try this one with the patches that still fit."
+                also = f"or set {settings.DRIFT.name}=warn to apply only the patches that fit."
                 raise UsageError(f"{given} is too new", supported, f"{remedy}; {also}")
             _logger.warning(
-                "%s is newer than what was tested, %s: patches that fit are applied, the line before the "
-                "first step names those that do not",
+                "%s is newer than the tested versions (%s): patches that fit are applied; the line before "
+                "the first step lists the others",
                 given,
                 supported,
             )
@@ -88,7 +88,7 @@ class Upstream:
             listed = ", ".join(f"{version} in {path}" for path, version in others)
             raise UsageError(
                 f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
-                "only one, because a checkout and a wheel may mix their modules",
+                "a single one, because modules of a checkout and a wheel may be mixed",
                 f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the first one to "
                 "confirm it.",
             )
@@ -125,7 +125,7 @@ def named(path: str | None) -> tuple[str | None, str]:
 
 
 def _none_found(path: str | Path | None, given_by: str) -> UsageError:
-    inside = "a folder megatron/ with megatron-core or Megatron-LM in it"
+    inside = "a folder megatron/ that contains megatron-core or Megatron-LM"
     if path is None:
         checkout = settings.MEGATRON_PATH.get()
         nor = f", nor in {checkout} ({settings.MEGATRON_PATH.name})" if checkout else ""
@@ -137,7 +137,7 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
     given = f" ({given_by})" if given_by else ""
     remedy = f"Correct {given_by or 'the path'}."
     if not Path(path).is_dir():
-        return UsageError(f"no folder {path}{given}", "a folder that holds megatron/", remedy)
+        return UsageError(f"no folder {path}{given}", "a folder that contains megatron/", remedy)
     return UsageError(f"no Megatron in {path}{given}", inside, remedy)
 
 

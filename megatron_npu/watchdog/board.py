@@ -83,7 +83,7 @@ class Beat:
 
     def __str__(self) -> str:
         long = f", for {self.still:.0f} s" if self.still >= _TELLING else ""
-        file = f", and does not get on with {self.file}" if self.file else ""
+        file = f", and makes no progress with {self.file}" if self.file else ""
         return f"{self.place} (step {self.step}){long}{file}"
 
     def stack(self) -> str:

@@ -32,7 +32,7 @@ _KNOWN = 5.0  # seconds for all to read what is wrong
 _PAUSE = 0.2
 _ALL = 32  # machines up to which each tries every other
 _SHOWN = 8
-_EXPECTED = "machines that reach each other at any port: gloo and HCCL choose free ones"
+_EXPECTED = "machines that reach each other on any port, because gloo and HCCL choose free ones"
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,13 @@ def _store() -> dist.TCPStore:
                 f"{host}:{port} ({reason})"
             )
             remedy = (
-                "See whether that is the first machine, its job runs, and a firewall lets the port through."
+                "Check that this is the first machine, that its job is running, and that the firewall "
+                "opens the port."
             )
             if time.monotonic() - began > _GIVE_UP:
                 raise UsageError(line, "the store of the run there", remedy) from None
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"megatron_npu: {line}; it goes on trying. {remedy}", file=sys.stderr, flush=True)
+                print(f"megatron_npu: {line}; still trying. {remedy}", file=sys.stderr, flush=True)
 
 
 def _meet(store: dist.Store) -> None:
@@ -193,15 +194,21 @@ def _assemble(store: dist.Store, ranks: int) -> None:
     while int(store.add("arrived", 0)) < ranks and not fault:
         now = time.monotonic()
         if store.check(["failed"]):
-            fault = [store.get("failed").decode(), "all ranks at the store", "See what it says there."]
+            fault = [store.get("failed").decode(), "all ranks at the store", "See the messages there."]
         elif now - said > _TRY:
             said, missing = now, _missing(store, ranks)
-            line = f"rank 0 ({socket.gethostname()}) waits since {now - began:.0f} s for {missing}"
+            line = f"rank 0 ({socket.gethostname()}) has waited for {now - began:.0f} s for {missing}"
             print(
-                f"megatron_npu: {line}, which have not come to {_listed_place()}", file=sys.stderr, flush=True
+                f"megatron_npu: {line}, which have not connected to {_listed_place()}",
+                file=sys.stderr,
+                flush=True,
             )
             if now - began > _GIVE_UP:
-                fault = [line, "all ranks connected to the store of the run", "See what their machines say."]
+                fault = [
+                    line,
+                    "all ranks connected to the store of the run",
+                    "Check the messages of their machines.",
+                ]
         time.sleep(_PAUSE)
     places = [] if fault else _places(store, ranks)
     firsts = {each.rank: [each.host, each.address, each.port] for each in places if each.port}
@@ -245,8 +252,8 @@ def _simulated(places: list[_Place]) -> list[str]:
     more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
     return [
         f"simulated NPUs on several machines ({', '.join(hosts[:_SHOWN])}{more})",
-        "all ranks on one machine, whose memory the simulated HCCL moves data through",
-        f"Start all ranks there, or train on these machines with {settings.DEVICE.name}=cpu.",
+        "all ranks on one machine, because simulated HCCL uses shared memory",
+        f"Start all ranks on one machine, or train with {settings.DEVICE.name}=cpu.",
     ]
 
 
@@ -259,10 +266,13 @@ def _loopback(places: list[_Place]) -> list[str]:
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     way = next((each.towards for each in bad.values() if each.towards), ("eth0", "ADDRESS"))
     return [
-        f"the name of {', '.join(named[:_SHOWN])}{more}: an address that no other machine reaches",
+        (
+            f"the host name of {', '.join(named[:_SHOWN])}{more} resolves to an address that no other "
+            "machine reaches"
+        ),
         "an address of the cluster's network",
-        f"Export {network.INTERFACE}={way[0]} (for NPUs HCCL_SOCKET_IFNAME={way[0]} or HCCL_IF_IP={way[1]}, "
-        "too) on each machine, or correct its /etc/hosts.",
+        f"Export {network.INTERFACE}={way[0]} (for NPUs also HCCL_SOCKET_IFNAME={way[0]} or "
+        f"HCCL_IF_IP={way[1]}) on each machine, or correct its /etc/hosts.",
     ]
 
 
@@ -278,7 +288,7 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
     ]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     remedy = (
-        f"Open all ports between the machines, or name the interface of their network: {network.INTERFACE}, "
+        f"Open all ports between the machines, or set the network interface: {network.INTERFACE}, "
         "HCCL_SOCKET_IFNAME, HCCL_IF_IP."
     )
     fault = ["; ".join(found[:_SHOWN]) + more, _EXPECTED, remedy] if found else []

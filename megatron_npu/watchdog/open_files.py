@@ -37,9 +37,9 @@ def require_open_files(ranks: int) -> None:
         raise UsageError(
             f"a limit of {hard} open files (ulimit -Hn), {used} of which are in use",
             f"{more} more for {ranks} rank{'s' * (ranks > 1)}",
-            "Raise it where the run is started: ulimit -n, limits.conf, docker run --ulimit nofile=65536.",
+            "Raise it before the run starts: ulimit -n, limits.conf, docker run --ulimit nofile=65536.",
         )
-    logger.info("the limit of open files is %d now; it was %d", used + more, soft)
+    logger.info("raised the limit of open files to %d; it was %d", used + more, soft)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
 
 

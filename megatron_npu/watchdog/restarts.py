@@ -21,8 +21,8 @@ def require_fresh_store() -> None:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(
-            "torchrun has restarted this run with the store of the attempt before, which holds the addresses "
-            "of processes that are dead",
+            "torchrun restarted this run with the store of the previous attempt, which contains "
+            "addresses of dead processes",
             f"{_REMEDY}=1 in torchrun's environment",
             "Set it and start again; with --load the run resumes from its last checkpoint.",
         )

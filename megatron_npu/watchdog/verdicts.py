@@ -16,7 +16,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
     """Return the message for a process that ended with ``error``; None: without a report."""
-    how = f"ended with {error}" if error else "ended without a word (killed?)"
+    how = f"ended with {error}" if error else "ended without an error message (killed?)"
     return f"{process} {how}; last seen {beat}"
 
 
@@ -30,14 +30,14 @@ def silent(
 
 def of_silent(gone: Sequence[Told]) -> str:
     """Return the message for ranks whose heartbeat stopped while another rank failed."""
-    return "; ".join(f"{process} is gone, last seen {beat}" for process, beat in gone)
+    return "; ".join(f"{process} is lost, last seen {beat}" for process, beat in gone)
 
 
 def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
     """Return the message for a rank from which the next one receives nothing."""
     return (
-        f"{process} has said nothing for {seconds:.0f} s: it is stopped, or its machine is gone; last seen "
-        f"{beat}{beat.stack()}"
+        f"{process} has sent no heartbeat for {seconds:.0f} s: it is stopped, or its machine is "
+        f"lost; last seen {beat}{beat.stack()}"
     )
 
 
@@ -84,8 +84,9 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
     """Return the message for a store on another process that has not answered."""
     return (
-        f"rank {rank} ends: the store of the run at {where} has not answered for {seconds:.0f} s: the "
-        f"network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or gone"
+        f"rank {rank} ends: the store of the run at {where} has not answered for {seconds:.0f} s: "
+        f"the network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or "
+        "lost"
     )
 
 
@@ -93,5 +94,5 @@ def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str
     """Return the message for a lost store, which rank 0 hosts."""
     who = first or "rank 0"
     if has_ended:
-        return f"{who} has ended (killed, or with an error of its own), and the store of the run with it"
-    return f"the store of the run is gone, and with it perhaps {who} ({type(error).__name__})"
+        return f"{who} has ended (killed, or with an error), and with it the store of the run"
+    return f"the store of the run is lost, and possibly {who} too ({type(error).__name__})"

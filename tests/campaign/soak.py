@@ -179,7 +179,7 @@ class Soak:
         self.living.append(Child("serve", self.place, "serve", "--load", served, "--port", str(port)))
         self.living.append(Child("dashboard", self.place, "dashboard", saved, "--at", str(page)))
         self.living[0].until("Ctrl-C stops it")
-        self.living[1].until("is shown at")
+        self.living[1].until("dashboard of")
 
     def _watch(self, seconds: float) -> None:
         """Take samples, and harm something now and then."""

@@ -25,7 +25,7 @@ def told(done) -> str:
     """Return what the ranks have said of replicas; they have ended with exit code 1, without traceback."""
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("Traceback") == 1  # torchrun's own
-    lines = [line for line in done.stderr.splitlines() if "the same on all data-parallel ranks" in line]
+    lines = [line for line in done.stderr.splitlines() if "differs between data-parallel ranks" in line]
     assert lines, done.stderr
     return lines[0]
 
@@ -37,7 +37,7 @@ def test_the_tensor_and_the_rank_that_is_alone_are_named() -> None:
     assert [line.split()[2] for line in said] == ["half", "bad", "flag"]
     for line in said:
         assert (
-            "is not the same on all data-parallel ranks: rank 1 differs from ranks 0, 2; so with 1 more."
+            "differs between data-parallel ranks: rank 1 differs from ranks 0, 2; other affected tensors: 1."
             in line
         )
 
@@ -46,7 +46,7 @@ def test_the_driver_ends_where_a_bit_has_flipped(dataset) -> None:
     pytest.importorskip("megatron.core")
     done = run(2, "gradient", "pretrain", *tiny.flags_for(dataset), *FLAG)
     line = told(done)
-    assert "the gradient of embedding.word_embeddings.weight is not the same on all " in line
+    assert "the gradient of embedding.word_embeddings.weight differs between data-parallel " in line
     assert "rank 0 and rank 1 differ" in line
     assert " the replicas are identical after iteration 2" in done.stdout
     assert "after iteration 4" not in done.stdout
@@ -76,5 +76,5 @@ def test_stock_scripts_name_it(tmp_path) -> None:
         check=False,
     )
     line = told(done)
-    assert "the weight embedding.word_embeddings.weight is not the same on all " in line
+    assert "the weight embedding.word_embeddings.weight differs between data-parallel " in line
     assert "Weight hashes match after 2 iterations" in done.stdout

@@ -73,13 +73,13 @@ def started(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[
 @pytest.mark.parametrize(
     ("scenario", "told"),
     [
-        ("kill", rf"{RANK_1} ended without a word \(killed\?\); last seen {STEP}"),
+        ("kill", rf"{RANK_1} ended without an error message \(killed\?\); last seen {STEP}"),
         ("error", rf"{RANK_1} ended with ValueError: bad luck; last seen {STEP}"),
-        ("stop", rf"{RANK_1} has said nothing for \d+ s: it is stopped, .*; last seen {STEP}"),
+        ("stop", rf"{RANK_1} has sent no heartbeat for \d+ s: it is stopped, .*; last seen {STEP}"),
         ("deadlock", rf"no rank has moved for {LIMIT} s: {RANK_1} is {STEP}"),
         (
             "stuck_save",
-            rf"no rank has moved for {LIMIT} s: {RANK_1} is {SAVE}, and does not get on with {FILE}",
+            rf"no rank has moved for {LIMIT} s: {RANK_1} is {SAVE}, and makes no progress with {FILE}",
         ),
     ],
 )

@@ -167,9 +167,9 @@ def test_a_checkpoint_that_is_not_whole(flags, trained, capsys, spoil):
 
 def test_checkpoints_of_another_run_are_not_overwritten(refused, flags, trained):
     before = _content(trained)
-    assert "holds checkpoints already" in refused("pretrain", *flags("--save", trained))
+    assert "already contains checkpoints" in refused("pretrain", *flags("--save", trained))
     again = ("--save", trained, "--load", trained, "--finetune")
-    assert "holds checkpoints already" in refused("pretrain", *flags(*again))
+    assert "already contains checkpoints" in refused("pretrain", *flags(*again))
     assert _content(trained) == before
 
 

@@ -93,7 +93,7 @@ def test_a_machine_that_runs_out_of_memory_ends_the_row(monkeypatch):
     monkeypatch.setattr(host_memory, "available", lambda: 0)
     outcome = ranks.run(job(), lambda steps: None)
     assert outcome.kind == ranks.OOM
-    assert "kept for everything else" in outcome.reason
+    assert "reserved for other programs" in outcome.reason
 
 
 def test_a_killed_rank_is_out_of_memory_and_none_is_left(monkeypatch):

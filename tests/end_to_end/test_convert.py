@@ -211,7 +211,7 @@ def test_logits_are_equal_and_the_way_back_gives_the_same_bits(family, data, tmp
     folder = tmp_path_factory.mktemp("convert")
     source = model(folder / "source", data.draw(family()))
     printed = convert("hf", "megatron", source, folder / "megatron")
-    assert "each equal to the bit on both sides" in printed
+    assert "bitwise identical on both sides" in printed
     assert "logits of both models in fp32" in printed
     tokens = torch.randint(100, (2, 30), generator=torch.Generator().manual_seed(1))
     expected = hf_logits(source, tokens)
@@ -322,7 +322,7 @@ def test_bad_input(source, tmp_path, refused):
     def line(*words: object, origin: str = "hf", target: str = "megatron") -> str:
         return refused("convert", "--from", origin, "--to", target, *words)
 
-    assert "two different sides" in line(source, tmp_path / "m", target="hf")
+    assert "two different formats" in line(source, tmp_path / "m", target="hf")
     assert "config.json" in line(tmp_path / "nowhere", tmp_path / "m")
     assert "no checkpoint there" in line(source, tmp_path / "m", origin="megatron", target="hf")
     assert "exists" in line(source, source)

@@ -66,7 +66,7 @@ def test_damaged_weights_are_not_loaded(trained: Path, flags: Callable, refused:
         ["generate", "--load", str(trained), "--prompt", "1 2"],
     ):
         message = refused(*command)
-        assert f"is damaged: {path.name} has other content than was saved" in message
+        assert f"is damaged: {path.name} has different content than when it was saved" in message
         assert "--load-last-good" in message
 
 
@@ -137,7 +137,8 @@ def test_the_command_lists_inspects_and_verifies(trained: Path, capsys: pytest.C
     assert cli.main(["checkpoint", "verify", str(trained)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "iter_0000002: metadata.json is missing",
-        f"iter_0000004: {_distcp(trained / 'iter_0000004').name} has other content than was saved",
+        f"iter_0000004: {_distcp(trained / 'iter_0000004').name} "
+        "has different content than when it was saved",
         "iter_0000006: whole",
     ]
     assert cli.main(["checkpoint", "verify", str(trained), "--ckpt-step", "6"]) == 0
@@ -156,7 +157,7 @@ def test_checksums_for_what_a_stock_script_has_saved(trained: Path, capsys: pyte
     _flip(_distcp(trained / "iter_0000004"))
     capsys.readouterr()
     assert cli.main(["checkpoint", "verify", str(trained)]) == 1
-    told = [line for line in capsys.readouterr().out.splitlines() if "other content" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "different content" in line]
     assert [line.split(":")[0] for line in told] == ["iter_0000004", "iter_0000009"]
 
 
@@ -181,7 +182,9 @@ def test_pruning_counts_whole_ones_alone(trained: Path) -> None:
     told = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(told)) == (1, "", 3)
     assert told[0].startswith("iter_0000006 is damaged and is not counted: ")
-    assert told[0].endswith(f"{_distcp(trained / 'iter_0000006').name} has other content than was saved")
+    assert told[0].endswith(
+        f"{_distcp(trained / 'iter_0000006').name} has different content than when it was saved"
+    )
     assert told[1:] == [
         "iter_0000005 is damaged and is not counted: everything is missing",
         "iter_0000004 is damaged and is not counted: .metadata is missing",

@@ -168,7 +168,7 @@ def test_in_the_guide_the_megatron_around_the_clone_is_looked_at(inspected, mega
     monkeypatch.chdir(clone / "tests_gpt")
     found = inspected()["megatron"]
     assert found["root"] == str(megatron)
-    assert "the clone of megatron_npu lies in it" in found["found_by"]
+    assert "the checkout that contains the clone of megatron_npu" in found["found_by"]
 
 
 def test_a_checkout_is_looked_at_from_inside_where_nothing_is_installed(inspected, megatron, monkeypatch):
@@ -199,7 +199,7 @@ def test_the_toolkit_is_read_from_where_cann_says(tmp_path, monkeypatch):
 
 def test_nothing_is_wrong(healthy):
     assert advice(healthy) == []
-    assert "a run with megatron_core 0.16.1 can be expected to work" in command.text(healthy | {"advice": []})
+    assert "a run with megatron_core 0.16.1 is expected to work" in command.text(healthy | {"advice": []})
 
 
 _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}

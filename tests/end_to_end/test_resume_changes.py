@@ -136,12 +136,12 @@ def test_a_schedule_goes_on_without_the_optimizer(resume):
     plain, _ = resume("")
     rows, said = resume(f"--no-load-optim --lr-warmup-iters 2 {KEEP}")
     assert rates(rows) == rates(plain)
-    assert "the optimizer's moments begin at 0\n" in said
+    assert "the optimizer's moments start at 0\n" in said
     rows, said = resume(f"--no-load-optim {OVERRIDE}")
     assert rates(rows) == rates(plain)
     rows, said = resume("--no-load-optim")
     assert rates(rows) != rates(plain)
-    assert "and the schedule begins anew" in said
+    assert "and the schedule starts again" in said
 
 
 def test_a_longer_run(resume):

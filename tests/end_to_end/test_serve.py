@@ -266,7 +266,7 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
         (400, {"prompt": ""}, "leave prompt out for an unconditional sample"),
         (400, {"prompt": "word"}, "expected numbers"),
         (400, b'{"prompt": "\\ud800"}', "expected numbers"),
-        (400, b'{"prompt": "a", "\\ud800": 1}', "no field"),
+        (400, b'{"prompt": "a", "\\ud800": 1}', "unknown field"),
         (400, {"prompt": [256]}, "from 0 to 255"),
         (400, {"prompt": "1 " * POSITIONS}, f"at most {POSITIONS - 1}"),
         (400, {"prompt": "1", "max_tokens": POSITIONS}, f"{POSITIONS} positions"),

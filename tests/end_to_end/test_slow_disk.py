@@ -88,5 +88,5 @@ def test_the_last_save_to_one_that_does_not_answer_is_named(
     code, said = runs["dead"].wait(LONGEST), (folder / "dead" / "said").read_text()
     assert code == 1, said
     told = rf"the run ends: it has not moved for {LIMIT} s: it is saving, at \S+:\d+ in \w+ \(step 2\)"
-    file = r"and does not get on with \S+\.distcp \([\d,]+ bytes\)"
+    file = r"and makes no progress with \S+\.distcp \([\d,]+ bytes\)"
     assert re.search(rf"^megatron_npu: {told}, {file}$", said, re.MULTILINE), said

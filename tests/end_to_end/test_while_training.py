@@ -145,7 +145,7 @@ def test_a_picture_that_cannot_be_written_does_not_end_the_run(
 
 def shown(capsys):
     """Return where the run says that it is shown."""
-    return re.search(r"the run is shown at http://(\S+)/", capsys.readouterr().out)[1]
+    return re.search(r"dashboard of the run: http://(\S+)/", capsys.readouterr().out)[1]
 
 
 def states(response):

@@ -92,7 +92,7 @@ def test_another_folder_cannot_be_put_in_its_place(tmp_path, monkeypatch):
     everyones.mkdir()
     everyones.chmod(0o777)
     monkeypatch.setenv(graph_cache.VARIABLE, str(everyones / "graphs"))
-    with pytest.raises(UsageError, match="others may put another folder in its place"):
+    with pytest.raises(UsageError, match="other users can replace the folder"):
         graph_cache.claim()
 
 

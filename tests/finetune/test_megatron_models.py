@@ -153,7 +153,7 @@ def test_ends_of_documents_do_not_weigh(own, tmp_path):
     ("model", "flags", "said"),
     [
         ("torch.nn.Linear(2, 2), None, None", "", "a Linear with --tensor-model-parallel-size"),
-        ("megatron_gpt(), None, None", "--fsdp-memory-optimization", "data parallelism alone"),
+        ("megatron_gpt(), None, None", "--fsdp-memory-optimization", "data parallelism only"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(tmp_path, model, flags, said):

@@ -105,7 +105,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         ),
         (f"--user-script {SLOW} --save-interval 3", "--save-interval without --save"),
         (f"--user-script {SLOW} --epochs 1 --global-batch-size 16", "8 training samples with"),
-        (f"--user-script {SLOW}", "no end of training"),
+        (f"--user-script {SLOW}", "neither --epochs nor --train-iters"),
         (
             f"{FEW.replace('causal_lm', 'pretraining')} --train-iters 3",
             "--epochs 1 with --task pretraining; expected only --train-iters N",
@@ -244,7 +244,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "import torch\nimport nowhere\n",
             "ended with ModuleNotFoundError: No module named 'n",
         ),
-        (END, "", "makes no RapidformerEngine; expected a call of a template's train()"),
+        (END, "", "creates no RapidformerEngine; expected a call of a template's train()"),
         (END, "\nRapidformerEngine()\n", "trains nothing; expected a call of a template's train()"),
         (
             "import torch\n",

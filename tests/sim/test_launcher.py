@@ -107,7 +107,7 @@ class TestRefusals:
             MEGATRON_NPU_SIM_CACHE=str(tmp_path / "cache"),
         )
         assert result.returncode == 130, result.stderr
-        assert "interrupted; the next use starts" in result.stderr.splitlines()[-1]
+        assert "interrupted; the next use will start" in result.stderr.splitlines()[-1]
         assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
     def test_no_wheel_for_this_torch(self, tmp_path):

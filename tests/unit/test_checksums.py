@@ -39,7 +39,7 @@ def test_what_was_written_by_earlier_versions_is_compared(tmp_path: Path) -> Non
     (tmp_path / checksums.NAME).write_text(json.dumps({"algorithm": "xxh3_128", "files": recorded}))
     assert checksums.damaged(tmp_path) == []
     flip(tmp_path / "weights")
-    assert checksums.damaged(tmp_path) == ["weights has other content than was saved"]
+    assert checksums.damaged(tmp_path) == ["weights has different content than when it was saved"]
 
 
 def test_large_files_are_compared_while_others_are_loaded(saved, monkeypatch) -> None:
@@ -56,7 +56,10 @@ def test_large_files_are_compared_while_others_are_loaded(saved, monkeypatch) ->
         loading.set()
     flip(saved / "second")
     loading.clear()
-    with pytest.raises(UsageError, match=r"is damaged: second has other content"), checksums.verifying(saved):
+    with (
+        pytest.raises(UsageError, match=r"damaged: second has different content"),
+        checksums.verifying(saved),
+    ):
         loading.set()
 
 
@@ -76,7 +79,7 @@ def test_damage_is_told_where_the_reader_stumbled_over_it(saved) -> None:
     with pytest.raises(ZeroDivisionError), checksums.verifying(saved):
         raise ZeroDivisionError
     flip(saved / "first")
-    with pytest.raises(UsageError, match="first has other content") as told, checksums.verifying(saved):
+    with pytest.raises(UsageError, match="first has different content") as told, checksums.verifying(saved):
         raise ZeroDivisionError
     assert isinstance(told.value.__context__, ZeroDivisionError)
 

@@ -110,7 +110,7 @@ def test_a_fine_tuning_starts_the_ranks_of_its_pod(settled) -> None:
 def test_what_is_typed_into_a_pod_s_shell_waits_for_nobody(command, settled, capsys) -> None:
     for given in (POD, ASCEND, TRAINER):
         assert not {*launchers.RANKS} & settled(given, command).keys()
-        assert "it runs in this process alone" in capsys.readouterr().err
+        assert "the command runs only in this process" in capsys.readouterr().err
 
 
 def test_what_torchrun_and_others_say_stays(settled) -> None:
@@ -143,7 +143,7 @@ def test_a_rank_table_is_waited_for(settled, tmp_path, monkeypatch, capsys) -> N
     monkeypatch.setattr(launchers, "_SAY", -1.0)
     settled({**POD, "RANK_TABLE_FILE": str(table)}, "pretrain")
     assert [*states] == []
-    assert "not all pods run yet" in capsys.readouterr().err
+    assert "not all pods are running yet" in capsys.readouterr().err
     table.write_text('{"status": "initializing"}')
     monkeypatch.setattr(launchers, "_WAIT", -1.0)
     with pytest.raises(UsageError, match=r"hccl.json: initializing for .* expected completed"):

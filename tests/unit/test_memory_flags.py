@@ -53,7 +53,7 @@ OFFLOADING = {
     [
         ("cpu", {}, "--fine-grained-activation-offloading on the cpu device"),
         ("npu", {"offload_modules": ["core_atn"]}, "--offload-modules core_atn; expected some of attn_norm"),
-        ("npu", {"offload_modules": ["moe_act"]}, "moe_act are megatron-core's since 0.16"),
+        ("npu", {"offload_modules": ["moe_act"]}, "moe_act of experts need megatron-core 0.16"),
         ("npu", {"offload_modules": []}, "--offload-modules left out"),
         ("npu", {"offload_modules": ["attn_proj"]}, "attn_proj without core_attn"),
         ("npu", {"fine_grained_activation_offloading": False}, "--offload-modules without"),

@@ -61,4 +61,4 @@ def test_simulated_npus_of_several_machines_are_refused_for_what_they_lack() -> 
     assert first_contact._unfit([place(0, False), place(1, False)]) == []
     given, expected, _ = first_contact._unfit([place(0, True), place(1, True)])
     assert given == "simulated NPUs on several machines (node0, node1)"
-    assert "one machine, whose memory the simulated HCCL moves data through" in expected
+    assert "one machine, because simulated HCCL uses shared memory" in expected

@@ -77,9 +77,9 @@ def test_a_renamed_flag_sets_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--data-impl raw", "Leave it out"),
-        ("--DDP-impl torch", "Leave it out"),
-        ("--distributed-backend mpi", "the device decides"),
+        ("--data-impl raw", "Remove it"),
+        ("--DDP-impl torch", "Remove it"),
+        ("--distributed-backend mpi", "the device determines the backend"),
         ("--batch-size 8", "--micro-batch-size"),
         ("--batch-size 0", "--micro-batch-size"),
         ("--warmup 0.01", "--lr-warmup-fraction"),

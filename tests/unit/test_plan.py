@@ -307,7 +307,7 @@ def test_a_search_ends_with_flags_to_paste_or_with_2(
     assert "ascend-910b" in said
     assert cli.main(["plan", "--devices", "8", "--memory", "2000M", "--hardware", "h100", *words]) == 2
     said = capsys.readouterr().out
-    assert said.rstrip().endswith("none of them fits")
+    assert said.rstrip().endswith("no layout fits")
     assert "h100" in said
 
 

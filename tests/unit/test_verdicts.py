@@ -66,7 +66,7 @@ def test_who_is_silent(before, after, expected):
 
 @pytest.mark.parametrize(
     ("error", "how"),
-    [("ValueError: no", "ended with ValueError: no"), (None, "ended without a word (killed?)")],
+    [("ValueError: no", "ended with ValueError: no"), (None, "ended without an error message (killed?)")],
     ids=["an error", "no word"],
 )
 def test_what_is_said_of_an_end(error, how):
@@ -105,5 +105,5 @@ def test_a_verdict_on_many_ranks_has_some_stacks():
 
 
 def test_what_is_said_of_who_says_nothing():
-    assert verdicts.of_silent([(process(1), beat()), (process(2), beat())]).count("is gone, last seen") == 2
-    assert "has said nothing for 61 s" in verdicts.of_neighbour(process(1), beat(), 61.2)
+    assert verdicts.of_silent([(process(1), beat()), (process(2), beat())]).count("is lost, last seen") == 2
+    assert "has sent no heartbeat for 61 s" in verdicts.of_neighbour(process(1), beat(), 61.2)

@@ -63,7 +63,8 @@ def _add_tokenizer(add: flags.Add) -> None:
     flags.add_tokenizer(
         add,
         tokenizer_files.KINDS,
-        "GPT-2's, a tokenizer.json, BERT's in lower case or not, or none: text that is numbers already",
+        "tokenizer: GPT-2's, a tokenizer.json, BERT's (lower case or cased), or none for texts "
+        "that are token ids",
         vocab_file_aliases=["--vocab"],
         vocab_file="GPT-2's vocab.json or BERT's vocab.txt",
     )
@@ -93,7 +94,9 @@ def _add_shape(add: flags.Add) -> None:
         "--dataset-impl",
         choices=["mmap", "lazy", "cached"],
         default="mmap",
-        help="format of the index: mmap of current Megatron; lazy and cached, one format, of 2019 to 2023",
+        help=(
+            "format of the index: mmap (current Megatron), or lazy and cached (one format, of 2019 to 2023)"
+        ),
     )
     add("--split-sentences", action="store_true", help="store each sentence as a sequence, for BERT and T5")
     add("--keep-newlines", action="store_true", help="keep the white space that follows each sentence")
@@ -238,8 +241,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
     if short := writer.count_shorter(cut.length):
         print(
-            f"windows shorter than --seq-length {cut.length}, because their documents are: {short}; after "
-            "each of them samples are no longer aligned with windows"
+            f"windows of documents that are shorter than --seq-length {cut.length}: {short}; the "
+            "samples after each of them are no longer aligned with windows"
         )
 
 

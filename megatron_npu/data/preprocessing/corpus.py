@@ -73,7 +73,7 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     if (arguments.input is None) == (arguments.hf_dataset is None):
         given = "neither" if arguments.input is None else "both"
         raise UsageError(
-            f"{given} --input and --hf-dataset", "only one of the two", "Name the files, or the dataset."
+            f"{given} --input and --hf-dataset", "only one of the two", "Pass either --input or --hf-dataset."
         )
     if arguments.hf_dataset is not None:
         return _rows(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys, "--hf-dataset")
@@ -127,5 +127,5 @@ def _below(folder: Path) -> list[str]:
             f"Name the files themselves, for example {folder}/*.",
         )
     if others := len(files) - len(taken):
-        print(f"--input {folder}: ignored files of other kinds: {others}", file=sys.stderr)
+        print(f"--input {folder}: ignored files of other types: {others}", file=sys.stderr)
     return taken

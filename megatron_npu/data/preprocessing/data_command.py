@@ -49,9 +49,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser("megatron-npu data", description=__doc__)
     parser.epilog = (
-        "inspect, count: --json; decode: --document N, --count N, the flags of a tokenizer (--vocab-file, "
-        "--merge-file, --tokenizer-type, --tokenizer-model); merge: --output-prefix PREFIX. "
-        "Exit code: 0; 1: verify has found damage, or no checksums; 2: bad usage"
+        "inspect, count: --json; decode: --document N, --count N, the flags of a tokenizer "
+        "(--vocab-file, --merge-file, --tokenizer-type, --tokenizer-model); merge: "
+        "--output-prefix PREFIX. Exit code: 0; 1: verify found damage, or no checksums; 2: bad "
+        "usage"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (function, text) in _ACTIONS.items():
@@ -85,8 +86,10 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--count", type=positive, default=1, metavar="N", help="number of documents to print"
         )
-        group = parser.add_argument_group("tokenizer, for text; without one the ids are shown")
-        flags.add_tokenizer(group.add_argument, tokenizer_files.KINDS, "which one the dataset was made with")
+        group = parser.add_argument_group("tokenizer for decoding; without one, token ids are printed")
+        flags.add_tokenizer(
+            group.add_argument, tokenizer_files.KINDS, "the tokenizer with which the dataset was created"
+        )
         group.add_argument("--vocab-size", type=positive, help="vocabulary size of the NullTokenizer")
         flags.add_null_end(group.add_argument)
         parser.set_defaults(tokenizer_hf_include_special_tokens=False)
@@ -232,7 +235,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
         )
     if any(place.exists() and place.samefile(f"{part.prefix}.bin") for part in parts):
         raise UsageError(
-            f"--output-prefix {prefix}, which is merged",
+            f"--output-prefix {prefix} is one of the merged datasets",
             "a prefix that is not among the inputs",
             "Pass another --output-prefix.",
         )
@@ -265,12 +268,15 @@ def verify(prefixes: Sequence[str]) -> int:
 
 
 _ACTIONS = {
-    "inspect": (_inspect, "documents, tokens, their lengths and type, of one dataset or several"),
-    "decode": (_decode, "show documents, as text where a tokenizer is named"),
-    "count": (_count, "documents, sequences and tokens, and of several datasets their sum"),
-    "merge": (_merge, "put datasets of one tokenizer one behind another"),
+    "inspect": (_inspect, "print documents, tokens, their lengths and dtype, for one or more datasets"),
+    "decode": (_decode, "print documents, as text if a tokenizer is given"),
+    "count": (
+        _count,
+        "print the numbers of documents, sequences and tokens, and their sums over several datasets",
+    ),
+    "merge": (_merge, "concatenate datasets of one tokenizer"),
     "verify": (
         lambda options: verify([*map(_bare, options.prefix)]),
-        "compare all bytes with the checksums beside them",
+        "compare all bytes with the stored checksums",
     ),
 }

@@ -120,7 +120,7 @@ def _faults(prefix: str | Path, ending: str, sums: Sums, whole: bool) -> Iterato
         for number in _numbers(len(sums["blocks"]), whole):
             stream.seek(number * BLOCK)
             if _digest(_block(stream)).hexdigest() != sums["blocks"][number]:
-                yield f"{path} has other content than was written, at byte {number * BLOCK} or behind"
+                yield f"{path} has different content than was written, at or after byte {number * BLOCK}"
                 return
 
 

@@ -197,7 +197,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
     except BrokenProcessPool as error:
         raise UsageError(
             "a worker process was killed",
-            f"{workers} workers that stay alive",
+            f"{workers} workers that keep running",
             "If the machine is out of memory, pass fewer --workers; nothing was written.",
         ) from error
     finally:

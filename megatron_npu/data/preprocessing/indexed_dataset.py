@@ -40,7 +40,7 @@ CODES = lazy_index.CODES
 _CHUNK = 1 << 20  # elements that are handled at a time
 _SAMPLE_BYTES = 256 << 20  # up to here every token is read, beyond it this many bytes
 _SAMPLE_BLOCKS = 256
-_REMEDY = "Make the dataset again with `megatron-npu preprocess`."
+_REMEDY = "Create the dataset again with `megatron-npu preprocess`."
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -218,7 +218,7 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
         tokens = _check_index(Path(opened), dtype, sequences, boundaries)
     _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
     if not tokens:
-        raise UsageError(f"{data}: no tokens", "at least one", "Preprocess files that hold text.")
+        raise UsageError(f"{data}: no tokens", "at least one token", "Preprocess files that contain text.")
     dataset_sums.require(prefix)
     largest, sampled = _check_tokens(data, dtype, vocab_size)
     return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
@@ -275,11 +275,11 @@ def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -
     done = 0
     for expected in _sequence_pointers(lengths, dtype.itemsize):
         if not np.array_equal(pointers[done : done + len(expected)], expected):
-            raise UsageError(f"{path}: the beginnings of sequences", "the sums of their lengths", _REMEDY)
+            raise UsageError(f"{path}: invalid sequence offsets", "the sums of their lengths", _REMEDY)
         done += len(expected)
     ordered = boundaries and documents[0] == 0 and documents[-1] == sequences and _ascends(documents)
     if not ordered:
-        raise UsageError(f"{path}: the boundaries of documents", f"0 ascending to {sequences}", _REMEDY)
+        raise UsageError(f"{path}: invalid document boundaries", f"0 ascending to {sequences}", _REMEDY)
     return int(lengths.sum(dtype=np.int64))
 
 

@@ -123,7 +123,9 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
-        raise UsageError(f"--vocab-file {path}: another JSON", "an object of token to id", remedy)
+        raise UsageError(
+            f"--vocab-file {path} contains other JSON than expected", "an object of token to id", remedy
+        )
     missing = [
         symbol for symbol in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT) if symbol not in vocabulary
     ]

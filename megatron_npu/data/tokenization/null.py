@@ -42,7 +42,7 @@ class NullTokenizer:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise UsageError(
                 f"the text {shown!r}",
-                f"numbers from 0 to {self.vocab_size - 1}, as the NullTokenizer has no words",
+                f"numbers from 0 to {self.vocab_size - 1}, because the NullTokenizer has no words",
                 "Pass ids, for example 5 17 3.",
             )
         return [int(word) for word in words]

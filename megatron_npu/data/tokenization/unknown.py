@@ -18,6 +18,7 @@ def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
     if unknown <= LIMIT * tokens:
         return ""
     return (
-        f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, "
-        "and a model learns nothing of them; is it this text's vocabulary, in the form that its kind reads?"
+        f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, so "
+        "the model cannot learn them. Check that the vocabulary belongs to this text and to this "
+        "type of tokenizer."
     )

@@ -42,19 +42,28 @@ class Callers:
 PROBE_HARDWARE = Callers(
     "torch",
     "triton",
-    why="torch.cuda.is_available, device_count, get_device_*: torch's compiler and launcher choose kernels "
-    "by them, and are told the truth. All others are told what holds for the device.",
+    why=(
+        "torch.cuda.is_available, device_count, get_device_*: torch's compiler and launcher use "
+        "them to select kernels and get the real values. All others get the values of this "
+        "machine's device."
+    ),
 )
 GENERATE_CODE = Callers(
     "torch._inductor",
     "triton",
-    why="torch.cuda.current_device: inductor names its cache by the properties of that device, and goes on "
-    "without them when torch refuses. Not torch._dynamo, which asks on behalf of what it compiles.",
+    why=(
+        "torch.cuda.current_device: inductor names its cache after the properties of this device, "
+        "and continues without them if torch raises. Not torch._dynamo, which asks for the code "
+        "that it compiles."
+    ),
 )
 START_CUDA = Callers(
     "torch.cuda",
-    why="torch.cuda._lazy_init: torch's own functions call it before they ask CUDA. Without CUDA it refuses, "
-    "with an error that torch's other modules expect; else they would look for names that are not there.",
+    why=(
+        "torch.cuda._lazy_init: torch's own functions call it before they use CUDA. Without CUDA "
+        "it raises the error that torch's other modules expect; otherwise they would use names "
+        "that do not exist."
+    ),
 )
 SEE_CUDA_TENSORS = Callers(
     "megatron",

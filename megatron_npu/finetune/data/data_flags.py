@@ -52,7 +52,7 @@ def _flags() -> list[Flag]:
     for task in tasks.every().values():
         for flag in task.all_flags():
             if found.setdefault(flag.name, flag) is not flag:
-                raise ValueError(f"{task.__name__} declares {flag.name}, which another task has already")
+                raise ValueError(f"{task.__name__} declares {flag.name}, which another task already declares")
     return list(found.values())
 
 
@@ -77,11 +77,11 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
     for role, times in Counter(role for role, _ in columns).items():
         if times > 1:
             names = " ".join(f"{one}={name}" for one, name in columns if one == role)
-            raise UsageError(f"--columns {names}", f"one column for the {role}", "Leave the others out.")
+            raise UsageError(f"--columns {names}", f"one column for the {role}", "Remove the other columns.")
     for name, times in Counter(name for _, name in columns).items():
         if times > 1:
             roles = " ".join(f"{role}={one}" for role, one in columns if one == name)
-            raise UsageError(f"--columns {roles}", "a column for each role", "Correct the names.")
+            raise UsageError(f"--columns {roles}", "a column for each role", "Correct the column names.")
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
@@ -100,9 +100,9 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
         if args.task not in readers and getattr(args, name, None) != default(name):
             raise UsageError(
                 f"--{name.replace('_', '-')} with --task {args.task}, which does not read it",
-                f"it with {' or '.join(f'--task {task}' for task in readers)}"
+                f"this flag with {' or '.join(f'--task {task}' for task in readers)}"
                 if readers
-                else "it in a script",
+                else "this flag in a script",
                 "Remove it, or pass --user-script FILE.",
             )
     tasks.every()[args.task].check(args)

@@ -65,7 +65,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
     if "train" not in parts:
         raise UsageError(
             f"--data-path {name} has the splits {', '.join(map(repr, found))}",
-            "a part 'train'",
+            "a split 'train'",
             "Pass a file to train on, or a folder that contains train.csv, train.jsonl, ...",
         )
     if "validation" not in parts:
@@ -299,7 +299,7 @@ def _refused(
         error = error.__cause__ or error
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
-    if "corresponds to no data" in reason or isinstance(error, IndexError):
+    if "matches no data" in reason or isinstance(error, IndexError):
         if empty := _without_rows(files, reason):
             return empty
         reason = f"a part without rows ({reason})"
@@ -314,15 +314,15 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
         inside = (path / config).is_dir()
         return (
             "a name of the hub, or a folder whose README.md names its configurations",
-            f"Give --data-path {path / config} alone."
+            f"Pass only --data-path {path / config}."
             if inside
-            else "For a folder of files leave --data-name out.",
+            else "For a folder of files, remove --data-name.",
         )
     if path.exists() or path.suffix in _FORMATS:
-        return kinds, "Correct the file, or give another one."
+        return kinds, "Correct the file, or use another one."
     return (
-        f"{kinds}, or a data set of the hub",
-        "Correct name or file. A data set of the hub needs a connection, or to be in its cache already.",
+        f"{kinds}, or a dataset on the hub",
+        "Correct the name or the file. A dataset on the hub needs a connection, or must be in the cache.",
     )
 
 

@@ -141,7 +141,7 @@ def _classes(
         _require_classes(rows["train"], place)
         known, names = _of_trained(rows["train"], place, own)
     numbers = {label: number for number, label in enumerate(known)}
-    expected = f"one of those to train on: {_few(known)}"
+    expected = f"one of the labels of the training data: {_few(known)}"
     for part, pairs in rows.items():
         for row, label in pairs:
             if label not in numbers:
@@ -234,7 +234,7 @@ def _few(known: Sequence[Any]) -> str:
 def _single(known: Sequence[Any]) -> UsageError:
     return UsageError(
         f"one label in all rows: {_few(known)}",
-        "two classes or more",
+        "at least two classes",
         "If this is not the label column, name another: --columns label=NAME.",
     )
 

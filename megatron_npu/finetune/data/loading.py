@@ -218,7 +218,7 @@ def require_length(dataset: Any, what: str) -> None:
             len(dataset)
             return
         except (TypeError, ValueError) as error:  # of a length that is not one
-            reason = f" whose length is none ({error})"
+            reason = f" whose length is invalid ({error})"
     raise UsageError(
         f"{what}: a {type(dataset).__name__}{reason}",
         "a dataset with a length and indexed samples (torch.utils.data.Dataset)",
@@ -280,7 +280,7 @@ def _stacked(rows: list[Any]) -> Any:
     except (TypeError, RuntimeError, ValueError) as error:
         raise UsageError(
             f"samples that cannot be collated: {str(error).strip().splitlines()[0]}",
-            "tensors of one shape, numbers, or dictionaries and tuples of them",
+            "tensors of equal shape, numbers, or dictionaries and tuples of them",
             "Return a collate_fn that makes a batch from a list of samples.",
         ) from error
 

@@ -236,8 +236,8 @@ def _windows(
         _require_parts(prefix, summary.sequences, split, sizes)
         if summary.sequences > summary.documents and args.rank == 0:
             print(
-                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows mix in "
-                "any order; data without --split-sentences keep documents whole",
+                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows would mix "
+                "in any order; preprocess without --split-sentences to keep documents whole",
                 flush=True,
             )
     config = GPTDatasetConfig(
@@ -266,10 +266,12 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
     """Return weights, or None, and the prefixes, whose files are sound and of this vocabulary."""
     if data_impl not in ("mmap", "lazy", "cached", "infer"):
         raise UsageError(
-            f"--data-impl {data_impl}", "mmap, lazy, cached or infer", "Make the data with preprocess."
+            f"--data-impl {data_impl}",
+            "mmap, lazy, cached or infer",
+            "Create the data with `megatron-npu preprocess`.",
         )
     if not given:
-        raise UsageError("no --data-path", "the prefix of a .bin and .idx", "Pass one.")
+        raise UsageError("no --data-path", "the prefix of a .bin and .idx file", "Pass one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))
     tell_of_repeated(prefixes)
     return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
@@ -279,9 +281,9 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
     """Refuse data in which every document is one sequence: a pair needs two, and upstream looks forever."""
     if found.sequences <= found.documents:
         raise UsageError(
-            f"{prefix} has {found.documents} documents and as many sequences",
-            "documents of several sentences, which a pair is made of",
-            "Make the data with `megatron-npu preprocess --split-sentences`.",
+            f"{prefix} has {found.documents} documents with one sequence each",
+            "documents of several sentences, from which sentence pairs are made",
+            "Create the data with `megatron-npu preprocess --split-sentences`.",
         )
 
 

@@ -92,5 +92,7 @@ def bucketed(
         UsageError: no length, or one that is not positive.
     """
     if not lengths or min(lengths) < 1:
-        raise UsageError(f"lengths {list(lengths)}", "positive numbers of tokens", "Use those of buckets().")
+        raise UsageError(
+            f"lengths {list(lengths)}", "positive numbers of tokens", "Use the lengths of buckets()."
+        )
     return Bucketed(collate_fn, sorted(lengths), pad_token_id, left)

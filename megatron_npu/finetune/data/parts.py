@@ -74,7 +74,7 @@ class Parts(dict[str, Any]):
         if len(files) == 1:
             head = "below the head of" if files[0].suffix in _WITH_HEAD else "of"
             return f"row {number} {head} {files[0]} (part {part!r})"
-        taken = f", taken for {part!r}" if source != part else ""
+        taken = f", used for {part!r}" if source != part else ""
         return f"row {number} of the part {source!r}{taken}"
 
 

@@ -63,7 +63,7 @@ class Skipped:
         if self._args.save:
             where = str(Path(self._args.save) / FILE)
             files.write(Path(where), text)
-        print(f"megatron-npu train: {len(self._rows)} rows left out: {where}", file=sys.stderr, flush=True)
+        print(f"megatron-npu train: {len(self._rows)} rows skipped: {where}", file=sys.stderr, flush=True)
         if not self._args.save:
             print(text, end="", file=sys.stderr, flush=True)
 
@@ -175,7 +175,7 @@ def _rows_of_a_table(rows: Any, width: int, separator: str) -> Iterator[Row]:
             continue
         text, why = _as_text(cells, separator), ""
         if len(cells) != width:
-            why = f"{len(cells)} cells, where the head has {width}"
+            why = f"{len(cells)} cells, but the header has {width}"
         elif any("\udc80" <= letter <= "\udcff" for letter in text):
             why = "a byte that is not UTF-8"
         if why:

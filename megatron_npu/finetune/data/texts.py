@@ -49,15 +49,15 @@ def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
     for row, (words, own) in enumerate(zip(both[tokens], both[tags], strict=True)):
         if len(words) != len(own):
             raise UsageError(
-                f"{len(words)} words and {len(own)} tags in {parts.place(part, row)}, "
-                f"which begins {' '.join(map(str, words[:5]))!r}",
-                "a tag for each word",
+                f"{len(words)} words but {len(own)} tags in {parts.place(part, row)}, which starts with "
+                f"{' '.join(map(str, words[:5]))!r}",
+                "one tag per word",
                 "Correct the row, or remove it.",
             )
         if None in words:
             raise UsageError(
-                f"no {words.index(None) + 1}. word in {parts.place(part, row)}, column {tokens!r}",
-                "a text for each word",
+                f"word {words.index(None) + 1} is missing in {parts.place(part, row)}, column {tokens!r}",
+                "text for each word",
                 "Correct the row, or remove it.",
             )
 
@@ -65,11 +65,11 @@ def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
 def _require_kind(feature: Any, part: str, role: str, column: str, expected: str) -> None:
     kind = getattr(feature, "dtype", None)
     if kind not in _STRINGS:
-        holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"holds no {expected}"
+        holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"contains no {expected}"
         raise UsageError(
             f"the column {column!r} of the part {part!r} {holds}",
             expected,
-            f"Use another: --columns {role}=NAME; or write what it holds as {expected}.",
+            f"Use another column with --columns {role}=NAME, or convert its contents to {expected}.",
         )
 
 
@@ -80,7 +80,7 @@ def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
         if row is not None:
             raise UsageError(
                 f"no {role} in {parts.place(part, row)}, column {column!r}",
-                "one in every row",
+                "a value in every row",
                 "Correct the row, or remove it.",
             )
 

@@ -24,13 +24,13 @@ def checkpoint_activations(model: nn.Module) -> str:
         inner = inner.get_base_model()
     if getattr(inner, "supports_gradient_checkpointing", False):
         _transformers_own(inner)
-        return f"activations: {type(inner).__name__} computes those of its blocks again (its own switch)"
+        return f"activations: {type(inner).__name__} recomputes those of its blocks (with its own switch)"
     blocks = repeated_blocks(model)
     for _, block in blocks:
         block.forward = _checkpointed(block)  # type: ignore[method-assign]
     if not blocks:
-        return "activations: this model has no repeated blocks, nothing is computed again"
-    return f"activations: those of {len(blocks)} blocks are computed again"
+        return "activations: this model has no repeated blocks, so nothing is recomputed"
+    return f"activations: those of {len(blocks)} blocks are recomputed"
 
 
 def _transformers_own(model: Any) -> None:

@@ -71,7 +71,7 @@ def attention_outside(model: nn.Module) -> str:
     drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
     if not drops or not devices.current().is_host:
         return ""
-    return "graphs: attention is outside of them, where its dropout is drawn tile by tile"
+    return "graphs: attention is not part of them, because its dropout masks are generated tile by tile"
 
 
 def count_graphs() -> int:

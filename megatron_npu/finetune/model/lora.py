@@ -37,7 +37,7 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
     parameters = list(adapted.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)
-    head = f", {', '.join(heads)} whole" if heads else ""
+    head = f", with {', '.join(heads)} trained fully" if heads else ""
     return adapted, f"LoRA: rank {rank} on {source}{head}; {trained:,} of {total:,} weights are trained"
 
 
@@ -70,8 +70,8 @@ def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
     if sides and rank >= max(sides):
         raise UsageError(
             f"--lora-rank {rank} with matrices of rank {max(sides)} at most",
-            "a smaller rank: usually 4 to 64",
-            "Use a smaller one, or train all weights.",
+            "a lower rank: usually 4 to 64",
+            "Use a lower rank, or train all weights.",
         )
 
 

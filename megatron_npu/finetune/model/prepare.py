@@ -346,7 +346,7 @@ def _distribute(
     module = model.to(device)
     if ranks > 1:
         return data_parallel(module), module, f"data parallel: {ranks} ranks exchange gradients"
-    nothing = f"; {switches.sharding} has nothing to share out" if switches.sharding != "none" else ""
+    nothing = f"; {switches.sharding} has nothing to shard" if switches.sharding != "none" else ""
     return module, module, f"one rank{nothing}"
 
 
@@ -360,8 +360,8 @@ def _main_weights(
     shared = switches.sharding == "zero-1" and ranks > 1
     if not shared and not switches.cpu_offload:
         return None, ""
-    what = f"optimizer states over {ranks} ranks" if shared else "optimizer states"
-    where = " in the host's memory, where the optimizer steps" if switches.cpu_offload else ""
+    what = f"optimizer states are sharded over {ranks} ranks" if shared else "optimizer states"
+    where = " in host memory, where the optimizer runs" if switches.cpu_offload else ""
     name = "zero-1: " if shared else "cpu offload: "
     mesh = mesh_of(device) if shared else None
     return MainWeights(weights, mesh, host=switches.cpu_offload), name + what + where

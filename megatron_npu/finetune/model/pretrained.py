@@ -135,7 +135,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
         raise UsageError(
             f"{_FLAG} {name}: a tokenizer without vocabulary",
             "tokenizer.json, or the tokenizer files of this kind of model",
-            "Put them into the folder, as save_pretrained writes them.",
+            "Put them into the folder in the form that save_pretrained writes.",
         )
     if entries is not None and len(found) > entries:
         raise UsageError(
@@ -202,7 +202,9 @@ def _refuse_endless(name: str, config: Any) -> None:
     for key in _LAYERS:
         count = getattr(config, key, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
-            raise _refused(name, f"{key} is {count:,} in its config.json, and more than {_MOST_LAYERS:,}")
+            raise _refused(
+                name, f"{key} is {count:,} in its config.json, which is more than {_MOST_LAYERS:,}"
+            )
 
 
 def _auto(head: str) -> Any:
@@ -230,7 +232,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 def _reason_of(name: str, error: Exception) -> str:
     """Return why a model could not be loaded, in a line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
-        return "no such folder, nor is it in the hub's cache, and the hub is out of reach"
+        return "it is neither a folder nor in the hub's cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
@@ -254,7 +256,7 @@ def _require_own_shards(name: str, index: Path) -> None:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         stranger = next((shard for shard in shards if Path(shard).name != shard), None)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _refused(name, f"{index.name} is no index of shards") from error
+        raise _refused(name, f"{index.name} is not an index of shards") from error
     if stranger is not None:
         raise _refused(name, f"{index.name} names {stranger}, which is not in the folder")
 

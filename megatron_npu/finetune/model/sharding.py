@@ -73,7 +73,7 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
     fully_shard(model, reshard_after_forward=None if reshard else False, **options)
     units = f"{len(blocks)} blocks and the rest" if blocks else "no repeated blocks: the model as a whole"
     kept = "" if reshard else ", gathered from the forward to the backward pass"
-    where = ", at rest in the host's memory" if switches.cpu_offload else ""
+    where = ", stored in host memory" if switches.cpu_offload else ""
     return (
         f"{switches.sharding}: parameters, gradients and optimizer states over {mesh.size()} ranks by "
         f"fully_shard ({units}{kept}{where})"

@@ -103,7 +103,7 @@ class RapidformerEngine:
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
                 "--mixed-precision fp16 with engine.compose",
-                "bf16, or a template: fp16 needs loss scaling, which a custom loop does not do",
+                "bf16, or a template: fp16 needs loss scaling, which a custom loop does not provide",
                 "Pass --mixed-precision bf16, or train with a Finetuner.",
             )
         prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)

@@ -220,7 +220,7 @@ class _StageEnds(BaseException):
     """What ``model(...)`` raises on a stage before the last; no ``except Exception`` of a user's takes it."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__("a stage before the last ends here")
+        super().__init__("a pipeline stage before the last ends here")
         self.output = output
 
 
@@ -284,7 +284,7 @@ class _Counts:
         if isinstance(labels, tuple):
             raise UsageError(
                 f"{type(self._template).__name__}.label_counts returned {len(labels)} numbers",
-                "one, as Megatron's models have one loss",
+                "one number, because Megatron's models have one loss",
                 "Return one number.",
             )
         self._labels += labels

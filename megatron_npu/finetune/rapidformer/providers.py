@@ -92,7 +92,7 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
         raise _wrong(method, returned.dtype, "the loss: a real number")
     if training and not returned.requires_grad:
         raise _wrong(
-            method, returned, "a loss that depends on the model's weights (not .item() or .detach())"
+            method, returned, "a loss that depends on the model's weights (without .item() or .detach())"
         )
     return returned.reshape(())
 
@@ -114,7 +114,7 @@ def losses(
     if number is None:
         return (loss(template, returned, training=training),)
     if not isinstance(returned, tuple) or len(returned) != number:
-        method, what = template.run_forward_step, f"{number} losses, as label_counts has {number} numbers"
+        method, what = template.run_forward_step, f"{number} losses, as many as label_counts returns numbers"
         raise _wrong(method, returned, what)
     return tuple(loss(template, one, training=training) for one in returned)
 
@@ -132,7 +132,7 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in named.items() if value is not None}
     except (TypeError, ValueError):
-        raise _wrong(method, returned, "a dictionary of numbers by their names") from None
+        raise _wrong(method, returned, "a dictionary of names and numbers") from None
 
 
 def as_module(given: Any) -> nn.Module:
@@ -203,7 +203,7 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
         except TypeError as error:
             raise UsageError(
                 f"{_name(method)}{inspect.signature(method)}: {error}",
-                f"{len(arguments)} argument{'s' * (len(arguments) != 1)} beside self",
+                f"{len(arguments)} argument{'s' * (len(arguments) != 1)} besides self",
                 "Use the signature of the template.",
             ) from None
 

@@ -36,7 +36,9 @@ class Metric:
         """
         if not self._predictions:
             raise UsageError(
-                "compute() of a metric without batches", "add_batch before compute", "Evaluate some data."
+                "compute() of a metric without batches",
+                "add_batch before compute",
+                "Call add_batch with evaluated data first.",
             )
         predictions, references = np.concatenate(self._predictions), np.concatenate(self._references)
         self._predictions, self._references = [], []

@@ -78,7 +78,7 @@ class Template:
             raise UsageError(
                 f"{type(self).__name__} with {'no' if engine is None else type(engine).__name__} engine",
                 "a RapidformerEngine, passed by its __init__: super().__init__(engine=engine)",
-                "Create it so: Mine(engine=RapidformerEngine()).",
+                "Create it like this: Mine(engine=RapidformerEngine()).",
             )
         self.engine.used = True
 

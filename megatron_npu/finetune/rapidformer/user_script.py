@@ -53,7 +53,7 @@ def run(script: str) -> None:
     finally:
         sys.argv, sys.path[:] = arguments, places
     if engine.used() == used:
-        none = "makes no RapidformerEngine" if engine.made() == made else "trains nothing"
+        none = "creates no RapidformerEngine" if engine.made() == made else "trains nothing"
         raise UsageError(
             f"--user-script {script} {none}",
             "a call of a template's train(), or of engine.compose",
@@ -68,7 +68,7 @@ def _require_python(path: Path) -> None:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise UsageError(
-            f"--user-script {path.name}: {reason}{line}", "a file of Python", "Correct it there."
+            f"--user-script {path.name}: {reason}{line}", "a valid Python file", "Correct it there."
         ) from None
 
 
@@ -125,7 +125,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
     if frame.f_code.co_name != "embedding" or not (isinstance(asked, Tensor) and isinstance(rows, Tensor)):
         return None
     strange = int(asked.max()) if asked.max() >= rows.shape[0] else int(asked.min())
-    return f"an embedding of {rows.shape[0]} rows was asked for number {strange}"
+    return f"an embedding of {rows.shape[0]} rows was given the index {strange}"
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:

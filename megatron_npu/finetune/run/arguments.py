@@ -38,8 +38,10 @@ _above_0 = Number("a number above 0", float, math.nextafter(0.0, 1.0), metavar="
 
 _USAGE = """%(prog)s --task TASK --pretrained-model-name-or-path NAME_OR_DIR --data-path PATH [FLAG...]
        %(prog)s --user-script FILE [FLAG...]"""
-_DESCRIPTION = """Train a model of Transformers, or one of your own, with accelerations that are switched on
-by a word each. It starts a process for each device of this machine by itself."""
+_DESCRIPTION = (
+    "Train a Transformers model, or your own model, with accelerations that are each enabled "
+    "by\none flag. The command starts one process per device of this machine."
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,7 +155,9 @@ def _check_task(args: argparse.Namespace) -> None:
 
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.epochs is None and args.train_iters is None and args.user_script is None:
-        raise UsageError("no end of training", "--epochs N or --train-iters N", "Pass one of them.")
+        raise UsageError(
+            "neither --epochs nor --train-iters", "--epochs N or --train-iters N", "Pass one of them."
+        )
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise UsageError(
             "--lr-warmup-iters and --lr-warmup-fraction", "only one of them", "Remove one of the two."
@@ -285,7 +289,7 @@ def _data(add: Add) -> None:
     flags.add_tokenizer(
         add,
         _TOKENIZERS,
-        "of --task pretraining; the other tasks take the model's own",
+        "tokenizer of --task pretraining; other tasks use the model's own",
         vocab_file="BERT's vocab.txt or GPT-2's vocab.json",
     )
     add(

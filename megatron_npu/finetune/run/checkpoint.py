@@ -43,17 +43,17 @@ _SAME = {  # what decides which samples an iteration has
     "seed": "--seed",
     "train_samples": "the number of training samples",
 }
-_RATES = "counts from the next update on, at the run's place in the schedule"
+_RATES = "applies from the next update on, at the run's position in the schedule"
 _OF_OWN_OPTIMIZER = (
     *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
 )
 _AT_ONCE = (
-    ("clip_grad", "counts from the next update on"),
-    ("train_iters", "a new end; of the schedule, too, without --lr-decay-iters"),
-    ("micro_batch_size", "memory and speed; the numbers differ in their last digits"),
-    ("mixed_precision", "other products from the next iteration on"),
-    ("max_length", "samples are cut elsewhere"),
+    ("clip_grad", "applies from the next update on"),
+    ("train_iters", "changes the end of the run, and without --lr-decay-iters also that of the schedule"),
+    ("micro_batch_size", "changes memory and speed; results differ in their last digits"),
+    ("mixed_precision", "uses other matrix products from the next iteration on"),
+    ("max_length", "splits samples at other positions"),
 )
 
 
@@ -98,7 +98,7 @@ def require_there(args: Namespace) -> None:
     of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
     begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--load {folder} is a file", "a folder that a run has saved into", "Use another.")
+        raise UsageError(f"--load {folder} is a file", "the --save folder of a run", "Use another.")
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
             f"--load {folder}: no checkpoint there",
@@ -159,7 +159,7 @@ def _description(place: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"--load: {path}: {reason}",
-            "a checkpoint that `megatron-npu train` has saved",
+            "a checkpoint that `megatron-npu train` saved",
             "To start from trained weights, pass their folder to --pretrained-model-name-or-path.",
         ) from error
 
@@ -168,7 +168,7 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
     for name, flag in _SAME.items():
         if name in saved and saved[name] != getattr(args, name):
             raise UsageError(
-                f"{flag} {getattr(args, name)}, and {saved[name]} in {place}",
+                f"{flag} {getattr(args, name)}, but {saved[name]} in {place}",
                 "the same values, because they determine the samples of an iteration",
                 "Pass the flags of the original run, or start again from the trained weights.",
             )
@@ -208,7 +208,7 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
     if differing:
         name = differing[0]
         raise UsageError(
-            f"{place} holds another model: {name} is {saved.get(name, 'missing')} there and "
+            f"{place} contains another model: {name} is {saved.get(name, 'missing')} there and "
             f"{wanted.get(name, 'missing')} here",
             "the model and the switches of the run that saved it",
             "Pass its flags, or another --load.",
@@ -268,7 +268,7 @@ def _set_random_states(states: dict[str, torch.Tensor]) -> None:
         of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
         np.random.set_state(of_numpy)
     except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"its states of random generators are none ({error})") from error
+        raise ValueError(f"its random-generator states are invalid ({error})") from error
     device.set_host_rng_state(states["host"])
     device.set_rng_state(states["device"])
 

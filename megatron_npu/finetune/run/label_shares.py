@@ -166,9 +166,9 @@ class MicroBatches:
         elif self._each != number:
             raise UsageError(
                 f"run_forward_step took {self._each} batches for a loss, and {number} for the next one",
-                "the same number for each loss, because labels are counted before a global batch "
-                "is trained on",
-                "Use one batch for each loss.",
+                "the same number for each loss, because the labels of a global batch are counted before "
+                "it is trained on",
+                "Use one batch per loss.",
             )
         shares = zip(self._totals, counts, strict=True)
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]

@@ -40,8 +40,8 @@ def local_processes(args: Namespace) -> int:
     elif asked > device.count():
         raise UsageError(
             f"--nproc-per-node {asked} with {device.count()} devices ({device.title})",
-            "a device for each process",
-            "Ask for fewer, or make more devices visible.",
+            "one device per process",
+            "Request fewer processes, or make more devices visible.",
         )
     return asked
 

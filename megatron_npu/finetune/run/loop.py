@@ -189,8 +189,8 @@ class Loop:
             self._overflowed(scale)
         elif not math.isfinite(norm):
             raise DivergedError(
-                f"the norm of the gradient is {norm} at iteration {self.iteration}; nothing was saved after "
-                f"it. {self.nonfinite.words()} Lower --lr or look at the data."
+                f"the gradient norm is {norm} at iteration {self.iteration}; nothing was saved after it. "
+                f"{self.nonfinite.words()} Lower --lr or check the data."
             )
         self._losses.add(total[None])
         self._norms.append(norm)
@@ -210,7 +210,7 @@ class Loop:
             raise DivergedError(
                 f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
                 f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, pass "
-                "--mixed-precision bf16, or look at the data."
+                "--mixed-precision bf16, or check the data."
             )
 
     def _compares_replicas(self) -> bool:
@@ -224,7 +224,7 @@ class Loop:
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not "
                 "depend on the model",
                 "a loss computed with the model that it is given",
-                "Call that model.",
+                "Compute the loss with that model.",
             )
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -48,7 +48,7 @@ def require_as_many(asked: int | None) -> None:
         raise UsageError(
             f"--nproc-per-node {asked}, but a launcher has already started {there} on this machine",
             "only one of them to start the ranks",
-            "Leave the flag out.",
+            "Remove --nproc-per-node.",
         )
 
 

@@ -40,7 +40,9 @@ class RunPlan:
         of_epochs = None if args.epochs is None else args.epochs * epoch
         ends = [end for end in (args.train_iters, of_epochs) if end is not None]
         if not ends:
-            raise UsageError("no end of training", "--epochs N or --train-iters N", "Pass one of them.")
+            raise UsageError(
+                "neither --epochs nor --train-iters", "--epochs N or --train-iters N", "Pass one of them."
+            )
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:

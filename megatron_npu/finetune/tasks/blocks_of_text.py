@@ -59,7 +59,7 @@ class BlocksOfText(Task):
             count = sum(map(len, tokens["input_ids"]))
             raise UsageError(
                 f"the part {part!r} has {count} tokens",
-                f"a block of {self.longest} at least",
+                f"at least one block of {self.longest} tokens",
                 "Provide more text, or a smaller --seq-length.",
             )
         return blocks

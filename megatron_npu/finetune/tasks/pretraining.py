@@ -118,7 +118,10 @@ class PreTraining(Declaration):
         name = args.pretrained_model_name_or_path
         if not Path(name).is_dir() and name in _KNOWN and not pretrained.is_cached(name):
             found = AutoConfig.for_model(_KNOWN[name])
-            self._say(f"{name} is not here: its configuration is Transformers' default of {_KNOWN[name]}")
+            self._say(
+                f"{name} is not available locally: using Transformers' default configuration of "
+                f"{_KNOWN[name]}"
+            )
         else:
             found = pretrained.config(name)
         differs = []

@@ -97,7 +97,7 @@ class QuestionAnswering(Task):
         if free < 2:
             raise UsageError(
                 f"a question of {own} tokens in the part {part!r}",
-                f"fewer than the {self.longest} of --seq-length, with space for the context",
+                f"fewer than the {self.longest} of --seq-length, so that there is space for the context",
                 "Remove the question, or pass a larger --seq-length.",
             )
         return min(self.args.doc_stride, free // 2)
@@ -293,7 +293,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
         raise UsageError(
             f"the answer {text!r} to {question!r}",
-            "a part of the context, at the given position",
+            "a part of the context at the given position",
             "Correct the row.",
         )
 
@@ -315,6 +315,6 @@ def _are(kind: type, given: Any) -> bool:
 def _unreadable(given: Any, question: str) -> UsageError:
     return UsageError(
         f"the answers {given!r} to {question!r}",
-        'as in SQuAD: {"text": ["Rome"], "answer_start": [17]}; or one text',
+        'the form of SQuAD, {"text": ["Rome"], "answer_start": [17]}, or one text',
         "Correct the row.",
     )

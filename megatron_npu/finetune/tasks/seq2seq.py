@@ -49,8 +49,8 @@ class Seq2Seq(Task):
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams without --predict-with-generate",
-                "both flags: beams are used for generated outputs",
-                "Add or remove one.",
+                "both flags, because beams are used for generated outputs",
+                "Add --predict-with-generate, or remove --num-beams.",
             )
 
     @functools.cached_property

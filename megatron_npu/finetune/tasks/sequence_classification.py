@@ -153,7 +153,7 @@ def columns_of_texts(
     found = columns.find(there, {"text": usual, "pair": ()}, said)
     if label in found.values():
         raise UsageError(
-            f"the column {label!r} as the text and as its label", "a column for each", "Correct --columns."
+            f"the column {label!r} as the text and as its label", "separate columns", "Correct --columns."
         )
     return found["text"], found.get("pair")
 

@@ -142,7 +142,7 @@ class Task(Declaration):
             ]
             raise UsageError(
                 f"--task {self.name} with {name}, a {config.model_type}",
-                f"a task that the model has a head for: {', '.join(fitting) or 'it has none'}",
+                f"a task for which the model has a head: {', '.join(fitting) or 'it has none'}",
                 "Use another task or another model.",
             )
 

@@ -25,6 +25,6 @@ def not_numbers() -> UsageError:
     """Return the message about logits that are NaN or infinite."""
     return UsageError(
         "the model's logits are NaN or infinite",
-        "a model whose training did not diverge, in a sufficient precision",
+        "a model whose training did not diverge, in sufficient precision",
         "Load an earlier checkpoint, or compute in another precision.",
     )

@@ -57,11 +57,11 @@ def _parser() -> Parser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
-        ("list", "the checkpoints: iteration, bytes, state"),
-        ("inspect", "one: position, layout, model, files"),
+        ("list", "list the checkpoints: iteration, bytes, state"),
+        ("inspect", "show one checkpoint: position, layout, model, files"),
         ("verify", "compare files with their checksums"),
-        ("sum", "write checksums for those that have none, such as a stock script's"),
-        ("prune", "remove old ones"),
+        ("sum", "write checksums for checkpoints without them, such as a stock script's"),
+        ("prune", "remove old checkpoints"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("directory", metavar="DIR", help="folder given to --save")
@@ -89,18 +89,20 @@ def _parser() -> Parser:
 
 
 def _add_gather(actions: Any) -> None:
-    text = "join the parts that --save-per-machine has left on each machine into one checkpoint"
+    text = "join the parts that --save-per-machine left on each machine into one checkpoint"
     action = actions.add_parser("gather", help=text, description=text)
     action.add_argument(
         "directories",
         nargs="+",
         metavar="DIR",
-        help="what was given to --save, of each machine (mounted or copied)",
+        help="folder given to --save, once per machine (mounted or copied)",
     )
     action.add_argument(
-        "--into", required=True, metavar="DIR", help="the folder that gets the whole checkpoint"
+        "--into", required=True, metavar="DIR", help="folder to create for the joined checkpoint"
     )
-    action.add_argument("--ckpt-step", type=whole, metavar="N", help="that iteration (default: the newest)")
+    action.add_argument(
+        "--ckpt-step", type=whole, metavar="N", help="iteration to join (default: the newest)"
+    )
 
 
 def _list(args: Namespace) -> int:
@@ -157,7 +159,9 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
         samples = iteration * int(arguments.get("global_batch_size") or 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"{description}: {error}", "the description that `megatron-npu train` writes", "Use another one."
+            f"{description}: {error}",
+            "the description that `megatron-npu train` writes",
+            "Use another checkpoint.",
         ) from error
     return checkpoint_description.CheckpointInfo(
         path=path,
@@ -211,7 +215,7 @@ def _gather(args: Namespace) -> int:
     place, count = gather.join(parts, Path(args.into))
     name = place.name.removeprefix("iter_")
     files.write(Path(args.into) / checkpoint_files.TRACKER, f"{int(name) if name.isdecimal() else name}\n")
-    print(f"{place}: whole, {count} files of {len(parts)} parts, {_size(place):,} bytes")
+    print(f"{place}: complete, {count} files of {len(parts)} parts, {_size(place):,} bytes")
     return 0
 
 

@@ -92,7 +92,7 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
     ]
     if differing:
         raise UsageError(
-            f"--load {found.path} holds another model: {', '.join(differing)}",
+            f"--load {found.path} contains another model: {', '.join(differing)}",
             "the checkpoint's values",
             "Pass the flags that it was trained with, or load another checkpoint.",
         )
@@ -135,7 +135,7 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path}, whose optimizer state Megatron's FSDP has sharded",
             "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
-            "Add it, or pass --no-load-optim or --finetune, with which any run can load the weights.",
+            "Add it, or pass --no-load-optim or --finetune to load only the weights.",
         )
     if into_fsdp:
         _require_same_precision(found, args)
@@ -155,7 +155,7 @@ def _require_same_precision(found: CheckpointInfo, args: Namespace) -> None:
     )
     if saved != own:
         raise UsageError(
-            f"--load {found.path} was trained in {saved}, and this run is in {own}",
+            f"--load {found.path} was trained in {saved}, but this run is in {own}",
             "the same precision, because another wrapper changes the parameter names",
             "Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
         )
@@ -169,7 +169,7 @@ def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
     before, now = _precision(found.arguments), _precision(vars(args))
     if before != now:
         raise UsageError(
-            f"--load {found.path} was saved in {before}, and this run is in {now}",
+            f"--load {found.path} was saved in {before}, but this run is in {now}",
             "the same precision, because the optimizer keeps fp32 main weights only for 16-bit weights",
             "Change --bf16 or --fp16, or pass --no-load-optim.",
         )
@@ -188,7 +188,7 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     saved = found.arguments.get("optimizer", "adam")
     if saved != args.optimizer:
         raise UsageError(
-            f"--load {found.path} was saved with --optimizer {saved}, this run has {args.optimizer}",
+            f"--load {found.path} was saved with --optimizer {saved}, but this run has {args.optimizer}",
             "the same",
             "Change --optimizer, or pass --no-load-optim.",
         )
@@ -196,7 +196,7 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
     if distributed != args.use_distributed_optimizer:
         raise UsageError(
-            f"--load {found.path} was saved with {kinds[distributed]}, this run has "
+            f"--load {found.path} was saved with {kinds[distributed]}, but this run has "
             f"{kinds[args.use_distributed_optimizer]}",
             "the same kind of optimizer",
             "Change --use-distributed-optimizer, or pass --no-load-optim.",
@@ -207,11 +207,11 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     if apart != (args.expert_model_parallel_size > 1):
         words = {True: "with", False: "without"}
         raise UsageError(
-            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, "
-            f"this run is {words[not apart]} it",
+            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run "
+            f"is {words[not apart]} it",
             "both with it, of any size, or both without, because the optimizer state of "
             "experts is stored differently",
-            "Change it, or pass --no-load-optim.",
+            "Change the flag, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, args)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":

@@ -117,7 +117,7 @@ def require_known_format(description: Path, values: object) -> None:
         raise UsageError(
             f"{description} has format {saved}",
             f"format {VERSION.partition('.')[0]}.x, which this version of megatron_npu reads",
-            "Use the version that has saved the checkpoint, or a newer one.",
+            "Use the version that saved the checkpoint, or a newer one.",
         )
 
 

@@ -96,7 +96,7 @@ def _require_readable_common(path: Path) -> None:
     if checkpoint_files.is_of_fsdp(path):
         return
     raise UsageError(
-        f"the checkpoint {path} is of megatron-core 0.19 or newer, and this is {package_info.__version__}",
+        f"the checkpoint {path} is of megatron-core 0.19 or newer, but this is {package_info.__version__}",
         f"{checkpoint_files.COMMON}, which older versions need and newer ones do not write",
         "Install megatron-core 0.19 to load it.",
     )

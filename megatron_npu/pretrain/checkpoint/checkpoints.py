@@ -280,7 +280,7 @@ def _require_all_used(wanted: dict[str, Any], path: str) -> None:
         raise UsageError(
             f"{path} has {rest[0]}" + (f" and {len(rest) - 1} more" if rest[1:] else ""),
             "the weights of the model that its arguments describe",
-            "Another kind of model cannot be loaded here.",
+            "Load a checkpoint of a supported model.",
         )
 
 

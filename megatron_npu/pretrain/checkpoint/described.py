@@ -96,7 +96,9 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
     """Check that the files are large enough for the model: each weight has a byte at least."""
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
-        raise _unfit(found, f"a model of {least:,} weights and more in {held:,} bytes", "files that hold it")
+        raise _unfit(
+            found, f"a model of {least:,} weights and more in {held:,} bytes", "files that contain it"
+        )
 
 
 def _fewest_weights(values: Mapping[str, Any]) -> int:

@@ -155,5 +155,5 @@ def _require_same(saved: Any, wanted: Any, folder: Path) -> None:
         raise UsageError(
             f"{folder}: {differing[0]} is only in {where}",
             "the weights of the model that its arguments describe",
-            "Another kind of model cannot be loaded here.",
+            "Load a checkpoint of this kind of model.",
         )

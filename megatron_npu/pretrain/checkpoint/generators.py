@@ -68,7 +68,8 @@ def set_state(state: dict[str, Any]) -> None:
         get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
     elif dist.get_rank() == 0:
         print(
-            " the device's random generators begin with --seed, the host's go on: the checkpoint is of "
-            f"another kind of device ({saved} bytes of a generator's state, here {own})",
+            " the device's random generators start with --seed: the checkpoint was saved on another "
+            f"type of device ({saved} bytes of generator state, here {own}); the host's generators are "
+            "restored",
             flush=True,
         )

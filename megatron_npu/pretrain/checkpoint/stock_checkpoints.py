@@ -81,7 +81,7 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
     found = torch_format.Checkpoint(path)
     if found.args.get("num_experts"):
         raise UsageError(
-            f"{path} holds a model with experts in the format torch",
+            f"{path} contains a model with experts in the format torch",
             "the format torch_dist, which stores where each expert is",
             "Save it with --ckpt-format torch_dist.",
         )
@@ -95,7 +95,7 @@ def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_des
         raise UsageError(
             f"{source} holds no arguments",
             "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
-            "Load another one.",
+            "Load another checkpoint.",
         )
     return _weights_alone(path, vars(values["args"]), iteration=int(values.get("iteration", 0)))
 

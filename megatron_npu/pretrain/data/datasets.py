@@ -132,7 +132,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
             raise
         raise UsageError(
             f"the indices of the data cannot be written: {error.__cause__}",
-            "a directory for them (default: one beside the data, with their name)",
+            "a directory for them (default: beside the data, with their name)",
             "Pass --data-cache-path DIR.",
         ) from error
 

@@ -50,7 +50,7 @@ def build(args: Namespace) -> Tokenizer:
     end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
-            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size with it", "Add --vocab-size N.")
+            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size N", "Add --vocab-size N.")
         return NullTokenizer(args.vocab_size, end)
     if end is not None:
         raise UsageError(

@@ -237,7 +237,7 @@ def _parallel(add: Add) -> None:
     add(
         "--sequence-parallel",
         action="store_true",
-        help="split the activations between tensor-parallel layers along the sequence too",
+        help=("partition the activations between tensor-parallel layers along the sequence dimension too"),
     )
     add(
         "--tp-comm-overlap",
@@ -361,8 +361,10 @@ def _faults(add: Add) -> None:
         "--rerun-mode",
         choices=["disabled", "validate_results"],
         default="disabled",
-        help="validate_results: repeat such an iteration before acting on it, to tell a device that "
-        "computes wrongly from bad data",
+        help=(
+            "--rerun-mode for a loss spike or NaN; validate_results: repeat the iteration before "
+            "acting on it, to distinguish a device that computes wrongly from bad data"
+        ),
     )
     add(
         "--iterations-to-skip",

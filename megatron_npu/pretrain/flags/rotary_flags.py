@@ -108,13 +108,13 @@ def add_yarn(add: Add) -> None:
         "--yarn-beta-fast",
         type=number,
         default=32.0,
-        help="yarn keeps the frequencies that rotate more often than this",
+        help="keep the frequencies that rotate more often than this (yarn)",
     )
     add(
         "--yarn-beta-slow",
         type=number,
         default=1.0,
-        help="yarn interpolates the frequencies that rotate less often than this",
+        help="interpolate the frequencies that rotate less often than this (yarn)",
     )
     add(
         "--no-yarn-correction-range-round-to-int",

@@ -109,7 +109,7 @@ def _line(action: argparse.Action, value: Any) -> str | None:
         return f"{name}: true" if value == action.const else None
     words = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
     if not all(map(_fits_a_line, words)):
-        return f"# {name}: has a line break or both kinds of quotes; give it on the command line"
+        return f"# {name}: contains a line break or both kinds of quotes; pass it on the command line"
     text = ", ".join(map(_quoted, words))
     return f"{name}: [{text}]" if isinstance(value, list | tuple) else f"{name}: {text}"
 
@@ -145,7 +145,7 @@ def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _preset(name: str) -> str:
     if name not in PRESETS:
-        raise UsageError(f"--preset {name}", " or ".join(PRESETS), "Choose one of them, or type the flags.")
+        raise UsageError(f"--preset {name}", " or ".join(PRESETS), "Choose one of them, or pass the flags.")
     return PRESETS[name]
 
 
@@ -157,13 +157,15 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
         given, value = _flag_and_value(line, where)
         name = _known_flag(given, flags, where)
         if name in seen:
-            raise UsageError(f"{where}: {name} a second time", "each flag once", "Remove one of the lines.")
+            raise UsageError(f"{where}: {name} is given twice", "each flag once", "Remove one of the lines.")
         seen.add(name)
         values = _values(value, where)
         if flags[name].nargs != 0:
             yield name, values
         elif values not in (["true"], ["false"]):
-            raise UsageError(f"{where}: {name} {value}", "true or false", "It is a switch.")
+            raise UsageError(
+                f"{where}: {name} {value}", "true or false", "Write true or false: it is a switch."
+            )
         elif values == ["true"]:
             yield name, []
 
@@ -197,7 +199,7 @@ def _known_flag(given: str, flags: Collection[str], where: str) -> str:
         return name
     near = difflib.get_close_matches(f"--{given}", flags, n=3)
     expected = " or ".join(near) if near else "a flag of `megatron-npu pretrain --help`"
-    raise UsageError(f"{where}: no flag {given}", expected, "Correct the name.")
+    raise UsageError(f"{where}: unknown flag {given}", expected, "Correct the name.")
 
 
 def _spelt(name: str) -> tuple[str, str]:

@@ -143,7 +143,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {values[name]}"
     factor = values.get("rope_scaling_factor")
     if values.get("use_rope_scaling") and factor not in (None, _HEEDED):
-        yield f"rope_scaling_factor {factor}, which the scripts do not heed: they scale by {_HEEDED:g}"
+        yield f"rope_scaling_factor {factor}, which the scripts ignore: they always scale by {_HEEDED:g}"
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
@@ -206,25 +206,24 @@ def beyond(args: Namespace) -> list[str]:
     result = []
     factor = args.rotary_seq_len_interpolation_factor
     if factor is not None:
-        result.append(f"--rotary-seq-len-interpolation-factor {factor}: they read it and do not heed it")
+        result.append(f"--rotary-seq-len-interpolation-factor {factor}, which the scripts ignore")
     if args.use_rope_scaling:
         if args.rope_scaling_type == rotary_flags.LLAMA3 and args.rope_scaling_factor != _HEEDED:
             result.append(
-                f"--rope-scaling-factor {args.rope_scaling_factor}: they scale by {_HEEDED:g} always"
+                f"--rope-scaling-factor {args.rope_scaling_factor}, because the scripts always scale by "
+                f"{_HEEDED:g}"
             )
         result += [
-            f"--{name.replace('_', '-')} {getattr(args, name)}, for they have no such flag"
+            f"--{name.replace('_', '-')} {getattr(args, name)}"
             for name, value in rotary_flags.OF_CORE.items()
             if getattr(args, name) != value
         ]
     if args.position_embedding_type == "yarn":
-        result.append("--position-embedding-type yarn, which they have from core_v0.19 on")
+        result.append("--position-embedding-type yarn (supported since core_v0.19)")
     if args.add_attention_bias:
-        result.append("--add-attention-bias, for they have no such flag")
+        result.append("--add-attention-bias")
     if args.null_tokenizer_eod_id is not None:
-        result.append(
-            f"--null-tokenizer-eod-id {args.null_tokenizer_eod_id}, which they have from core_v0.18 on"
-        )
+        result.append(f"--null-tokenizer-eod-id {args.null_tokenizer_eod_id} (supported since core_v0.18)")
     if args.window_attn_skip_freq is not None:
-        result.append("--window-attn-skip-freq, which they have from core_v0.15 on")
+        result.append("--window-attn-skip-freq (supported since core_v0.15)")
     return result

@@ -48,7 +48,7 @@ def _require_softmax(args: Namespace, known: set[str]) -> None:
         raise UsageError(
             f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
             "0.15 or later",
-            "Remove it, or install that.",
+            "Remove it, or install that version.",
         )
 
 
@@ -86,7 +86,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         raise
     except (AssertionError, ValueError) as error:
         raise UsageError(
-            f"megatron-core refuses this model: {error}", "flags that can be combined", "Change them."
+            f"megatron-core rejects this model: {error}", "flags that can be combined", "Change them."
         ) from error
     config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
     if "window_attn_skip_freq" not in known:  # before 0.15, for the same

@@ -133,13 +133,13 @@ def _note(points: Points, iteration: int, value: float | None) -> None:
 
 def _number(value: float) -> float:
     if not math.isfinite(value):  # which takes numbers alone, and none that no float can hold
-        raise ValueError(f"{value} is no number of a run")
+        raise ValueError(f"{value} is not a number of a run")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 

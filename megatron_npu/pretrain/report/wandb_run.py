@@ -45,7 +45,7 @@ class WandbRun:
             raise UsageError(
                 f"--wandb-project {args.wandb_project}: {' '.join(str(error).split())}",
                 "a run that wandb can start",
-                "Run `wandb login`, or set WANDB_MODE=offline, which writes it to --wandb-save-dir.",
+                "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
 
     @staticmethod

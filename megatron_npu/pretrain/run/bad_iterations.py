@@ -157,11 +157,13 @@ class Guard:
         dist.all_gather_object(places, None if same else f"{dist.get_rank()} ({socket.gethostname()})")
         wrong = [place for place in places if place is not None]
         if not wrong:
-            return second, replace(fault, words=f"{fault.words}; computed again, it is the same")
+            return second, replace(
+                fault, words=f"{fault.words}; repeating the iteration gave the same result"
+            )
         (value,) = loss.means(second[None])
         self.say(
-            f" {fault.words}; computed again, the loss is {value:.4f}, and it differs on rank "
-            f"{', '.join(wrong)}: its device or memory may be faulty. The second result is used"
+            f" {fault.words}; repeating the iteration gave a loss of {value:.4f}, which differs on "
+            f"rank {', '.join(wrong)}: its device or memory may be faulty. The second result is used"
         )
         return second, self._fault(number, second)
 
@@ -174,8 +176,8 @@ class Guard:
         self._left_out += 1
         if self._left_out > LEFT_OUT:
             raise DivergedError(
-                f"{fault.words}; the updates of {LEFT_OUT} iterations before it were left out too. Lower "
-                "--lr, look at the data, or resume from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the updates of the previous {LEFT_OUT} iterations were skipped too. Lower "
+                "--lr, check the data, or resume from an older checkpoint (--ckpt-step)."
             )
         self.say(f" {fault.words}: its update is skipped")
 
@@ -203,8 +205,8 @@ class Guard:
         self._gone_back[iteration] = times = self._gone_back.get(iteration, 0) + 1
         if times > GONE_BACK:
             raise DivergedError(
-                f"{fault.words}; the run has gone back to iteration {iteration} {GONE_BACK} times. Lower "
-                "--lr, look at the data, or resume from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the run has returned to iteration {iteration} {GONE_BACK} times. Lower "
+                "--lr, check the data, or resume from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
         saved = checkpoints.load(self.args.changed(**changes, finetune=False), self.state)

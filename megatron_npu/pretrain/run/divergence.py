@@ -50,7 +50,7 @@ class Spikes:
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
-        return f"loss spike at iteration {number}: {loss:.4f} after {usual:.4f} in the median"
+        return f"loss spike at iteration {number}: {loss:.4f}, with a median of {usual:.4f} before"
 
     def _leaps(self, loss: float) -> bool:
         if len(self._usual) < ENOUGH:
@@ -77,5 +77,5 @@ class FirstNonFinite:
         if not self.watches:
             return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
         if (where := verify.first_bad_output()) is None:
-            return "Every output on this rank was finite: it arose in the backward pass, or elsewhere."
+            return "Every output on this rank was finite: the fault is in the backward pass, or elsewhere."
         return f"The first output that is not finite is that of {where}."

@@ -49,7 +49,8 @@ class Trainer:
         began: when the command began, on the clock of ``time.monotonic``; None: now.
     """
 
-    goes_on = "; --no-check-for-nan-in-loss-and-grad goes on"  # what a user can do about a loss that is none
+    # what a user can do about a NaN loss
+    goes_on = "; --no-check-for-nan-in-loss-and-grad continues anyway"
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ class Trainer:
     def _diverged(self, what: str) -> None:
         if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
             raise DivergedError(
-                f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or look at the "
+                f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or check the "
                 f"data{self.goes_on}."
             )
 

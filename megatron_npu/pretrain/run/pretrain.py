@@ -199,7 +199,7 @@ def _dashboard(args: Namespace) -> Iterator[None]:
         yield
         return
     with shown(metrics, args.dashboard) as url:
-        print(f" the run is shown at {url}", flush=True)
+        print(f" dashboard of the run: {url}", flush=True)
         yield
 
 

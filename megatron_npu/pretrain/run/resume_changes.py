@@ -15,7 +15,7 @@ from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointIn
 
 _SCHEDULE = "needs --override-opt_param-scheduler: the new schedule, at the run's current position"
 _DATA = "samples are shuffled again, and the run continues at its number of samples in the new order"
-_IDS = "the ids that the weights were trained on mean other words"
+_IDS = "the trained weights are used with token ids that mean other words"
 _AT_ONCE = "applies from the first update on"
 _SAMPLES = "the data are split into samples of another length, and the run continues at its number of samples"
 
@@ -42,7 +42,7 @@ def _flags(effect: str, *names: str) -> list[Flag]:
 FLAGS: tuple[Flag, ...] = (
     Flag("tokenizer_files", "files of the tokenizer", _IDS),
     Flag("tokenizer_type", "--tokenizer-type", _IDS),
-    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end with another id"),
+    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end with another token id"),
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
     *_flags("each update uses another number of samples; the schedule counts samples", "global_batch_size"),
@@ -54,8 +54,8 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(_SCHEDULE, "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples"),
     *_flags(_SCHEDULE, "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *_flags(
-        "another end of the run; without --lr-decay-iters or --lr-decay-samples also of the schedule, "
-        "and of a weight-decay schedule, so it needs --override-opt_param-scheduler",
+        "changes the end of the run, and without --lr-decay-iters or --lr-decay-samples also the "
+        "schedules of learning rate and weight decay, so it needs --override-opt_param-scheduler",
         "train_iters",
         "train_samples",
     ),
@@ -88,9 +88,9 @@ def since(found: CheckpointInfo, args: Namespace) -> list[str]:
     lines = [*_differences(found.arguments, args)]
     if args.no_load_optim and found.has_optimizer and not args.finetune:
         begins = (
-            "" if _goes_on(args) else ", and the schedule begins anew (see --override-opt_param-scheduler)"
+            "" if _goes_on(args) else ", and the schedule starts again (see --override-opt_param-scheduler)"
         )
-        lines.append(f"--no-load-optim: the optimizer's moments begin at 0{begins}")
+        lines.append(f"--no-load-optim: the optimizer's moments start at 0{begins}")
     if not lines:
         return []
     return [f" changed since the checkpoint {found.path}:", *(f"   {line}" for line in lines)]

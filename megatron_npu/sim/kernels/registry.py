@@ -149,8 +149,8 @@ def _refuse_host(name: str) -> Callable[..., Any]:
 def _refuse_unknown(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} has no kernel on the simulated NPU. Write one in megatron_npu/sim/kernels "
-            "(docs/internals/simulator-kernels.md says how), or run this on hardware"
+            f"{name} has no kernel on the simulated NPU. Add one in megatron_npu/sim/kernels (see "
+            "docs/internals/simulator-kernels.md), or run this on hardware"
         )
 
     return refuse

@@ -93,7 +93,10 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
     file.write_bytes(content)
     refused = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"))
     assert refused.returncode == 2
-    assert f"is damaged: {file.name} has other content than was saved" in refused.stderr.splitlines()[-1]
+    assert (
+        f"is damaged: {file.name} has different content than when it was saved"
+        in refused.stderr.splitlines()[-1]
+    )
     older = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"), "--load-last-good")
     assert "damaged and skipped: iterations 6; loading 4" in older.stdout
     assert norms(older) == norms(rest)

@@ -75,7 +75,7 @@ def test_added_tokens_beside_the_two_files_of_gpt2(folder, named):
     write_json(folder / "tokenizer_config.json", described)
     found = chosen(folder)
     ours, theirs = built(found), transformers.AutoTokenizer.from_pretrained(folder)
-    assert "tokenizer.json: there was none" in found.said[0]
+    assert "tokenizer.json was missing" in found.said[0]
     assert ours.encode(TALK) == theirs.encode(TALK)
     assert ours.encode(TALK)[0] == size
     assert ours.eod == size + 1
@@ -136,7 +136,7 @@ def test_a_file_that_transformers_reads_otherwise_becomes_what_it_reads(folder):
     found = chosen(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert built(found).encode("to be") == theirs.encode("to be") != before
-    assert "tokenizer.json is as transformers reads it, and not as it was: " in found.said[0]
+    assert "tokenizer.json was rewritten as transformers reads it: " in found.said[0]
 
 
 def test_lengths_of_somebody_s_batches_are_left_aside(folder):

@@ -11,7 +11,7 @@ from megatron_npu.devices import cores
 from tests.conftest import ROOT
 from tests.support import processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads can be bound to cores only on Linux")
 QUIET = """
 import contextlib
 import os
@@ -53,8 +53,8 @@ def test_each_rank_has_cores_of_its_own(tmp_path) -> None:
     found, told = ranks(tmp_path)
     assert found == [(HALF, [ALL[:HALF]]), (HALF, [ALL[HALF : 2 * HALF]])]
     assert told.count("megatron_npu: 2 ranks on ") == 1
-    assert "torchrun's own 1 does not count" in told
-    assert "each on cores of its own" in told
+    assert "the 1 set by torchrun is ignored" in told
+    assert "each bound to its own cores" in told
 
 
 @needs_two

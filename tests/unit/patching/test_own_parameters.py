@@ -133,9 +133,9 @@ class TestWhatItTakes:
             (hands_on, "def f(a, b=1, c=2, *, d=3)", "a is where self was"),
             (hands_on, "@staticmethod def f(self, a, b=1, c=2, *, d=3)", "def f is @staticmethod def f"),
             (hands_on, "async def f(self, a, b=1, c=2, *, d=3)", "def f is async def f"),
-            (hands_on, "class f(Base)", "it is not one function"),
-            (hands_on, "f = ...", "it is not one function"),
-            (hands_on, f"{OLD} | {OLD}", "it is not one function"),
+            (hands_on, "class f(Base)", "it is not a single function"),
+            (hands_on, "f = ...", "it is not a single function"),
+            (hands_on, f"{OLD} | {OLD}", "it is not a single function"),
             (takes_all_by_name, "def f(self, a, b=1, *, d=3)", "c is gone"),
             (takes_all_by_name, "def f(self, a, b=1, c=3, *, d=3)", "the default of c is 3, not 2"),
             (
@@ -199,7 +199,7 @@ def sets_a_name(original, *args, **kwargs):
 )
 def test_where_it_cannot_be_told_every_change_counts(ours):
     assert use_of(ours) is None
-    told = "what our function takes of it cannot be told"
+    told = "the parameters that our function uses cannot be determined"
     assert conflict(None, OLD, OLD.replace("c=2", "c=2, new=None")) == told
 
 

@@ -48,7 +48,7 @@ def test_nothing_is_changed_and_the_ledger_says_why(watching: UpstreamTree) -> N
     assert (row.kind, row.state, row.reason, row.why) == (
         "watch",
         "skipped",
-        "upstream's own works here",
+        "upstream's own code works here",
         "it works on a CPU",
     )
     text = engine.ledger.text()

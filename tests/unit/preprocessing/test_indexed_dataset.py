@@ -146,9 +146,9 @@ DOCUMENTS_AT = BEGINS_AT + 8 * 3
         (LENGTHS_AT, struct.pack("<i", -3), "a sequence of -3 tokens"),
         (LENGTHS_AT, struct.pack("<i", 4), "sums of their lengths"),
         (BEGINS_AT + 8, struct.pack("<q", 2), "sums of their lengths"),
-        (DOCUMENTS_AT, struct.pack("<q", 1), "boundaries of documents"),
-        (DOCUMENTS_AT + 8, struct.pack("<q", 3), "boundaries of documents"),
-        (DOCUMENTS_AT + 24, struct.pack("<q", 2), "boundaries of documents"),
+        (DOCUMENTS_AT, struct.pack("<q", 1), "invalid document boundaries"),
+        (DOCUMENTS_AT + 8, struct.pack("<q", 3), "invalid document boundaries"),
+        (DOCUMENTS_AT + 24, struct.pack("<q", 2), "invalid document boundaries"),
     ],
 )
 def test_damaged_index(tmp_path: Path, at: int, value: bytes, message: str) -> None:

@@ -60,10 +60,10 @@ def test_commands_of_data_read_it(both, capsys):
         (8, 2, "version 2"),
         (16, 77, "token type 77"),
         (32, 1 << 40, "truncated"),
-        (56, 5, "sequences that are tables"),
-        (56 + 8 * 5, 3, "beginnings of sequences"),
-        (56 + 8 * 6, -1, "lengths of sequences"),
-        (56 + 8 * 9, 3, "boundaries of documents"),
+        (56, 5, "sequences are not one-dimensional"),
+        (56 + 8 * 5, 3, "invalid sequence offsets"),
+        (56 + 8 * 6, -1, "invalid sequence lengths"),
+        (56 + 8 * 9, 3, "invalid document boundaries"),
     ],
 )
 def test_damage_is_said_in_a_line(both, at, number, told):

@@ -55,7 +55,7 @@ def test_the_first_module_whose_output_is_not_finite_is_named(model, monkeypatch
     monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")
     watched = FirstNonFinite()
     watched.forget()
-    assert "it arose in the backward pass" in watched.words()
+    assert "the fault is in the backward pass" in watched.words()
     model(torch.ones(1, 2))
     assert watched.words() == "The first output that is not finite is that of second (Breaks)."
     watched.forget()

@@ -54,7 +54,7 @@ def test_zero_2_of_a_pipeline_says_what_is_shared_out(check, capsys):
     assert (args.use_distributed_optimizer, args.fully_sharded) == (True, None)
     said = capsys.readouterr().out
     assert "2 data-parallel rank(s) share out Adam's states and the fp32 main weights" in said
-    assert "the gradients of a rank's part of the model stay whole" in said
+    assert "each rank keeps the whole gradients of its part of the model" in said
 
 
 def test_one_rank_has_nothing_to_share_out(check, capsys):
@@ -69,13 +69,13 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
     [
         ("--mixed-precision --fp16", "--mixed-precision bf16 and --fp16"),
         ("--zero-1-memory-optimization --fsdp-memory-optimization", "expected only one of them"),
-        ("--zero-3-memory-optimization --tensor-model-parallel-size 2", "data parallelism alone"),
-        ("--fsdp-memory-optimization --pipeline-model-parallel-size 2", "data parallelism alone"),
-        ("--fsdp-memory-optimization --context-parallel-size 2", "data parallelism alone"),
+        ("--zero-3-memory-optimization --tensor-model-parallel-size 2", "data parallelism only"),
+        ("--fsdp-memory-optimization --pipeline-model-parallel-size 2", "data parallelism only"),
+        ("--fsdp-memory-optimization --context-parallel-size 2", "data parallelism only"),
         ("--zero-3-memory-optimization --fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --mixed-precision fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --use-distributed-optimizer", "and --use-distributed-optimizer"),
-        ("--zero-3-memory-optimization --overlap-grad-reduce", "FSDP overlaps by itself"),
+        ("--zero-3-memory-optimization --overlap-grad-reduce", "FSDP always overlaps communication"),
         ("--zero-3-memory-optimization --num-experts 4", "--num-experts with --zero-3-memory-optimization"),
         ("--cpu-offload", "on the cpu device"),
         ("--graph-optimization", "--graph-optimization for a Megatron model"),

@@ -105,14 +105,14 @@ def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> Non
     if (found.tensor, found.pipeline) != (tensor, pipeline):
         raise _incomplete(
             path,
-            f"tensor-parallel {found.tensor} x pipeline-parallel {found.pipeline} files, its arguments say "
-            f"{tensor} x {pipeline}",
+            f"there are files of tensor-parallel {found.tensor} x pipeline-parallel {found.pipeline}, "
+            f"but its arguments say {tensor} x {pipeline}",
         )
 
 
 def _incomplete(path: Path, what: str) -> UsageError:
     return UsageError(
-        f"the checkpoint {path} is not complete: {what}", "a file for each rank", "Get the missing files."
+        f"the checkpoint {path} is not complete: {what}", "one file per rank", "Get the missing files."
     )
 
 

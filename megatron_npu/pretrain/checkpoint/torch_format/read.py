@@ -80,9 +80,9 @@ class Checkpoint:
 
     def _require_tables(self, stages: list[Any]) -> None:
         if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
-            raise self._damaged("its pipeline stages do not have the same number of chunks of a model")
+            raise self._damaged("its pipeline stages have different numbers of model chunks")
         if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
-            raise self._damaged("its model is no table of weights")
+            raise self._damaged("its model is not a table of weights")
 
     def _gather(self, found: files.RankFiles) -> None:
         """Collect each rank's part of every weight; layers get their numbers in the whole model."""
@@ -115,7 +115,7 @@ class Checkpoint:
                 name, [self._ordered(name, part) for part in parts], gated=bool(self.args.get("swiglu"))
             )
         except (RuntimeError, IndexError) as error:
-            raise self._damaged(f"the parts of {name} do not fit each other") from error
+            raise self._damaged(f"the parts of {name} do not fit together") from error
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
         if self._version >= 2:
@@ -128,8 +128,8 @@ class Checkpoint:
         layers = names.layers_in(self._parts)
         positions, hidden = self.whole("embedding.position_embeddings.weight").shape
         _say(
-            f"{self.path} has no arguments: {len(layers)} layers of {hidden} channels, "
-            f"{hidden // _HEAD} heads of {_HEAD} channels as in GPT-2"
+            f"{self.path} has no arguments: assuming {len(layers)} layers of hidden size {hidden} and "
+            f"{hidden // _HEAD} heads of size {_HEAD}, as in GPT-2"
         )
         return {
             "num_layers": len(layers),
@@ -146,14 +146,14 @@ class Checkpoint:
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
-                f"{self.path} was written by Megatron's tool that changes layouts, which forgets "
-                "--no-bias-gelu-fusion and --layernorm-epsilon: the defaults of both are assumed"
+                f"{self.path} was written by Megatron's tool that changes layouts, which does not store "
+                "--no-bias-gelu-fusion and --layernorm-epsilon: assuming their defaults"
             )
 
     def _require_all_layers(self) -> None:
         found, wanted = names.layers_in(self._parts), self._number(self.args, "num_layers")
         if len(found) != wanted or max(found, default=-1) != wanted - 1:
-            raise self._damaged(f"it has {len(found)} layers, its arguments say {wanted}")
+            raise self._damaged(f"it has {len(found)} layers, but its arguments say {wanted}")
 
     def _damaged(self, reason: str) -> UsageError:
         return UsageError(
@@ -224,5 +224,5 @@ def _require_all_used(rest: set[str], path: Path) -> None:
         raise UsageError(
             f"{path} has {min(rest)}{more}",
             "the weights of a plain GPT as its arguments describe it",
-            "Another kind of model cannot be loaded here.",
+            "Load a checkpoint of a plain GPT.",
         )

@@ -28,7 +28,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _ONLY: tuple[tuple[str, object, str], ...] = (
     ("position_embedding_type", "learned_absolute", "learned positions"),
     ("normalization", "LayerNorm", "LayerNorm"),
-    ("layernorm_zero_centered_gamma", False, "LayerNorm's scale as it is"),
+    ("layernorm_zero_centered_gamma", False, "LayerNorm with an ordinary scale"),
     ("swiglu", False, "an MLP with GELU"),
     ("add_bias_linear", True, "biases in every linear layer"),
     ("qk_layernorm", False, "no norm of queries and keys"),
@@ -84,7 +84,7 @@ def _require_model_of_285068c8(args: Namespace) -> None:
             )
     if args.num_query_groups != args.num_attention_heads:
         raise _refusal(
-            f"{args.num_query_groups} query groups", f"keys and values for each head in {UPSTREAM}"
+            f"{args.num_query_groups} query groups", f"separate keys and values for each head in {UPSTREAM}"
         )
     if args.tokenizer_type != "GPT2BPETokenizer":
         raise _refusal(
@@ -97,7 +97,9 @@ def _require_model_of_core(args: Namespace) -> None:
         raise _refusal("experts", "a dense model: the format does not store where each expert is")
     unknown = [what for what in stock_arguments.beyond(args) if "core_v" not in what]
     if unknown:
-        raise _refusal(f"a model with {unknown[0]}", "one that the scripts of a megatron-core can be told")
+        raise _refusal(
+            f"a model with {unknown[0]}", "a model that flags of megatron-core's scripts can describe"
+        )
 
 
 def _refusal(given: str, expected: str) -> UsageError:

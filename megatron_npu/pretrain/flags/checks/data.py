@@ -91,7 +91,7 @@ def _validation(args: Namespace) -> None:
         raise UsageError(
             "--multiple-validation-sets without --valid-data-path",
             "the prefixes of the sets",
-            "Pass --train-data-path and --valid-data-path in place of --data-path.",
+            "Use --train-data-path and --valid-data-path instead of --data-path.",
         )
     flag = "--valid-data-path" if args.train_data_path else "--data-path"
     if blend(args.valid_data_path or args.data_path or [], flag)[0] is not None:
@@ -106,7 +106,7 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
         raise UsageError(
             "--train-data-path without --valid-data-path",
             "data for validation too",
-            "Add it, or pass --eval-iters 0.",
+            "Add --valid-data-path, or pass --eval-iters 0.",
         )
     for part in PARTS:
         flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []

@@ -11,9 +11,9 @@ from megatron_npu.pretrain.flags.checks import divides, nothing_without
 
 # (first version of megatron-core, the attribute, the values that it does not have before, what to do there)
 _SINCE: tuple[tuple[str, str, object, str], ...] = (
-    ("0.13", "moe_router_force_load_balancing", True, "Leave it out."),
+    ("0.13", "moe_router_force_load_balancing", True, "Remove the flag."),
     ("0.14", "moe_router_load_balancing_type", "global_aux_loss", "Give aux_loss."),
-    ("0.14", "moe_router_fusion", True, "Leave it out."),
+    ("0.14", "moe_router_fusion", True, "Remove the flag."),
     ("0.15", "add_bias_linear", True, "Give --disable-bias-linear."),
 )
 
@@ -83,7 +83,7 @@ def _groups(args: Namespace) -> None:
         raise UsageError(
             "only one of --moe-router-num-groups and --moe-router-group-topk",
             "both or neither",
-            "Add the other.",
+            "Add the other flag.",
         )
     if groups is not None:
         divides(groups, "--moe-router-num-groups", args.num_experts, "--num-experts")
@@ -106,8 +106,8 @@ def _balance(args: Namespace) -> None:
         if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
             raise UsageError(
                 f"--moe-aux-loss-coeff {weight:g} with --moe-router-load-balancing-type {kind}",
-                "a type with a loss, or no weight",
-                "Change one of the two.",
+                "a type with a balancing loss, or no weight",
+                "Change one of the two flags.",
             )
     _capacity(args, kinds)
 
@@ -145,7 +145,7 @@ def _versions(args: Namespace) -> None:
     if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
         raise UsageError(
             f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
-            "the only type that it supports",
+            "the only supported type",
             "Add --bf16.",
         )
     for since, name, value, remedy in _SINCE:

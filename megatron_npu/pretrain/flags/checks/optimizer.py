@@ -107,7 +107,9 @@ def _learning_rate(args: Namespace) -> None:
     if args.lr is None:
         raise UsageError("no --lr", "the highest learning rate", "Pass one, for example --lr 1e-3.")
     if not 0 <= args.min_lr <= args.lr:
-        raise UsageError(f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two.")
+        raise UsageError(
+            f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two flags."
+        )
     if not 0 <= args.lr_warmup_init <= args.lr:
         raise UsageError(f"--lr-warmup-init {args.lr_warmup_init}", f"from 0 to --lr {args.lr}", "Change it.")
 
@@ -162,8 +164,8 @@ def _weight_decay(args: Namespace) -> None:
         if start is not None or end is not None:
             raise UsageError(
                 "--start-weight-decay or --end-weight-decay",
-                "--weight-decay-incr-style linear or cosine with them",
-                "Add it, or pass --weight-decay alone.",
+                "--weight-decay-incr-style linear or cosine",
+                "Add it, or pass only --weight-decay.",
             )
     elif start is None or end is None or not 0 <= start <= end:
         raise UsageError(

@@ -34,7 +34,7 @@ def logging(args: Namespace) -> None:
         if not (args.json_log or args.save or args.tensorboard_dir):
             raise UsageError(
                 "--dashboard",
-                "--save, --tensorboard-dir or --json-log, whose numbers the dashboard shows",
+                "--save, --tensorboard-dir or --json-log, which the dashboard reads",
                 "Add one.",
             )
         require_packages("--dashboard")
@@ -102,7 +102,7 @@ def checkpoints(args: Namespace) -> None:
     if args.async_save and args.fully_sharded:
         raise UsageError(
             "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
-            "synchronous checkpoints, the only ones that such a run supports",
+            "synchronous checkpoints, the only kind that such a run supports",
             "Remove --async-save.",
         )
     _rewinding(args)
@@ -169,7 +169,7 @@ def _rewinding(args: Namespace) -> None:
     if not args.save_interval:
         raise UsageError(
             "--loss-spike-policy rewind",
-            "--save DIR --save-interval N with it: checkpoints to return to",
+            "--save DIR --save-interval N, for checkpoints to return to",
             "Add them, or pass --loss-spike-policy skip.",
         )
     for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
@@ -189,13 +189,13 @@ def _choose_whole(args: Namespace) -> None:
     """
     if args.ckpt_step is not None:
         raise UsageError(
-            f"--ckpt-step {args.ckpt_step} --load-last-good", "only one of them", "Leave one of them out."
+            f"--ckpt-step {args.ckpt_step} --load-last-good", "only one of them", "Remove one of them."
         )
     there = checkpoint_files.iterations(args.load)
     derive.last_good(args, whole_checkpoints.newest_whole(args.load))
     if there and args.ckpt_step is None:
         raise UsageError(
-            f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is whole",
+            f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is valid",
             "at least one whose files match their checksums",
             f"Run `megatron-npu checkpoint verify {args.load}` to see the problem of each.",
         )
@@ -230,7 +230,8 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
     stock_checkpoints.require_vocabulary(found, args)
     if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
         raise UsageError(
-            f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer is not read here",
+            f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer state cannot "
+            "be loaded",
             "--finetune, or --no-load-optim",
             "--finetune loads the weights and starts at iteration 0; --no-load-optim resumes from "
             f"iteration {found.iteration} with a fresh optimizer state.",
@@ -252,7 +253,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
-            f"--save {args.save} holds checkpoints already",
+            f"--save {args.save} already contains checkpoints",
             "an empty directory, or the one that this run resumes from",
             f"Add --load {args.save} to resume, or use another directory.",
         )
@@ -270,7 +271,10 @@ def _spare_later(args: Namespace) -> None:
     later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
     if later:
         raise UsageError(
-            f"--save {args.save} holds checkpoints of later iterations than --ckpt-step {args.ckpt_step}: "
+            (
+                f"--save {args.save} contains checkpoints of later iterations than --ckpt-step "
+                f"{args.ckpt_step}: "
+            )
             + ", ".join(map(str, later)),
             "a directory where the run overwrites no other checkpoint",
             "Use another --save, or move them away.",
@@ -303,7 +307,7 @@ def _require_no_address(flag: str, place: str) -> None:
     if "://" in place:
         raise UsageError(
             f"{flag} {place}",
-            "a directory of a file system: nothing is written to addresses",
+            "a directory in a file system; addresses are not supported",
             "Mount the storage, or save to a disk and copy complete checkpoints.",
         )
 

@@ -36,8 +36,8 @@ def check(args: Namespace) -> None:
     if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
         raise UsageError(
             f"--tp-comm-overlap on the {devices.current().name} device",
-            "an Ascend NPU: on other devices only TransformerEngine's layers support it, "
-            "which this command does not use",
+            "an Ascend NPU: on other devices only TransformerEngine's layers support it, which this "
+            "command does not use",
             "Remove it; --sequence-parallel works without.",
         )
     hccl_buffers.choose(args)
@@ -70,7 +70,7 @@ def _hierarchy(args: Namespace) -> None:
         raise UsageError(
             "only one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
             "both flags or neither",
-            "Add the other.",
+            "Add the other flag.",
         )
     if sizes is not None and (len(sizes) != 2 or math.prod(sizes) != args.context_parallel_size):
         raise UsageError(
@@ -131,7 +131,7 @@ def batches(args: Namespace) -> None:
         for flag, size in sizes.items():
             divides(
                 args.pipeline_model_parallel_size,
-                "the pipeline stages, which interleaving requires",
+                "the pipeline stages, as interleaving requires",
                 size // whole,
                 "the number of micro batches" + f" of {flag} {size}" * (len(sizes) > 1),
             )
@@ -152,7 +152,9 @@ def _ramp(args: Namespace) -> None:
     given = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
     if args.train_samples is None:
         raise UsageError(
-            given, "--train-samples with it, because a ramped batch counts samples", "Pass that instead."
+            given,
+            "--train-samples with it, because a ramped batch counts samples",
+            "Pass --train-samples instead.",
         )
     if start >= args.global_batch_size or (args.global_batch_size - start) % increment:
         raise UsageError(

@@ -41,9 +41,9 @@ def _channels(args: Namespace) -> None:
 
 def _yarn(args: Namespace) -> None:
     for flag, unfit, expected in (
-        ("--rotary-percent", args.rotary_percent < 1, "whole heads that are rotated"),
+        ("--rotary-percent", args.rotary_percent < 1, "heads that are rotated completely"),
         ("--rotary-base", args.rotary_base < 2, "a base above 1"),
-        ("--rotary-interleaved", args.rotary_interleaved, "halves that are rotated, as upstream's yarn does"),
+        ("--rotary-interleaved", args.rotary_interleaved, "rotated halves, as in upstream's yarn"),
         ("--yarn-beta-fast", args.yarn_beta_fast < args.yarn_beta_slow, "at least --yarn-beta-slow"),
     ):
         if unfit:
@@ -75,7 +75,7 @@ def _scaled(args: Namespace) -> None:
     if args.rope_scaling_type == rotary_flags.DYNAMIC:
         if args.kv_channels * args.rotary_percent < 4:
             raise UsageError(
-                f"--rope-scaling-type dynamic of {args.kv_channels} channels", "4 at least", "Change it."
+                f"--rope-scaling-type dynamic of {args.kv_channels} channels", "at least 4", "Change it."
             )
     elif args.rope_scaling_low_freq_factor >= args.rope_scaling_high_freq_factor:
         raise UsageError(

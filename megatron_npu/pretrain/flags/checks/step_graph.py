@@ -29,28 +29,34 @@ def check(args: Namespace) -> None:
         return
     for given, why in _obstacles(args):
         raise UsageError(
-            f"{_FLAG} with {given}", f"only one of them: {why}", f"Remove {_FLAG.split()[0]}, or the other."
+            f"{_FLAG} with {given}",
+            f"only one of them: {why}",
+            f"Remove {_FLAG.split()[0]}, or the other flag.",
         )
 
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
     """Return the flags that a graph does not go with, and why."""
-    changing, reads = "each step draws other numbers", "the host reads what a step computes"
+    changing, reads = "each step generates different random numbers", "the host reads results during a step"
     found = [
         (
             args.pipeline_model_parallel_size > 1,
             "--pipeline-model-parallel-size",
             "stages wait for each other",
         ),
-        (args.context_parallel_size > 1, "--context-parallel-size", "it has not been tried"),
-        (bool(args.num_experts), "--num-experts", "the tokens of an expert differ from step to step"),
+        (args.context_parallel_size > 1, "--context-parallel-size", "it is not tested"),
+        (bool(args.num_experts), "--num-experts", "the number of tokens per expert changes between steps"),
         (bool(args.mtp_num_layers), "--mtp-num-layers", reads),
         (args.fp16, "--fp16", "the loss scale changes"),
         (args.attention_dropout > 0, "--attention-dropout above 0", changing),
         (args.hidden_dropout > 0, "--hidden-dropout above 0", changing),
-        (bool(args.recompute_granularity), "--recompute-granularity", "it sets the generators back"),
-        (args.overlap_grad_reduce, "--overlap-grad-reduce", "gradients are sent as they come"),
-        (args.fully_sharded, "fully sharded weights", "they are gathered as they are needed"),
+        (bool(args.recompute_granularity), "--recompute-granularity", "it resets the random generators"),
+        (
+            args.overlap_grad_reduce,
+            "--overlap-grad-reduce",
+            "gradients are sent as soon as they are computed",
+        ),
+        (args.fully_sharded, "fully sharded weights", "parameters are gathered during the pass"),
         (bool(settings.verified_operations()), settings.VERIFY.name, reads),
     ]
     return [(given, why) for holds, given, why in found if holds]

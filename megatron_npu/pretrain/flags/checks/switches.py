@@ -35,7 +35,7 @@ def check(args: Namespace) -> None:
     if switches.checkpoint_activations:
         derive.recompute_all(args)
     if switches.fused_ops:
-        _say(args, "--fused-ops: nothing to do: the plug-in has put this project's operations in already")
+        _say(args, "--fused-ops: no effect: the plug-in already uses this project's operations")
 
 
 def _say(args: Namespace, line: str) -> None:
@@ -51,7 +51,7 @@ def _precision(args: Namespace, switches: Switches) -> None:
     if getattr(args, other):
         raise UsageError(f"--mixed-precision {wanted} and --{other}", "only one of them", "Remove one.")
     derive.precision(args, wanted)
-    _say(args, f"--mixed-precision is --{wanted} here: weights in {wanted}, the optimizer's in fp32")
+    _say(args, f"--mixed-precision means --{wanted} here: weights in {wanted}, optimizer states in fp32")
 
 
 def _place(args: Namespace) -> Place:
@@ -67,11 +67,12 @@ def _share_out(args: Namespace, sharding: str, place: Place) -> None:
         _optimizer_states(
             args,
             flag,
-            "; the gradients of a rank's part of the model stay whole, as a pipeline adds to them with every "
-            "micro batch, and only their sums at the end of a step go to the shards; weights are whole",
+            "; each rank keeps the whole gradients of its part of the model, because a pipeline "
+            "accumulates into them with every micro batch, and only their sums are sharded at the end "
+            "of a step; weights are not sharded",
         )
     elif place.alone:  # where megatron-core 0.16's FSDP doubles its gradients
-        _say(args, f"{flag}: one data-parallel rank, so there is nothing to share out")
+        _say(args, f"{flag}: one data-parallel rank, so there is nothing to shard")
     else:
         _FULLY[sharding](args, flag)
 
@@ -80,8 +81,8 @@ def _optimizer_states(args: Namespace, flag: str, note: str = "") -> None:
     derive.distributed_optimizer(args)
     _say(
         args,
-        f"{flag} is --use-distributed-optimizer here: {_ranks(args)} data-parallel rank(s) share out Adam's "
-        f"states and the fp32 main weights{note}",
+        f"{flag} means --use-distributed-optimizer here: Adam's states and the fp32 main weights "
+        f"are sharded over {_ranks(args)} data-parallel rank(s){note}",
     )
 
 
@@ -105,29 +106,33 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
     _require_shardable(args, flag)
     derive.sharding(args, "megatron", strategy)
     derive.distributed_optimizer(args)
-    _say(args, f"{flag} is Megatron's FSDP ({strategy}) here: shares out {what}")
+    _say(args, f"{flag} means Megatron's FSDP ({strategy}) here; sharded: {what}")
 
 
 def _torch_fsdp(args: Namespace, flag: str) -> None:
     if args.use_distributed_optimizer:
-        raise UsageError(f"{flag} and --use-distributed-optimizer", "only one of them", "Remove the second.")
+        raise UsageError(
+            f"{flag} and --use-distributed-optimizer",
+            "only one of them",
+            "Remove --use-distributed-optimizer.",
+        )
     _require_shardable(args, flag)
     derive.sharding(args, "torch")
-    _say(args, f"{flag} is torch's fully_shard here: shares out Adam's states, gradients and weights")
+    _say(args, f"{flag} means torch's fully_shard here; sharded: Adam's states, gradients and weights")
 
 
 def _require_shardable(args: Namespace, flag: str) -> None:
     """Check that no other flag speaks against sharding the weights."""
-    overlaps = "no flag of overlapping: FSDP overlaps by itself"
+    overlaps = "no overlap flag, because FSDP always overlaps communication"
     for word, expected, remedy in (
         (
             "--num-experts",
-            "a dense model: experts have ranks of their own",
+            "a dense model: experts are distributed over other groups of ranks",
             "Use --zero-1-memory-optimization.",
         ),
-        ("--sample-prompt", "no samples: weights are gathered for training alone", "Leave it out."),
-        ("--overlap-grad-reduce", overlaps, "Leave it out."),
-        ("--overlap-param-gather", overlaps, "Leave it out."),
+        ("--sample-prompt", "no samples: weights are gathered only for training", "Remove the flag."),
+        ("--overlap-grad-reduce", overlaps, "Remove the flag."),
+        ("--overlap-param-gather", overlaps, "Remove the flag."),
     ):
         if getattr(args, word.removeprefix("--").replace("-", "_")):
             raise UsageError(f"{word} with {flag}", expected, remedy)
@@ -161,9 +166,9 @@ def _offload(args: Namespace, switches: Switches) -> None:
         if given and not without:
             raise UsageError(
                 f"{flag} with --cpu-offload",
-                "a checkpoint without the optimizer: megatron-core 0.12 to 0.16 stores torch objects in "
-                "an offloaded one, which are not loaded",
+                "a checkpoint without the optimizer: an offloaded one of megatron-core 0.12 to 0.16 "
+                "contains torch objects, which are not loaded",
                 f"Pass --no-{flag.removeprefix('--')}-optim, or remove --cpu-offload.",
             )
     derive.offloaded_optimizer(args, on=True)
-    _say(args, "--cpu-offload: Adam's states and the fp32 main weights rest and are updated on the host")
+    _say(args, "--cpu-offload: Adam's states and the fp32 main weights are stored and updated on the host")

@@ -22,7 +22,7 @@ def check_every_row_is_applied_or_told_why_not():
         assert row.state in ("applied", "skipped"), (row.target, row.state, row.reason)
         assert row.why
         if row.state == "skipped":
-            assert row.reason == "upstream's own works here" or device not in row.devices, row.target
+            assert row.reason == "upstream's own code works here" or device not in row.devices, row.target
 
 
 def check_nothing_of_upstream_holds_an_original():
