@@ -1,6 +1,6 @@
 """megatron_npu: stock Megatron on Ascend NPU, CUDA and CPU, by patching at import.
 
-Importing the package arms the import hook; nothing of torch or Megatron is imported by it.
+Importing the package installs the import hook; it imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __version__ = "0.1.0"
 
 
 def install() -> None:
-    """Arm the import hook; patch what is already imported. Calling it again changes nothing.
+    """Install the import hook and patch modules that are already imported. A second call has no effect.
 
     Raises:
-        UsageError: ``MEGATRON_NPU_DEVICE`` asks for a device that is absent, or the Megatron that is
-            already imported is not supported.
+        UsageError: the device in ``MEGATRON_NPU_DEVICE`` is not available, or an imported Megatron is not
+            supported.
     """
     plugin.install()
 
 
 def installed() -> bool:
-    """Return whether the import hook is armed."""
+    """Return whether the import hook is installed."""
     return plugin.installed()
 
 
 def uninstall() -> None:
-    """Disarm the hook and restore everything that was changed in Megatron and torch."""
+    """Remove the hook and restore everything that was changed in Megatron and torch."""
     plugin.uninstall()
 
 

@@ -45,7 +45,7 @@ _undoing = ExitStack()
 
 
 def pins_directory() -> Path:
-    """Return where the pin files lie: inside the package in a wheel, else beside it."""
+    """Return the folder of the pin files: inside the package in a wheel, else beside it."""
     package = Path(__file__).resolve().parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -58,7 +58,7 @@ def engine() -> Engine:
 
 
 def install() -> None:
-    """Arm the engine, and patch what was imported before it."""
+    """Install the engine's import hook, and patch modules that were imported before."""
     if not engine().armed:
         _undoing.callback(engine().disarm)
         engine().arm()
@@ -72,9 +72,9 @@ def install() -> None:
 
 
 def cure_numbers() -> None:
-    """Cure the wrong numbers of upstream that a program of this project would show as its own.
+    """Fix upstream bugs that would make the results of this project's own commands wrong.
 
-    Of a stock script they stay upstream's until the user asks (``MEGATRON_NPU_BACKPORT``).
+    In stock scripts they stay until the user asks for the fixes (``MEGATRON_NPU_BACKPORT``).
     """
     if not OURS.get():
         _undoing.callback(OURS.reset, OURS.set(True))
@@ -82,29 +82,29 @@ def cure_numbers() -> None:
 
 
 def installed() -> bool:
-    """Return whether the engine is armed."""
+    """Return whether the engine's import hook is installed."""
     return engine().armed
 
 
 def uninstall() -> None:
-    """Undo every patch, then all that was changed in this process, in reverse order.
+    """Undo every patch, then all other changes in this process, in reverse order.
 
-    Names that a module has taken from ``torch.cuda`` by value while it was redirected stay what they are, as
-    do processes that are running.
+    Names imported by value from ``torch.cuda`` during the redirection keep their value, and running processes
+    are not affected.
     """
     engine().undo()
     _undoing.close()
 
 
 def redirect(scripts: str) -> None:
-    """Let ``torch.cuda`` mean this machine's device at once, without waiting for Megatron; in children too.
+    """Map ``torch.cuda`` to this machine's device at once, without waiting for Megatron; also in children.
 
     Args:
-        scripts: the folder of the program that is to run; its modules are told that tensors on the device
-            are CUDA's, as Megatron's are.
+        scripts: folder of the program to run; its modules, like Megatron's, see device tensors as CUDA
+            tensors.
 
     Raises:
-        UsageError: ``MEGATRON_NPU_DEVICE`` asks for a device that is absent.
+        UsageError: the device in ``MEGATRON_NPU_DEVICE`` is not available.
     """
     from megatron_npu.devices.redirect import callers
 
@@ -116,10 +116,10 @@ def redirect(scripts: str) -> None:
 
 
 def redirect_program() -> None:
-    """Do for the program that this process runs what ``megatron-npu run --redirect`` does for a script.
+    """Do for this process's program what ``megatron-npu run --redirect`` does for a script.
 
     Raises:
-        UsageError: as ``redirect``; or NPUs are chosen by CUDA's variable, and torch_npu has been imported.
+        UsageError: see ``redirect``; or CUDA's variable selects NPUs, but torch_npu is already imported.
     """
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     if visible_devices.name_for_ascend() and "torch_npu" in sys.modules:

@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files: written on save, verified on load.
 
-They find damage (a disk, a copy that was cut off), not malice: who can change a file can change its checksum.
-XXH3 with 128 bits, as the package xxhash computes it: more than 10 GB/s; the disk is what takes time.
-Sizes and small files are compared first; large ones by a thread beside the loading, which has ended only when
-they are as they were saved.
+They detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can change
+its checksum. They are 128-bit XXH3 from the package xxhash, at more than 10 GB/s, so the disk is the
+bottleneck. Sizes and small files are compared first; large files are compared by a thread during loading,
+which completes only if they are undamaged.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 
 
 def write(folder: Path) -> None:
-    """Write the checksums of all files in ``folder``. All ranks must call this when all are written.
+    """Write the checksums of all files in ``folder``. All ranks must call this after all files are written.
 
-    Ranks share the files: the shards of torch_dist by the rank that has written each, which are still in its
-    machine's memory; the folders ``mp_rank_…`` of the format torch in turns. Where machines keep a part each,
-    the ranks of each share its files, and each part has the checksums of all.
+    Ranks divide the work: each shard of torch_dist is hashed by the rank that wrote it, from its machine's
+    page cache; folders ``mp_rank_…`` of the format torch in turn. If each machine keeps a part, its ranks
+    hash the files of that part, and each part gets the checksums of all files.
 
     Raises:
-        FileNotFoundError: a rank does not see what another has written, or the index names a shard that is
-            not there: no checkpoint is half of one. On all ranks.
+        FileNotFoundError: a rank does not see a file that another rank wrote, or a shard named in the index
+            is missing. Raised on all ranks.
     """
     rank, ranks = _place()
     several = disks.several()
@@ -63,9 +63,10 @@ def write(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the checksums of a checkpoint that is about to be written over. One process does this.
+    """Remove the checksums of a checkpoint that will be overwritten. One process does this.
 
-    So are those that nobody has finished: a later ``write`` would take them for files of the checkpoint.
+    Unfinished checksum files are removed too, because a later ``write`` would treat them as files of the
+    checkpoint.
     """
     (folder / NAME).unlink(missing_ok=True)
     files.remove_abandoned(folder / NAME)
@@ -88,7 +89,7 @@ def _gathered(own: Any, ranks: int) -> list[Any]:
 
 
 def renew(path: Path) -> None:
-    """Write the checksum of one file again, which was changed on purpose. One process alone may do this."""
+    """Write the checksum of one file again after it was changed on purpose. Only one process may do this."""
     recorded = path.parent / NAME
     if recorded.is_file():
         content = json.loads(recorded.read_text(encoding="utf-8"))
@@ -101,18 +102,18 @@ _WHOLE = "--load-last-good loads the newest undamaged checkpoint there."
 
 @contextlib.contextmanager
 def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
-    """Compare the files with their checksums beside what the block does. All ranks must call this.
+    """Verify the checksums of files while the block loads them. All ranks must call this.
 
-    Each rank compares a part of them (``_readers``). What the block has loaded counts only when it has ended:
-    a damaged file ends it with its error. Where the block fails on some ranks, each of these says what it
-    knows of its part.
+    Each rank verifies a part of the files (``_readers``). Loaded data are valid only after the block has
+    ended: a damaged file raises an error there. If the block fails on some ranks, each of them reports the
+    damage in its own part.
 
     Args:
-        folder: of the checkpoint; without checksums nothing is compared.
-        remedy: what to do where a file is damaged.
+        folder: folder of the checkpoint; without checksums nothing is verified.
+        remedy: advice for a damaged file.
 
     Raises:
-        UsageError: naming what is damaged; on every rank, unless the block has failed.
+        UsageError: a file is damaged; raised on every rank, unless the block failed.
     """
     rank, ranks = _place()
     entries, faults = _entries(folder)
@@ -156,10 +157,10 @@ def _tell_of_none(folder: Path) -> None:
 
 
 def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:
-    """Compare some files of a checkpoint, at once and in this process alone.
+    """Verify some files of a checkpoint at once, in this process only.
 
     Raises:
-        UsageError: one that has a checksum is damaged, or the checksums themselves are.
+        UsageError: a file with a checksum, or the checksum file itself, is damaged.
     """
     entries, faults = _entries(folder)
     faults += _faults(folder, entries, set(names) & set(entries))
@@ -177,13 +178,13 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return what is wrong with the files of a checkpoint; without sums only which shards are missing."""
+    """Return the problems of a checkpoint's files; without checksums, only missing shards."""
     entries, faults = _entries(folder)
     return sorted({*faults, *_faults(folder, entries, entries)})
 
 
 def of_other_sizes(folder: Path) -> list[str]:
-    """Return what is missing of a checkpoint's files, or has not its size; no content is read."""
+    """Return files that are missing or have the wrong size; contents are not read."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
     return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
@@ -220,10 +221,11 @@ def _faults(
 
 
 def newest_verified(root: Path) -> tuple[int | None, list[int]]:
-    """Find the newest checkpoint under ``root`` that has checksums, and files that match them.
+    """Find the newest checkpoint under ``root`` that has checksums and undamaged files.
 
     Returns:
-        Its iteration, None if there is none; and those of later ones, which are damaged or were not finished.
+        Its iteration (None if there is none), and the iterations of later checkpoints, which are damaged or
+        incomplete.
     """
     names = (path.name.removeprefix("iter_") for path in root.glob("iter_*") if path.is_dir())
     passed: list[int] = []
@@ -236,13 +238,13 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and say what is skipped. Collective.
+    """Return the iteration that ``--load-last-good`` loads, and log which ones are skipped. Collective.
 
     Returns:
         None: there are no checkpoints.
 
     Raises:
-        UsageError: there are some, and none is whole.
+        UsageError: there are checkpoints, but none is undamaged.
     """
     rank, ranks = _place()
     own = newest_verified(Path(root)) if rank == 0 else None

@@ -1,9 +1,9 @@
-"""Machines that keep a part of each checkpoint on a disk of their own (``--save-per-machine``).
+"""Machines that each keep a part of every checkpoint on their own disk (``--save-per-machine``).
 
-Ranks that see the same folder under one name share a disk; the first of them acts for it. Each disk holds a
-checkpoint's folder with the shards of its own ranks and with all that is small: the index, the description,
-the checksums, and ``machine.json``, which names the files that lie elsewhere. To load, the machines send each
-other what they lack; ``megatron-npu checkpoint gather`` joins the parts into one checkpoint.
+Ranks that see the same folder under one path share a disk, and the first of them acts for it. Each disk has
+the shards of its own ranks and all small files: index, description, checksums, and ``machine.json``, which
+lists the files on other machines. For loading, machines send each other the missing files; ``megatron-npu
+checkpoint gather`` joins the parts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks see which disk under the name of one folder.
+    """Which ranks share which disk for a given folder.
 
     Attributes:
-        of_rank: of each rank, the first rank that sees the same disk.
-        hosts: of each such first rank its machine.
-        group: of these ranks, on the host; None: this rank is none of them.
+        of_rank: for each rank, the first rank that sees the same disk.
+        hosts: the host name of each such first rank.
+        group: process group of these first ranks on the host; None: this rank is not one of them.
     """
 
     of_rank: tuple[int, ...]
@@ -74,24 +74,24 @@ _run = _Run()
 
 
 def several() -> Disks | None:
-    """Return the disks that this run saves into; None where there is one for all ranks."""
+    """Return the disks that this run saves to; None if all ranks share one."""
     return _run.saves_into
 
 
 def leads() -> bool:
-    """Return whether this rank, or process, acts for the disk that it saves into."""
+    """Return whether this rank or process acts for its disk."""
     return not dist.is_initialized() or dist.get_rank() == (
         0 if _run.saves_into is None else _run.saves_into.first
     )
 
 
 def save_into(folder: Path) -> None:
-    """Find out which ranks see the same disk, and let later saves go there. All ranks must call this."""
+    """Find out which ranks share a disk, and use this for later saves. All ranks must call this."""
     _run.saves_into = _found(folder)
 
 
 def forget() -> None:
-    """Let later saves go into a folder of all ranks again."""
+    """Let later saves use one shared folder again."""
     _run.saves_into = None
 
 
@@ -139,7 +139,9 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def absent(folder: Path) -> dict[str, str]:
-    """Return the files of a checkpoint that lie on other machines, and on which; none of a whole one."""
+    """Return the files of a checkpoint that are on other machines, with their machine; empty if it is
+    complete.
+    """
     elsewhere = _record(folder).get("elsewhere")
     if not isinstance(elsewhere, dict):
         return {}
@@ -147,7 +149,7 @@ def absent(folder: Path) -> dict[str, str]:
 
 
 def told(folder: Path) -> str | None:
-    """Return in words what a folder holds of a checkpoint; None: all of it."""
+    """Return a description of the part of a checkpoint in a folder; None: it is complete."""
     away = absent(folder)
     if not away:
         return None
@@ -157,10 +159,10 @@ def told(folder: Path) -> str | None:
 
 
 def require_whole(folder: Path) -> None:
-    """Check that a checkpoint that one process is to read is not the part of a machine.
+    """Check that a checkpoint to be read by one process is complete and not one machine's part.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is a part.
     """
     if part := told(folder):
         raise UsageError(
@@ -186,9 +188,9 @@ def _listed(away: Mapping[str, str]) -> str:
 
 
 def complete(folder: Path) -> None:
-    """Give every machine what is small of a checkpoint, and the list of what lies elsewhere.
+    """Copy small files of a checkpoint to every machine, with the list of files on other machines.
 
-    All ranks must call this when all have written; nothing is done where they share one folder.
+    All ranks must call this after all have written; it does nothing if they share one folder.
 
     Raises:
         FileNotFoundError: the index names a shard that no machine has. On all ranks.
@@ -225,7 +227,7 @@ def _spread(folder: Path, disks: Disks) -> str | None:
 
 
 def publish(tracker: Path) -> None:
-    """Let every machine have a tracker that rank 0 has written, if it has. All ranks must call this."""
+    """Copy the tracker that rank 0 wrote to every machine. All ranks must call this."""
     if _run.saves_into is None or _run.saves_into.group is None:
         return
     there = [tracker.is_file()]
@@ -272,15 +274,15 @@ def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
 
 @contextlib.contextmanager
 def whole(folder: Path | None) -> Iterator[None]:
-    """Have all files of a checkpoint on every machine while the block loads it. All ranks must call this.
+    """Provide all files of a checkpoint on every machine while the block loads it. All ranks must call this.
 
-    Where machines have a part each, they send each other the rest, which is removed after the block.
+    Machines that have parts send each other the missing files, which are removed after the block.
 
     Args:
-        folder: of the checkpoint; None on all ranks: there is none to load.
+        folder: folder of the checkpoint; None on all ranks: there is none to load.
 
     Raises:
-        UsageError: some files are on none of the machines. On all ranks.
+        UsageError: some files are on no machine. Raised on all ranks.
     """
     if folder is None or not dist.is_initialized() or dist.get_world_size() == 1:
         yield

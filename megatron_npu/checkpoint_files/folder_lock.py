@@ -1,7 +1,7 @@
 """Lock a folder for one run at a time with a kernel lock, which is released when the process ends.
 
-A ``filelock`` would be shared with forked children (readers of data, writers of checkpoints), and stay as
-long as one of them outlives the run.
+A ``filelock`` would be inherited by forked children (data loaders, checkpoint writers) and held until the
+last of them ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _held: set[int] = set()  # descriptors
 
 
 def hold(folder: Path) -> int | None:
-    """Take the lock of a folder, which is made if it is not there; return what ``release`` takes.
+    """Lock a folder, creating it if necessary; return the lock for ``release``.
 
-    None: the file system has no locks; then nothing is refused.
+    None: the file system has no locks, so nothing is rejected.
 
     Raises:
         UsageError: another run holds it.
@@ -56,12 +56,12 @@ def _opened(path: Path) -> int:
 
 
 def held() -> bool:
-    """Return whether this process holds the lock of a folder."""
+    """Return whether this process has locked a folder."""
     return bool(_held)
 
 
 def release(descriptor: int) -> None:
-    """Give the lock back."""
+    """Release the lock."""
     _held.discard(descriptor)
     os.close(descriptor)
 

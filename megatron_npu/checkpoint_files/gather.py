@@ -1,4 +1,4 @@
-"""One checkpoint of the parts that machines keep on disks of their own (``--save-per-machine``)."""
+"""Join the parts of a checkpoint from several machines (``--save-per-machine``)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_npu.checkpoint_files import checksums, disks, index
 
 
 def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
-    """Copy the parts of one checkpoint into a new folder; return it and how many files it has.
+    """Copy the parts of one checkpoint into a new folder; return it and its number of files.
 
     Args:
         parts: the folder of the iteration on each machine's disk.
-        root: where the folder of that name is made.
+        root: where to create the folder of the same name.
 
     Raises:
-        UsageError: they are no parts of one checkpoint, something is missing or damaged, or there is such a
-            folder already.
+        UsageError: the parts do not belong together, a file is missing or damaged, or the folder exists
+            already.
     """
     place = root / parts[0].name
     if place.exists():

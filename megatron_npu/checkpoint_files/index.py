@@ -10,7 +10,7 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 
 
 def shards(folder: Path) -> set[str]:
-    """Return the names of the files that hold a checkpoint's tensors; none where there is no such index."""
+    """Return the names of the files that contain a checkpoint's tensors; empty without an index."""
     try:
         return {name.decode() for name in _SHARD.findall((folder / NAME).read_bytes())}
     except OSError:
@@ -18,5 +18,5 @@ def shards(folder: Path) -> set[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """Return the shards that the index names and the folder does not have."""
+    """Return the shards named in the index but missing in the folder."""
     return sorted(name for name in shards(folder) if not (folder / name).is_file())

@@ -1,8 +1,8 @@
 """Check that weights and gradients of data-parallel replicas are bitwise identical.
 
-A bit that flips in one rank's memory, a core that multiplies wrongly, a program that changes weights on one
-rank alone: nothing raises, and the replicas go apart from there on. Each rank sends a digest of 16 bytes;
-where they differ, those of all tensors follow, to name the first one and the ranks that have another.
+If a bit flips in a rank's memory, a core computes wrong products, or a program changes weights on one rank
+only, nothing raises, but the replicas diverge. Each rank sends a digest of 16 bytes; if they differ, digests
+of all tensors follow, to name the first differing tensor and the ranks with another value.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class ReplicasDifferError(RuntimeError):
-    """Ranks that are to be copies of each other are none any more; going on would only train several models.
+    """Replicas have diverged; continuing would train several different models.
 
     Args:
         what: ``weight`` or ``gradient of``.
-        name: of the first tensor that differs.
-        ranks: of the whole job, grouped by what they hold; the largest group first.
-        others: how many further tensors differ.
+        name: name of the first tensor that differs.
+        ranks: all ranks, grouped by equal values; the largest group first.
+        others: number of further tensors that differ.
     """
 
     def __init__(self, what: str, name: str, ranks: Sequence[Sequence[int]], others: int) -> None:
@@ -39,7 +39,7 @@ class ReplicasDifferError(RuntimeError):
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:
-        """Let ranks send it to each other."""
+        """Make the error picklable, so that ranks can send it to each other."""
         return type(self), (self.what, self.name, self.ranks, self.others)
 
 
@@ -56,18 +56,17 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks of a group hold the same bits. All of them must call this.
+    """Check that all ranks of a group have bitwise identical tensors. All of them must call this.
 
-    Every tensor is brought to the host, one after the other, and hashed there (XXH3): exact, and the same on
-    every device.
+    Each tensor is copied to the host and hashed there (XXH3), which is exact and the same for every device.
 
     Args:
         what: ``weight`` or ``gradient of``.
-        named: of each tensor its name and it, in the same order on all ranks.
-        group: of the ranks; None: all.
+        named: name and tensor, in the same order on all ranks.
+        group: the ranks; None: all.
 
     Raises:
-        ReplicasDifferError: they do not, on every rank of the group.
+        ReplicasDifferError: they differ; raised on every rank of the group.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -115,14 +114,14 @@ def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
 def check_megatron(chunks: Sequence[nn.Module]) -> None:
     """Check the weights of a Megatron model. All ranks must call this, with parameters gathered.
 
-    Dense weights are the same on all ranks of data and context parallelism; an expert's on those of its own
-    data parallelism.
+    Dense weights are the same on all data- and context-parallel ranks; experts' weights on the ranks of
+    expert data parallelism.
 
     Args:
-        chunks: of this rank, wrapped in ``DistributedDataParallel`` or not.
+        chunks: the model chunks of this rank, with or without ``DistributedDataParallel``.
 
     Raises:
-        ReplicasDifferError: some differ.
+        ReplicasDifferError: some weights differ.
     """
     _check_both("weight", [(name, p.data, p) for name, p in _parameters(chunks)])
 
@@ -130,13 +129,14 @@ def check_megatron(chunks: Sequence[nn.Module]) -> None:
 def check_megatron_gradients(chunks: Sequence[Any]) -> None:
     """Check the reduced gradients of a Megatron model, before the optimizer's step.
 
-    With the distributed optimizer there is nothing to compare: each rank has the sum of its own part alone.
+    With the distributed optimizer there is nothing to compare, because each rank has only its own part of the
+    sums.
 
     Args:
-        chunks: of this rank, each with ``ddp_config``.
+        chunks: the model chunks of this rank, each with ``ddp_config``.
 
     Raises:
-        ReplicasDifferError: some differ.
+        ReplicasDifferError: some gradients differ.
     """
     if not any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         found = [(name, gradient(p), p) for name, p in _parameters(chunks)]
@@ -144,7 +144,7 @@ def check_megatron_gradients(chunks: Sequence[Any]) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """Return a parameter's gradient, in Megatron's buffer where it has one."""
+    """Return a parameter's gradient, from Megatron's buffer if there is one."""
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 

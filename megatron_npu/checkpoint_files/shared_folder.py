@@ -1,8 +1,8 @@
-"""Check that all ranks of a run see the same shared folder, and report it in one line if not.
+"""Check that all ranks of a run see the same shared folder, and report a one-line error if not.
 
-Machines that have a disk each under one name write half a checkpoint each, and nobody notices before it is to
-be loaded. A rank that sees nothing looks again for a while where the folder is on a network: such file
-systems remember for some seconds what was not there.
+Machines with separate disks under the same path would each write a part of a checkpoint, which is noticed
+only when it is loaded. On a network file system, a rank that does not see a file retries for a while, because
+such file systems cache missing entries for some seconds.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _SHOWN = 8  # machines in one line
 
 
 def require(flag: str, folder: Path, otherwise: str = "") -> None:
-    """Check that every rank sees the file that rank 0 makes in a folder. All ranks must call this.
+    """Check that every rank sees a file that rank 0 creates in a folder. All ranks must call this.
 
-    A folder that rank 0 cannot write to is told where it is first written to.
+    If rank 0 cannot write to the folder, the first real write reports that.
 
     Args:
-        flag: which names the folder.
-        folder: as it is named.
-        otherwise: what else a user may do, as the end of a sentence.
+        flag: the flag that names the folder.
+        folder: the folder as given.
+        otherwise: an alternative for the user, as the end of a sentence.
 
     Raises:
-        UsageError: some do not, on all ranks; it names their machines.
+        UsageError: some ranks do not see it; raised on all ranks, naming their machines.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -67,15 +67,15 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
 
 
 def require_same(flag: str, folder: str | Path, found: str | None) -> None:
-    """Check that all ranks have found the same in a folder. All ranks must call this.
+    """Check that all ranks found the same in a folder. All ranks must call this.
 
     Args:
-        flag: which names the folder.
-        folder: as it is named.
-        found: the name of this rank's checkpoint; None: there is none.
+        flag: the flag that names the folder.
+        folder: the folder as given.
+        found: name of this rank's checkpoint; None: there is none.
 
     Raises:
-        UsageError: they have not, on all ranks; it names the machines.
+        UsageError: they found different things; raised on all ranks, naming the machines.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -94,14 +94,15 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
 
 
 def require_all(folder: Path, names: Iterable[str]) -> None:
-    """Check that every rank sees these files of a folder, whoever has written them. All ranks must call this.
+    """Check that every rank sees the files that any rank wrote to a folder. All ranks must call this.
 
     Args:
-        folder: of a checkpoint that all ranks have written.
-        names: of the files that this rank knows of.
+        folder: folder of a checkpoint written by all ranks.
+        names: the files that this rank knows.
 
     Raises:
-        FileNotFoundError: some do not, on all ranks; it names a file and the machines.
+        FileNotFoundError: some ranks do not see a file; raised on all ranks, naming the file and the
+            machines.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -116,7 +117,7 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
 
 
 def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
-    """Return whether something about a folder holds, at once or as soon as a network has brought it."""
+    """Return whether a condition on a folder holds, waiting for network file systems to catch up."""
     if holds():
         return True
     end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]

@@ -1,7 +1,7 @@
 """Check downloaded weights: compare them with the published hash, and look for implausible values.
 
-A ``model.safetensors`` has no checksum in it. The hub has one of each large file (SHA-256): its cache names
-files by it, and ``hf download --local-dir`` leaves it beside them.
+A ``model.safetensors`` contains no checksum, but the hub has the SHA-256 of each large file: its cache uses
+it as the file name, and ``hf download --local-dir`` stores it beside the file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def require_as_downloaded(folder: Path) -> int:
-    """Compare the weights in a folder with the hub's checksums, where it has any; return how many files had.
+    """Compare the weights in a folder with the hub's checksums, if it has any; return the number of compared
+    files.
 
     Raises:
-        UsageError: a file is not what was downloaded.
+        UsageError: a file differs from the downloaded one.
     """
     known = 0
     for file in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
@@ -70,8 +71,8 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
     """Log weights with values that no trained model has; return their names.
 
     Args:
-        where: they come from.
-        weights: of each its name and its values, on any device.
+        where: the source of the weights.
+        weights: names and values, on any device.
     """
     found = {name: largest for name, tensor in weights if (largest := _largest(tensor)) > MOST}
     if found:
@@ -87,9 +88,9 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
-    """Do so of what a checkpoint without checksums has given to models; return the names.
+    """Do the same for models loaded from a checkpoint without checksums; return the names.
 
-    One with checksums has been compared with them.
+    Checkpoints with checksums have already been verified.
     """
     if (folder / checksums.NAME).is_file():
         return []

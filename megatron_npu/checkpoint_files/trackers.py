@@ -12,12 +12,12 @@ from megatron_npu.checkpoint_files import checksums
 
 @functools.cache
 def tell_of_newer(place: Path) -> None:
-    """Say once, on rank 0, that there are newer checkpoints than the one that a tracker names.
+    """Warn once, on rank 0, if there are newer checkpoints than the one that a tracker names.
 
-    Only those count that have checksums, which are written last.
+    Only checkpoints with checksums count, because these are written last.
 
     Args:
-        place: the folder of that one, ``iter_0000003``.
+        place: folder of that checkpoint, such as ``iter_0000003``.
     """
     own = _iteration(place)
     if own is None or os.environ.get("RANK", "0") != "0":

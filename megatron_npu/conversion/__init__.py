@@ -1,5 +1,6 @@
 """``megatron-npu convert``: convert checkpoints between Hugging Face and the built-in trainer.
 
-A family (a row of ``hf_llama.KINDS``, say) is a table: which tensors of one side make which of the other, and
-which keys of ``config.json`` mean which flags. Everything else is written once and used in both directions.
+A family (such as a row of ``hf_llama.KINDS``) is a table: which tensors of one side correspond to which of
+the other, and which keys of ``config.json`` correspond to which flags. All other code is shared by families
+and directions.
 """

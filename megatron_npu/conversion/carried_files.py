@@ -22,10 +22,10 @@ _VOCABULARIES = frozenset(
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copy what there is of these files and ``config.json`` from one folder into another, which is made.
+    """Copy the existing ones of these files and ``config.json`` to another folder, which is created.
 
     Raises:
-        UsageError: a link leads out of the source.
+        UsageError: a link points outside the source folder.
     """
     destination.mkdir(exist_ok=True)
     for path in (*_present(source, (*TOKENIZER, GENERATION, config.NAME)), *_templates(source)):
@@ -35,10 +35,10 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Put the tokenizer of one folder into another, in the place of one that is there.
+    """Copy the tokenizer of one folder to another, replacing the one there.
 
     Raises:
-        UsageError: a link leads out of the source.
+        UsageError: a link points outside the source folder.
     """
     remove_tokenizer(destination)
     for path in _present(source, TOKENIZER):
@@ -46,14 +46,14 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def remove_tokenizer(folder: Path) -> None:
-    """Remove the tokenizer of a folder and what belongs to it."""
+    """Remove the tokenizer of a folder and its related files."""
     for path in _present(folder, TOKENIZER):
         path.unlink()
     shutil.rmtree(folder / _MORE_TEMPLATES, ignore_errors=True)
 
 
 def vocabularies(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that a tokenizer can be made of."""
+    """Return the names of the files in a folder from which a tokenizer can be created."""
     return [path.name for path in _present(folder, TOKENIZER) if path.name in _VOCABULARIES]
 
 

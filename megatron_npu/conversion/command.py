@@ -23,7 +23,7 @@ _SIDES = ("hf", "megatron")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu convert", description=__doc__)
     add = result.add_argument
     add("--from", dest="origin", required=True, choices=_SIDES, help="format of SOURCE")
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: a model that cannot be converted, or one that the proof refutes; nothing has been written.
+        UsageError: the model cannot be converted, or verification fails; nothing is written.
     """
     args = parser().parse_args(argv)
     _check(args)

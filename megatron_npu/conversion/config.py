@@ -137,10 +137,10 @@ class Config:
         return dict(value)
 
     def require(self, key: str, *allowed: Any, absent: Any = None) -> Any:
-        """Return the value of a key that must be one of some values; the first is the default.
+        """Return the value of a key that must be one of the given values, of which the first is the default.
 
         Raises:
-            UsageError: it has another.
+            UsageError: it has another value.
         """
         value = self.take(key, allowed[0] if absent is None else absent)
         if value not in allowed:
@@ -148,28 +148,28 @@ class Config:
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether there is such a key, with a value."""
+        """Return whether the key exists and has a value."""
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Return whether a key is there and null, which some families tell from its absence."""
+        """Return whether a key is null, which some families distinguish from a missing key."""
         return key in self._null
 
     def ignore(self, *keys: str) -> None:
-        """Take keys that mean nothing beside the others."""
+        """Mark keys as read that have no effect on the model."""
         self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
-        """Return the error for a value that Megatron has no way to say."""
+        """Return the error for a value that Megatron cannot express."""
         return UsageError(
             f"{self.path}: {key} {_shown(value)}, which cannot be converted", expected, "Nothing was written."
         )
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Check that nothing is left over.
+        """Check that all keys have been used.
 
         Raises:
-            UsageError: a key is neither used nor known to be harmless.
+            UsageError: a key is neither used nor known to have no effect.
         """
         rest = sorted(self._values.keys() - self._seen - HARMLESS - set(harmless))
         rest = [key for key in rest if _HARMLESS_VALUES.get(key, ...) != self._values[key]]
@@ -182,7 +182,7 @@ class Config:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a number, of a size that a model can have."""
+    """Return whether a JSON value is a number of a plausible size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
 
 
@@ -195,7 +195,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the keys of ``folder/config.json``.
 
     Raises:
-        UsageError: it is not there, or not a JSON object.
+        UsageError: it does not exist, or is not a JSON object.
     """
     path = folder / NAME
     try:

@@ -18,7 +18,7 @@ def of_config(config: Config) -> Family:
     """Return the family of a ``config.json``.
 
     Raises:
-        UsageError: another ``model_type``, or quantised weights.
+        UsageError: ``model_type`` is not supported, or the weights are quantized.
     """
     kind = config.text("model_type")
     family = FAMILIES.get(kind)
@@ -30,15 +30,16 @@ def of_config(config: Config) -> Family:
 
 
 def of_arguments(args: Namespace, before: str | None = None) -> Family:
-    """Return the family that can hold a checkpoint of the driver; ``Family.config`` says whether it does.
+    """Return the family that can represent a checkpoint of the built-in trainer; ``Family.config`` checks the
+    details.
 
     Args:
         args: the checkpoint's flags.
-        before: the ``model_type`` that the checkpoint was converted from. It decides where two families can
-            hold the same model: a Mistral without a window is a Llama too.
+        before: the ``model_type`` from which the checkpoint was converted. It decides if two families can
+            represent the same model: a Mistral without a window is also a Llama.
 
     Raises:
-        UsageError: a flag that no family has, or several that none has together.
+        UsageError: no family supports a flag, or the combination of flags.
     """
     unsupported.common(args)
     if before in FAMILIES and _holds(FAMILIES[before], args):

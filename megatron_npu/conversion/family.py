@@ -27,7 +27,7 @@ SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 
 
 def traits_of(args: Namespace) -> frozenset[str]:
-    """Return which traits a checkpoint of the driver has."""
+    """Return the traits of a checkpoint of the built-in trainer."""
     experts = args.num_experts is not None
     windows = unsupported.windows(args)
     there = {
@@ -48,7 +48,7 @@ class Family(ABC):
     """One family.
 
     Attributes:
-        MODEL_TYPE: in ``config.json``.
+        MODEL_TYPE: its ``model_type`` in ``config.json``.
     """
 
     MODEL_TYPE: str
@@ -56,35 +56,35 @@ class Family(ABC):
     @property
     @abstractmethod
     def traits(self) -> frozenset[str]:
-        """The traits that every checkpoint has that can only be of this family."""
+        """The traits of every checkpoint that only this family can represent."""
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """Traits that only some of these families have."""
+        """Traits that only some models of the family have."""
         return frozenset()
 
     def claims(self, args: Namespace) -> bool:
-        """Return whether a checkpoint of the driver has what this family has, and no more.
+        """Return whether a checkpoint of the built-in trainer has the traits of this family and no others.
 
-        No two families claim the same one: what tells them apart are their traits.
+        No two families claim the same checkpoint, because their traits differ.
         """
         found = traits_of(args)
         return self.traits <= found <= self.traits | self.optional_traits
 
     @abstractmethod
     def flags(self, config: Config) -> list[str]:
-        """Return the driver's flags that mean the same model as ``config.json``.
+        """Return the trainer's flags that describe the same model as ``config.json``.
 
         Raises:
-            UsageError: a key that Megatron has no flag for.
+            UsageError: Megatron has no flag for a key.
         """
 
     @abstractmethod
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
+        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
-            UsageError: a flag that the family has no key for.
+            UsageError: the family has no key for a flag.
         """
 
     @abstractmethod
@@ -93,12 +93,13 @@ class Family(ABC):
 
     @abstractmethod
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return stored name -> the name in the weight map."""
+        """Return a map from stored names to names in the weight map."""
 
     @abstractmethod
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return tensors that files may hold although they are another one: name -> the other's name."""
+        """Return tensors that files may contain although they are tied to another: name -> the other's
+        name."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor follows from ``config.json``, and need not be converted."""
+        """Return whether a tensor follows from ``config.json`` and need not be converted."""

@@ -1,7 +1,7 @@
 """Compare the rotation angles of two models for queries and keys at the end of the longest text.
 
-The proof runs both models on a few tokens: they do not tell whether a scaling of positions is the same behind
-the length that a model was first trained for.
+Verification runs both models on a few tokens only, which does not show whether position scaling agrees beyond
+the original length of the model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
 def length(args: Namespace) -> int:
-    """Return the tokens of the text."""
+    """Return the number of tokens of the longest text."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
 def theirs(model: Any, args: Namespace) -> Tensor | None:
-    """Return cosines and sines [2, positions, hn / 2] of a model of transformers; None: it rotates nothing.
+    """Return cosines and sines [2, positions, hn / 2] of a transformers model; None: it has no rotary
+    embedding.
 
     Args:
-        model: the whole one, on the host.
-        args: the driver's of the same model.
+        model: the whole model, on the host.
+        args: the trainer's flags for the same model.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
@@ -40,12 +41,12 @@ def theirs(model: Any, args: Namespace) -> Tensor | None:
 
 
 def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
-    """Return the largest difference to the angles of a GPTModel.
+    """Return the largest difference from the angles of a GPTModel.
 
     Args:
-        gpt: on its device.
+        gpt: the model, on its device.
         args: the flags of the model.
-        theirs: what ``theirs`` has returned.
+        theirs: the result of ``theirs``.
     """
     angles = gpt.rotary_pos_emb(length(args))[-theirs.size(1) :, 0, 0].float().cpu()
     pairs = angles[:, ::2] if args.rotary_interleaved else angles[:, : angles.size(-1) // 2]
@@ -54,5 +55,5 @@ def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
 
 
 def bound(tokens: int) -> float:
-    """Return what the rounding of fp32 makes of an angle, a product of position and frequency."""
+    """Return the fp32 rounding error of an angle, which is a product of position and frequency."""
     return 1e-5 + 4e-7 * tokens

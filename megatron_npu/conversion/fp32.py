@@ -1,6 +1,6 @@
 """Run a model in fp32 while its weights stay in half precision: convert one matrix at a time.
 
-The whole model in fp32 would take twice the memory of what is converted.
+The whole model in fp32 would need twice the memory of the converted one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def run(
     """Compute a model in fp32 with weights rounded to ``dtype``.
 
     Args:
-        model: in evaluation mode.
-        dtype: of the converted weights.
-        embeddings: its modules that pick rows of their weight: only what they pick is widened.
-        output: its output layer, without a bias.
-        returns_bias: the output layer returns one beside the result, as megatron-core's linear layers do.
+        model: the model in evaluation mode.
+        dtype: dtype of the converted weights.
+        embeddings: its embedding modules, of which only the selected rows are converted to fp32.
+        output: its output layer, without bias.
+        returns_bias: whether the output layer also returns a bias, as megatron-core's linear layers do.
     """
     picking = {id(module) for module in embeddings}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face on disk: read one tensor at a time, written in shards of a given size."""
+"""Hugging Face weights on disk: read one tensor at a time, write shards of a given size."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 def require(*libraries: str) -> None:
-    """Check that libraries of Hugging Face are there.
+    """Check that Hugging Face libraries are installed.
 
     Raises:
-        UsageError: one is not.
+        UsageError: one is missing.
     """
     for library in libraries:
         if not is_installed(library):
@@ -46,13 +46,13 @@ def require(*libraries: str) -> None:
 
 
 class Source:
-    """The tensors of a folder.
+    """The tensors in a folder.
 
     Args:
         folder: with ``model.safetensors`` or ``pytorch_model.bin``, or with shards and their index.
 
     Raises:
-        UsageError: there are none, or they are broken, or not what the hub has.
+        UsageError: there are no weights, or they are damaged or differ from the hub's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class Source:
         return sorted(self._files)
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor, such as ``float32``, without reading it."""
+        """Return the dtype of a tensor, such as ``float32``, without reading it."""
         file = self._files[name]
         if file.suffix == ".bin":
             return str(_unpickled(file)[name].dtype).removeprefix("torch.")
@@ -81,7 +81,7 @@ class Source:
         return _DTYPES.get(kind, kind)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, on the host; say once where it cannot be a trained model's."""
+        """Return a tensor on the host; warn once about values that no trained model has."""
         tensor = self._read(name)
         if name not in self._looked_at:
             self._looked_at.add(name)
@@ -96,7 +96,7 @@ class Source:
             return content.get_tensor(name)
 
     def numel(self, name: str) -> int:
-        """Return how many numbers a tensor has, without reading it."""
+        """Return the number of elements of a tensor without reading it."""
         file = self._files[name]
         if file.suffix == ".bin":
             return _unpickled(file)[name].numel()
@@ -104,7 +104,7 @@ class Source:
             return math.prod(content.get_slice(name).get_shape())
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor, some at a time; what is mapped of the file is released in between."""
+        """Yield the rows of a tensor in blocks; the file's mapped memory is released in between."""
         file = self._files[name]
         whole = self._read(name)
         if file.suffix == ".bin" or whole.dim() == 0:
@@ -167,15 +167,15 @@ def write(
     limit: int,
     form: str = SINGLE,
 ) -> None:
-    """Write tensors into shards, which huggingface_hub plans, and their index.
+    """Write tensors into shards, as planned by huggingface_hub, with an index.
 
-    One tensor is in memory at a time; of pickled files a shard.
+    Only one tensor is in memory at a time, or one shard for pickled files.
 
     Args:
-        folder: where to; it exists.
+        folder: an existing folder.
         tensors: names and tensors in the order of ``planned``.
-        planned: tensors of the same shapes and types; meta tensors do.
-        limit: bytes of a shard; a larger tensor has one to itself.
+        planned: tensors of the same shapes and dtypes; may be meta tensors.
+        limit: maximum bytes per shard; a larger tensor gets its own shard.
         form: a key of ``FORMATS``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory

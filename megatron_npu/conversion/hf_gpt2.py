@@ -27,7 +27,7 @@ _PREFIX = "transformer."
 
 
 class Gpt2(Family):
-    """GPT-2, which is one model: there is nothing that its kin differ in."""
+    """GPT-2, a single model type without variants."""
 
     @property
     def traits(self) -> frozenset[str]:
@@ -35,10 +35,10 @@ class Gpt2(Family):
         return frozenset({POSITIONS})
 
     def flags(self, config: Config) -> list[str]:
-        """Return the driver's flags that mean the same model as ``config.json``.
+        """Return the trainer's flags that describe the same model as ``config.json``.
 
         Raises:
-            UsageError: a key that Megatron has no flag for.
+            UsageError: Megatron has no flag for a key.
         """
         hidden, positions = config.number("n_embd"), config.number("n_positions")
         config.require("n_ctx", positions)
@@ -71,10 +71,10 @@ class Gpt2(Family):
         return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the driver's flags mean.
+        """Return the ``config.json`` of the model that the flags describe.
 
         Raises:
-            UsageError: a flag that GPT-2 has no key for.
+            UsageError: GPT-2 has no key for a flag.
         """
         must_be(args, "--normalization", "LayerNorm")
         must_be(args, "--position-embedding-type", "learned_absolute")
@@ -118,18 +118,19 @@ class Gpt2(Family):
         yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
 
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return stored name -> the name in the weight map: OpenAI's own files lack the prefix."""
+        """Return a map from stored names to names in the weight map; OpenAI's own files lack the prefix."""
         stored = list(stored)
         if any(name.startswith(_PREFIX) for name in stored):
             return {name: name for name in stored}
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return tensors that files may hold although they are another one: name -> the other's name."""
+        """Return tensors that files may contain although they are tied to another: name -> the other's
+        name."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is a buffer: the causal mask, which old files keep for each layer."""
+        """Return whether a tensor is a buffer: the causal mask, which old files store for each layer."""
         if name.endswith(".attn.bias") and tensor.dim() == 4:
             return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
         return name.endswith(".attn.masked_bias") and tensor.numel() == 1

@@ -1,7 +1,7 @@
 """Hugging Face's Llama and similar models: grouped queries, rotated halves, gated MLP, RMSNorm.
 
-A member of the kin is a row of data, a ``Kind``: where its biases are, whether it has a window, or a norm of
-queries and keys. What they share is written once.
+Each model type is a row of data, a ``Kind``: which biases it has, and whether it has a window or query and
+key norms. The code is shared.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 @dataclass(frozen=True)
 class Kind(Family):
-    """One family, in what it differs from the others.
+    """One model type: how it differs from the others.
 
     Attributes:
-        architecture: the class of transformers.
-        mlp_bias_key: beside ``attention_bias``, ``mlp_bias`` may put a bias on all other linear layers.
-        attention_bias_key: ``attention_bias`` may put one on queries, keys, values and what follows them.
-        qkv_bias: queries, keys and values always have a bias, nothing else has.
-        window: ``sliding_window`` where ``config.json`` has no such key, 0 for none; None for families
-            without a window.
-        window_switch: ``use_sliding_window`` says whether there are any.
-        window_layers: which layers have it where no ``layer_types`` says it; see ``windows.Layers``.
-        qk_norm: RMSNorm of every query's and key's head.
-        head_dim_is_usual: transformers writes ``head_dim``; else it does where the model has another.
-        head_size: where ``config.json`` has no ``head_dim``; None: hidden size / heads.
-        groups_optional: may lack ``num_key_value_heads``: each query head has its own key then.
-        whole_heads: transformers asks for a hidden size that is a multiple of the heads.
-        rotary_base, norm_epsilon: where ``config.json`` has none.
+        architecture: the transformers class.
+        mlp_bias_key: whether ``mlp_bias`` exists, which adds biases to the MLP, beside ``attention_bias``.
+        attention_bias_key: whether ``attention_bias`` exists, which adds biases to the QKV and output
+            projections.
+        qkv_bias: whether only queries, keys and values have biases, always.
+        window: the default of ``sliding_window``, 0 for none; None: this family has no windows.
+        window_switch: whether ``use_sliding_window`` enables windows.
+        window_layers: which layers have the window without ``layer_types``; see ``windows.Layers``.
+        qk_norm: whether each head of queries and keys has an RMSNorm.
+        head_dim_is_usual: whether transformers always writes ``head_dim``; otherwise only for unusual sizes.
+        head_size: the default of ``head_dim``; None: hidden size / heads.
+        groups_optional: whether ``num_key_value_heads`` may be missing, so that each query head has its own
+            key.
+        whole_heads: whether transformers requires a hidden size that is a multiple of the heads.
+        rotary_base, norm_epsilon: defaults of their keys.
     """
 
     architecture: str
@@ -80,10 +81,10 @@ class Kind(Family):
     # -- from config.json -----------------------------------------------------------------------------------
 
     def flags(self, config: Config) -> list[str]:
-        """Return the driver's flags that mean the same model as ``config.json``.
+        """Return the trainer's flags that describe the same model as ``config.json``.
 
         Raises:
-            UsageError: a key that Megatron has no flag for.
+            UsageError: Megatron has no flag for a key.
         """
         hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
         positions = config.number("max_position_embeddings")
@@ -153,7 +154,7 @@ class Kind(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """See ``Family``. Without a window a Mistral is a Llama too."""
+        """See ``Family``. A Mistral without a window is also a Llama."""
         always = bool(self.window) and not self.window_switch
         has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: always}
         return frozenset(flag for flag, there in has.items() if there)
@@ -169,10 +170,10 @@ class Kind(Family):
         return frozenset(flag for flag, there in may.items() if there)
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the driver's flags mean, for transformers 4 and 5.
+        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
-            UsageError: a flag that this family has no key for.
+            UsageError: the family has no key for a flag.
         """
         self._check(args)
         return {
@@ -268,12 +269,13 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Return stored name -> the name in the weight map: the same."""
+        """Return a map from stored names to names in the weight map, which are the same."""
         return {name: name for name in stored}
 
     @staticmethod
     def tied_weights(args: Namespace) -> dict[str, str]:
-        """Return tensors that files may hold although they are another one: name -> the other's name."""
+        """Return tensors that files may contain although they are tied to another: name -> the other's
+        name."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}

@@ -1,8 +1,7 @@
 """Hugging Face's mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
-The router of all of them takes a softmax over all experts and then the best k. Scores that are made to sum
-to 1 again are a softmax over the k alone, which is Megatron's default; left as they are, they are what
-``--moe-router-pre-softmax`` computes.
+All routers apply a softmax over all experts and select the best k. If these scores are normalized to sum to
+1, this equals a softmax over the k experts, Megatron's default; otherwise it is ``--moe-router-pre-softmax``.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ _ONLY: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureKind(Kind):
-    """One family with experts, in what it differs from the others.
+    """One model type with experts: how it differs from the others.
 
     Attributes:
-        experts_keys: what ``config.json`` calls their number: the usual key, and others.
-        block: what holds router and experts of a layer.
-        parts: the matrices of an expert: gate, up, down.
-        dense_layers: some layers may be dense, and experts have a size of their own.
-        norm_switch: ``norm_topk_prob`` says whether scores sum to 1; else they always do.
-        shared_expert: every token takes one more expert, weighed by a gate.
-        bias_switch: ``qkv_bias`` may take the bias of queries, keys and values away.
+        experts_keys: keys of ``config.json`` for the number of experts, the usual one first.
+        block: name of the module with the router and experts of a layer.
+        parts: names of an expert's matrices: gate, up, down.
+        dense_layers: whether some layers may be dense and experts have their own size.
+        norm_switch: whether ``norm_topk_prob`` selects normalized scores; otherwise they are always
+            normalized.
+        shared_expert: whether a gated shared expert processes every token.
+        bias_switch: whether ``qkv_bias`` can remove the biases of queries, keys and values.
     """
 
     experts_keys: tuple[str, ...]

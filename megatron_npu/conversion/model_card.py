@@ -41,11 +41,11 @@ def write(
     """Write the card.
 
     Args:
-        folder: of Hugging Face.
-        found: the checkpoint that was converted.
+        folder: the Hugging Face folder.
+        found: the converted checkpoint.
         args: its flags.
         values: the keys of ``config.json``.
-        dtype: Megatron's name for the type of the weights.
+        dtype: Megatron's name for the dtype of the weights.
     """
     names = [*_MODEL, *(_EXPERTS if getattr(args, "num_experts", None) else ())]
     lines = [

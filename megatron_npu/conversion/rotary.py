@@ -19,16 +19,16 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
-    """Return the flags, from the keys of transformers 5, of those before, or of both.
+    """Return the flags for the keys of transformers 5, of earlier versions, or of both.
 
-    ``--max-position-embeddings`` is among them where it is not that of ``config.json``.
+    ``--max-position-embeddings`` is included if it differs from ``config.json``.
 
     Args:
         config: the keys.
-        usual_base: the family's base where they name none.
+        usual_base: the family's base if the keys name none.
 
     Raises:
-        UsageError: another embedding than those of ``_KINDS``, or keys that contradict.
+        UsageError: the embedding is not in ``_KINDS``, or keys contradict each other.
     """
     config.require("partial_rotary_factor", 1.0)
     values = _agreeing(config)
@@ -183,7 +183,7 @@ _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
 def keys(args: Namespace) -> dict[str, object]:
-    """Return the keys of ``config.json``: those of transformers 5, and beside them those that 4 reads."""
+    """Return the keys of ``config.json`` for transformers 5, and also those that transformers 4 reads."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
@@ -194,12 +194,12 @@ def keys(args: Namespace) -> dict[str, object]:
 
 
 def is_dynamic(args: Namespace) -> bool:
-    """Return whether the base grows with the text."""
+    """Return whether the base grows with the text length."""
     return args.use_rope_scaling and args.rope_scaling_type == rotary_flags.DYNAMIC
 
 
 def needs_head_dim(args: Namespace) -> bool:
-    """Return whether transformers needs the size of a head in ``config.json`` (5.24: of a Mixtral)."""
+    """Return whether transformers needs the head size in ``config.json`` (5.24 does for a Mixtral)."""
     return is_dynamic(args) or args.position_embedding_type == "yarn"
 
 

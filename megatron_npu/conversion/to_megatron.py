@@ -34,7 +34,7 @@ FLAGS = "flags.txt"
 
 
 def convert(given: Namespace, part: Path) -> Iterator[str]:
-    """Write the checkpoint into ``part``; yield what there is to say."""
+    """Write the checkpoint to ``part``; yield log lines."""
     source, final = Path(given.source), Path(given.destination).absolute()
     configuration = Config(read(source), source / CONFIG)
     family = families.of_config(configuration)

@@ -8,14 +8,14 @@ from megatron_npu.base.errors import UsageError
 
 
 def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown: str = "") -> None:
-    """Check a flag of the checkpoint.
+    """Check that a flag of the checkpoint has the only value that can be converted.
 
     Args:
         args: the flags of the run that wrote the checkpoint.
         flag: its spelling on the command line.
         value: the only value that can be converted.
-        name: its attribute, where that is not the flag's spelling.
-        shown: what to say is expected, where the value does not say it.
+        name: its attribute, if it differs from the flag.
+        shown: the expected value in the message, if the value itself is unclear.
 
     Raises:
         UsageError: it has another value.
@@ -31,7 +31,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
 
 
 def common(args: Namespace) -> None:
-    """Check what no family of Hugging Face has.
+    """Check flags that no Hugging Face family supports.
 
     Raises:
         UsageError: a flag has a value that cannot be converted.
@@ -43,7 +43,7 @@ def common(args: Namespace) -> None:
 
 
 def window(args: Namespace) -> int | None:
-    """Return how many tokens before its own a query sees; None: all.
+    """Return how many previous tokens a query attends to; None: all.
 
     ``--pre-tockens`` wins over megatron-core's ``--window-size``. ``--next-tockens`` only allows what the
     causal mask forbids.
@@ -55,7 +55,7 @@ def window(args: Namespace) -> int | None:
 
 
 def limiting_window(args: Namespace) -> int | None:
-    """Return the window, if there are tokens beyond it."""
+    """Return the window if it is smaller than the sequence."""
     before = window(args)
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
@@ -73,10 +73,10 @@ def windows(args: Namespace) -> list[bool]:
 
 
 def no_window(args: Namespace) -> None:
-    """Check that no window limits what a query sees.
+    """Check that no window limits attention.
 
     Raises:
-        UsageError: one does.
+        UsageError: a window does.
     """
     if any(windows(args)):
         before = limiting_window(args)

@@ -1,7 +1,7 @@
-"""Verify a conversion: read both sides from disk again, and compare tensors and logits.
+"""Verify a conversion: read both sides from disk, and compare tensors and logits.
 
-Both models run in fp32 on weights that have been rounded to the type of the converted ones, so that what is
-left is the order of sums. One model is in memory at a time, in the type that it is stored in.
+Both models run in fp32 on weights rounded to the converted dtype, so that only the order of sums differs.
+Only one model is in memory at a time, in the dtype in which it is stored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TOKENS = 64
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared.
+    """The results of a verification.
 
     Attributes:
-        tensors: tensors of Hugging Face, each equal bit for bit to its part of Megatron's.
-        tokens: tokens that both models have read; 0 if the logits were not compared.
-        difference: the largest difference of two logits.
+        tensors: number of Hugging Face tensors, each bitwise identical to its part of Megatron's.
+        tokens: number of tokens that both models processed; 0: logits were not compared.
+        difference: the largest difference between logits.
         largest: the largest logit of Hugging Face's model.
-        positions: of the longest text, at whose end the angles of both models were compared; 0: none are.
+        positions: position at which the rotation angles were compared; 0: not compared.
         turned: the largest difference of their sines and cosines.
     """
 
@@ -52,12 +52,12 @@ class Verification:
 
 
 class Sides(NamedTuple):
-    """What is compared.
+    """The two checkpoints to compare.
 
     Attributes:
-        megatron: what ``--save`` would be.
-        hf: with ``config.json`` and weights.
-        family: of the model.
+        megatron: the folder given to ``--save``.
+        hf: the folder with ``config.json`` and weights.
+        family: the model's family.
     """
 
     megatron: Path
@@ -86,14 +86,14 @@ def verify(
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> Verification:
-    """Compare a checkpoint of the driver with a folder of Hugging Face, one model in memory at a time.
+    """Compare a checkpoint of the built-in trainer with a Hugging Face folder, one model in memory at a time.
 
     Args:
-        sides: both, and what the model is of.
-        args: the driver's arguments of the model.
-        dtype: type of the converted weights; those of the other side are rounded to it.
-        logits: run both models too.
-        vocab_file, merge_file: where the files of the checkpoint's tokenizer are now, if they have moved.
+        sides: the two checkpoints.
+        args: the trainer's flags of the model.
+        dtype: dtype of the converted weights, to which the other side is rounded.
+        logits: also run both models.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
 
     Raises:
         UsageError: they differ.

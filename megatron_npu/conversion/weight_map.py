@@ -1,8 +1,8 @@
-"""Map tensors between Hugging Face and megatron-core, with both layouts.
+"""Map tensors between Hugging Face and megatron-core in both directions.
 
-A mapping knows both directions. Its ``to_hf`` works on meta tensors too: applied to the shape of Megatron's
-tensor it says which shapes Hugging Face's must have. Shapes: ``h`` hidden size, ``np`` query heads, ``ng``
-key and value heads, ``hn`` head size, ``f`` size of the MLP, ``V`` vocabulary.
+``to_hf`` also works on meta tensors: applied to the shape of Megatron's tensor it returns the required
+Hugging Face shapes. Shapes: ``h`` hidden size, ``np`` query heads, ``ng`` key and value heads, ``hn`` head
+size, ``f`` size of the MLP, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_npu.pretrain.checkpoint import vocab_padding
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One tensor of megatron-core and the tensors of Hugging Face that hold the same numbers.
+    """A megatron-core tensor and the Hugging Face tensors with the same values.
 
     Attributes:
         megatron: name in ``GPTModel``.
-        hf: names in the files of Hugging Face.
-        to_megatron: Hugging Face's tensors, in the order of ``hf`` -> Megatron's.
+        hf: names in Hugging Face's files.
+        to_megatron: converts Hugging Face's tensors, in the order of ``hf``, to Megatron's.
         to_hf: the inverse of ``to_megatron``, also for meta tensors.
     """
 
@@ -34,19 +34,19 @@ class WeightMapping:
 
 
 def direct(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping of a tensor that both sides lay out alike."""
+    """Return the mapping of a tensor with the same layout on both sides."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0], lambda tensor: [tensor])
 
 
 def transposed(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping of a weight [out, in] that Hugging Face's Conv1D keeps as [in, out]."""
+    """Return the mapping of a weight [out, in] that Hugging Face's Conv1D stores as [in, out]."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
 
 
 def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
-    """Return the mapping of a weight [n·f, h] that is ``n`` tensors [f, h], one below the other.
+    """Return the mapping of a weight [n·f, h] that consists of ``n`` tensors [f, h].
 
-    megatron-core's gated MLP has the gate above and the other factor below, as its ``glu`` cuts them.
+    megatron-core's gated MLP has the gate first, then the other factor, as its ``glu`` splits them.
     """
     count = len(hf)
     return WeightMapping(
@@ -55,9 +55,9 @@ def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
 
 
 def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> WeightMapping:
-    """Return the mapping of a weight [padded V, h], of which Hugging Face keeps the first V rows alone.
+    """Return the mapping of a weight [padded V, h], of which Hugging Face stores only the first V rows.
 
-    The other rows are the mean of the real ones (``training.vocab_padding`` says why).
+    The other rows are the mean of the real ones (see ``pretrain.checkpoint.vocab_padding``).
 
     Args:
         megatron, hf: names.
@@ -75,14 +75,14 @@ def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> We
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention layer, and how the rows of their weights are laid out.
+    """The heads of an attention layer, and the layout of their weights' rows.
 
     Attributes:
-        queries: query heads, np.
-        groups: key and value heads, ng.
-        size: channels of a head, hn.
-        rotary_interleaved: Megatron's rotary embedding turns neighbours (2i, 2i + 1). Hugging Face's turns
-            halves (i, i + hn/2), as Megatron's does by default.
+        queries: number of query heads, np.
+        groups: number of key and value heads, ng.
+        size: size of a head, hn.
+        rotary_interleaved: whether Megatron's rotary embedding rotates neighbors (2i, 2i + 1). Hugging Face's
+            rotates halves (i, i + hn/2), Megatron's default.
     """
 
     queries: int
@@ -93,7 +93,7 @@ class Heads:
     def merge_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``linear_qkv`` [ng·(np/ng + 2)·hn, …] of query [np·hn, …], key and value [ng·hn, …].
 
-        Group by group: the queries that share a key, the key, the value.
+        The order is group by group: the queries that share a key, the key, the value.
         """
         query, key = self.to_megatron(query), self.to_megatron(key)
         parts = [part.reshape(self.groups, -1, *part.shape[1:]) for part in (query, key, value)]

@@ -22,11 +22,11 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a Hugging Face folder under the names of the weight map.
+    """The tensors of a Hugging Face folder under the weight map's names.
 
     Attributes:
         source: the files.
-        stored: name in the weight map -> the name in the files.
+        stored: name in the weight map -> name in the files.
     """
 
     source: Source
@@ -37,7 +37,7 @@ class Weights:
         return self.source.read(self.stored[name])
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor's rows, some at a time."""
+        """Yield a tensor's rows in blocks."""
         return self.source.in_pieces(self.stored[name])
 
 
@@ -45,20 +45,20 @@ def open_folder(folder: Path, family: Family) -> Weights:
     """Return the tensors of a folder.
 
     Raises:
-        UsageError: there are none, or they are broken.
+        UsageError: there are no weights, or they are damaged.
     """
     source = Source(folder)
     return Weights(source, {name: stored for stored, name in family.canonical_names(source.names()).items()})
 
 
 def check_names(found: Weights, family: Family, args: Namespace) -> None:
-    """Check that each tensor of the files is used by exactly one mapping, and that none is missing.
+    """Check that each stored tensor is used by exactly one mapping, and that none is missing.
 
-    A tensor that is a copy of another by definition (tied embeddings), or that follows from the configuration
-    (masks, frequencies), may be there; it is compared and left out.
+    Tied copies of other tensors, and tensors that follow from the configuration (masks, frequencies), may be
+    stored; they are compared and skipped.
 
     Raises:
-        UsageError: naming the tensors.
+        UsageError: names missing or unused tensors.
     """
     wanted = _wanted(found, family, args)
     tied = family.tied_weights(args)
@@ -103,10 +103,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
-    """Return the type of all tensors that the weight map names, by Megatron's name for it.
+    """Return Megatron's name for the dtype of all tensors in the weight map.
 
     Raises:
-        UsageError: there are several, or one that Megatron does not train in.
+        UsageError: they have several dtypes, or one that Megatron does not train in.
     """
     kinds = {found.source.dtype(found.stored[name]) for mapping in weight_map for name in mapping.hf}
     for name, dtype in DTYPES.items():
@@ -120,13 +120,13 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
 
 
 def stored_dtype(found: Weights) -> torch.dtype:
-    """Return the type that all tensors of the files have; fp32, which holds any, if there are several."""
+    """Return the dtype of all stored tensors, or fp32 if there are several."""
     kinds = {found.source.dtype(name) for name in found.source.names()}
     return getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the bytes that a conversion needs: all weights, and twice more the largest in work."""
+    """Return the bytes that a conversion needs: all weights, plus twice the largest one."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
@@ -136,7 +136,7 @@ def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[Wei
     """Fill every parameter of a ``GPTModel`` on the host, one mapping at a time.
 
     Raises:
-        UsageError: a tensor of the files has another shape than its part of the target.
+        UsageError: a stored tensor has another shape than the target.
     """
     unfilled = dict(targets)
     for mapping in weight_map:
@@ -165,7 +165,7 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
 
 
 def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of Hugging Face, by name, that the parameters of a ``GPTModel`` hold.
+    """Yield name and Hugging Face tensor for all parameters of a ``GPTModel``.
 
     Every parameter is used exactly once; meta parameters give meta tensors.
     """

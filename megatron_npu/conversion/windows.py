@@ -20,13 +20,13 @@ def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, 
     """Return the flags of the windows; ``sliding_window`` counts the query's own token too.
 
     Args:
-        config: the keys.
-        usual: ``sliding_window`` where ``config.json`` has no such key; 0: there is none then.
-        switch: ``use_sliding_window`` says whether there are any.
-        which: layers have one where no ``layer_types`` says it.
+        config: the keys of ``config.json``.
+        usual: the default of ``sliding_window``; 0: none.
+        switch: whether ``use_sliding_window`` enables windows.
+        which: which layers have a window without ``layer_types``.
 
     Raises:
-        UsageError: keys that contradict.
+        UsageError: keys contradict each other.
     """
     layers = _of_layers(config, usual, switch, which)
     if not any(layers):
@@ -72,7 +72,7 @@ def _kinds(layers: list[bool]) -> list[str]:
 
 
 def keys(args: Namespace, switch: bool, which: Layers) -> dict[str, Any]:
-    """Return the keys of ``config.json``; the arguments are those of ``flags``."""
+    """Return the keys of ``config.json`` for the arguments of ``flags``."""
     before, layers = unsupported.window(args), unsupported.windows(args)
     window = None if before is None else before + 1
     if not switch:

@@ -28,10 +28,10 @@ _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": 
 
 
 def select(name: str) -> Device:
-    """Return the device called ``name``; ``auto`` takes the first of npu, cuda, cpu that is there.
+    """Return the device called ``name``; ``auto`` selects the first available one of npu, cuda, cpu.
 
     Raises:
-        UsageError: a device asked for by name is absent.
+        UsageError: the named device is not available.
     """
     if name == "auto":
         return next(device for device in (kind() for kind in _KINDS.values()) if device.absence() is None)
@@ -47,20 +47,20 @@ def select(name: str) -> Device:
 
 
 def present() -> list[str]:
-    """Return the names of the devices that can be used on this machine, in the order of ``auto``."""
+    """Return the names of the available devices, in the order of ``auto``."""
     return [name for name, kind in _KINDS.items() if kind().absence() is None]
 
 
 @cache
 def current() -> Device:
-    """Return the device of this process (the first call decides)."""
+    """Return the device of this process, which the first call selects."""
     return select(settings.DEVICE.get())
 
 
 def board_folder(folder: str) -> str:
-    """Return where a run's curves for TensorBoard belong, which takes the name of a run from its folder.
+    """Return the TensorBoard folder of a run, whose name TensorBoard shows as the run's name.
 
-    Curves of a simulated device lie in a folder below the one that was asked for, and its name says so.
+    The curves of a simulated device are in a subfolder whose name says so.
     """
     device = current()
     return str(Path(folder) / device.title.replace(" ", "-")) if device.simulated else folder

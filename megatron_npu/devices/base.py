@@ -16,7 +16,7 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Bytes on the device of this process: in use, held by its allocator, and the most in use so far."""
+    """Bytes on this process's device: in use, reserved by its allocator, and the peak in use."""
 
     allocated: int
     reserved: int
@@ -24,15 +24,15 @@ class MemoryStatistics:
 
 
 class Device(ABC):
-    """One kind of device: how to find it, seed it and wait for it, and what ``torch.cuda`` means on it.
+    """A device type: how to find, seed and synchronize it, and what ``torch.cuda`` maps to.
 
     Attributes:
-        name: ``npu``, ``cuda`` or ``cpu``; also the type of its ``torch.device``.
-        backend: the ``torch.distributed`` backend that moves its tensors.
-        is_host: whether it is the host itself: device memory is host memory, and the cores that compute also
-            read the data.
-        simulated: whether it is no hardware: its numbers are right, its times say nothing.
-        group_buffers: how large the run wants the buffers of its process groups (``hccl_buffers``).
+        name: ``npu``, ``cuda`` or ``cpu``; also its type in ``torch.device``.
+        backend: the ``torch.distributed`` backend for its tensors.
+        is_host: whether it is the host: device memory is host memory, and the same cores compute and load
+            data.
+        simulated: whether it is simulated: values are correct, times mean nothing.
+        group_buffers: the buffer sizes of process groups that the run selected (``hccl_buffers``).
     """
 
     name: str
@@ -43,24 +43,24 @@ class Device(ABC):
 
     @property
     def title(self) -> str:
-        """The name for users; simulated hardware is marked in it."""
+        """The name shown to users, which marks simulated hardware."""
         return f"simulated {self.name}" if self.simulated else self.name
 
     @abstractmethod
     def absence(self) -> str | None:
-        """Return why the device cannot be used here, or None if it can."""
+        """Return why the device is not available, or None if it is."""
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number of devices of this machine; on the CPU, of processes that share it."""
+        """Return the number of devices of this machine; on a CPU, the number of processes that share it."""
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Return the device of this process, with its index where the device has one."""
+        """Return the device of this process, with an index if it has one."""
 
     @abstractmethod
     def set_current(self, index: int) -> None:
-        """Make device ``index`` the one of this process."""
+        """Make device ``index`` the current one of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -68,18 +68,18 @@ class Device(ABC):
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator that random operations on the device draw from."""
+        """Seed the generator for random operations on the device."""
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
-        """Return the state of the device's generator, a byte tensor on the host."""
+        """Return the state of the device's generator as a byte tensor on the host."""
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore a state that ``rng_state`` returned."""
 
     def host_rng_state(self) -> torch.Tensor:
-        """Return the state of the host's own generator (data order, weights initialised on the host)."""
+        """Return the state of the host's generator (data order, weights initialized on the host)."""
         return torch.get_rng_state()
 
     def set_host_rng_state(self, state: torch.Tensor) -> None:
@@ -88,14 +88,14 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        """Use the host's generator for random operations on host tensors in the block.
+        """Use the host's generator for random operations on host tensors inside the block.
 
-        A device with memory of its own has its own generator too, so there is nothing to do.
+        Devices with their own memory also have their own generator, so this has no effect for them.
         """
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Prepare the process for the device; called once, before upstream's first module runs."""
+        """Prepare the process for the device; called once, before upstream's first module is executed."""
 
     def release(self) -> None:  # noqa: B027
         """Undo ``prepare``."""
@@ -104,7 +104,7 @@ class Device(ABC):
         """Clear the overflow flag of a device that sets one instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return whether the overflow flag is set; False on devices that return inf and nan."""
+        """Return whether the overflow flag is set; False for devices that return inf and nan."""
         return False
 
     @abstractmethod
@@ -113,18 +113,18 @@ class Device(ABC):
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the part of the time just past in which the device was busy, by whatever process.
+        """Return the fraction of recent time in which the device was busy, for all processes.
 
-        A number from 0 to 1; None where nothing tells it.
+        A number from 0 to 1, or None if unknown.
         """
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Restart ``memory().peak`` from what is in use now."""
+        """Reset ``memory().peak`` to the current use."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        """Return the replacement of each name in ``torch.cuda``; a dotted name is in a submodule.
+        """Return the replacement for each name in ``torch.cuda``; dotted names are in submodules.
 
-        Empty where ``torch.cuda`` already means the device.
+        Empty if ``torch.cuda`` already is the device's.
         """
         return {}

@@ -1,8 +1,8 @@
 """Distribute a machine's cores over the ranks of a CPU run: number of threads and their cores.
 
-torchrun gives each of several ranks one thread, unless OMP_NUM_THREADS says otherwise: on a machine with more
-cores than ranks most of them idle. And the kernel moves threads between cores, from warm caches and, on
-machines with several sockets, away from their memory.
+torchrun starts several ranks with one thread each, unless OMP_NUM_THREADS is set, so most cores idle on a
+machine with more cores than ranks. In addition the kernel moves threads between cores, away from warm caches
+and, on machines with several sockets, from their memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Former:
-    """What a process had before ``share``.
+    """The settings of a process before ``share``.
 
     Attributes:
-        threads: torch's number; None where it has not been changed.
-        cpus: the processors it may run on; None where it has not been bound.
+        threads: torch's number of threads; None: unchanged.
+        cpus: the processors on which it may run; None: not bound.
     """
 
     threads: int | None = None
@@ -44,14 +44,14 @@ class Former:
 
 @functools.cache
 def share() -> Former:
-    """Give this rank its part of the machine's cores, once; rank 0 prints a line about it.
+    """Assign this rank its share of the machine's cores, once; rank 0 logs it.
 
-    Nothing happens with one rank, with fewer cores than ranks, or where MEGATRON_NPU_SHARE_CORES=0. A number
-    of threads that the user has given counts, and so does a place: OpenMP's variables for it, or cores that
-    are not the launcher's. On a machine that others use no rank is bound.
+    Nothing changes with one rank, with fewer cores than ranks, or with MEGATRON_NPU_SHARE_CORES=0. A number
+    of threads, or a binding, that the user has set (OpenMP's variables, or other cores than the launcher's)
+    is kept. If other programs use the machine, no rank is bound.
 
     Returns:
-        What ``give_back`` restores.
+        The settings that ``give_back`` restores.
     """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cores = available()
@@ -77,7 +77,7 @@ def _processors(cores: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def give_back() -> None:
-    """Undo ``share``: this process has again the threads and the processors that it had."""
+    """Undo ``share``: restore the process's threads and processors."""
     if not share.cache_info().currsize:
         return
     former = share()
@@ -89,7 +89,7 @@ def give_back() -> None:
 
 
 def available() -> list[tuple[int, ...]]:
-    """Return the cores that this process may use, each with its hardware threads, socket by socket."""
+    """Return the cores that this process may use, each with its hardware threads, by socket."""
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return [(cpu,) for cpu in range(os.cpu_count() or 1)]
     cores: dict[tuple[int, ...], list[int]] = {}
@@ -112,13 +112,13 @@ def _place(cpu: int) -> tuple[int, ...]:
 
 
 def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return the cores of one of ``ranks``: as many for each, those beside each other."""
+    """Return the cores of one of ``ranks``: the same number for each, adjacent to each other."""
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]
 
 
 def threads(ranks: int) -> int:
-    """Return the threads of each of ``ranks`` ranks on this machine, at least one."""
+    """Return the number of threads for each of ``ranks`` ranks on this machine, at least one."""
     return max(1, len(available()) // ranks)
 
 

@@ -24,17 +24,16 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class CpuDevice(Device):
     """Host memory as device memory.
 
-    torch has one generator on a CPU where a GPU run has two, the host's and the device's. Here the default
-    generator is the *device's* (dropout draws from it by itself), and ``host_generator`` is
-    the host's: for Megatron's ``torch.get_rng_state``, for weights initialised on the host, and for
-    DataLoaders (seeds, shuffling, samples that are drawn in this process). With a single one, a DataLoader
-    that only the first tensor-parallel rank builds would shift that rank's dropout masks against the others'.
+    torch has one generator on a CPU, but a GPU run has two, the host's and the device's. Here the default
+    generator is the *device's*, used by dropout, and ``host_generator`` is the host's, for Megatron's
+    ``torch.get_rng_state``, for weights initialized on the host, and for DataLoaders (seeds, shuffling,
+    random samples of this process). With a single generator, a DataLoader that only the first tensor-parallel
+    rank builds would shift that rank's dropout masks.
 
     Attributes:
-        index: what ``torch.cuda.current_device()`` returns, which tells the processes of a machine
-            apart.
+        index: the result of ``torch.cuda.current_device()``, which distinguishes the processes of a machine.
         host_generator: the host's generator.
-        device_generator: the device's generator. Inside ``host_rng`` the two have swapped places.
+        device_generator: the device's generator. Inside ``host_rng`` the two are swapped.
     """
 
     name = "cpu"
@@ -51,10 +50,10 @@ class CpuDevice(Device):
         return None
 
     def count(self) -> int:
-        """Return as how many devices the CPU counts: one for each process that shares it.
+        """Return the number of devices that the CPU counts as: one per process that shares it.
 
-        A number in ``MEGATRON_NPU_CPU_DEVICES`` comes first, of which ``CUDA_VISIBLE_DEVICES`` then chooses
-        some; else the processes that torchrun has started; else the devices in ``CUDA_VISIBLE_DEVICES``.
+        This is ``MEGATRON_NPU_CPU_DEVICES`` if set, restricted by ``CUDA_VISIBLE_DEVICES``; else the number
+        of processes that torchrun started; else the number of devices in ``CUDA_VISIBLE_DEVICES``.
         """
         total = cast("int | None", settings.CPU_DEVICES.value())
         if total is None and "LOCAL_WORLD_SIZE" in os.environ:
@@ -66,11 +65,11 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Remember the index for ``torch.cuda.current_device()``; there is one CPU for all processes."""
+        """Store the index for ``torch.cuda.current_device()``; all processes share one CPU."""
         self.index = index
 
     def synchronize(self) -> None:
-        """Do nothing: CPU operations have run when they return."""
+        """Do nothing, because CPU operations are synchronous."""
 
     def manual_seed(self, seed: int) -> None:
         # Not torch.manual_seed, which seeds all devices and would call this again.
@@ -117,16 +116,16 @@ class CpuDevice(Device):
         malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
-        """Return the resident set of this process as allocated and reserved, and its peak."""
+        """Return the resident set of this process as allocated and reserved memory, and its peak."""
         resident = psutil.Process().memory_info().rss
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
     def utilization(self) -> float:
-        """Return the part of the time since the last call in which the machine's processors were busy."""
+        """Return the fraction of time since the last call in which the machine's processors were busy."""
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Restart the peak (on Linux only; elsewhere it stays that of the whole process)."""
+        """Reset the peak (Linux only; elsewhere it remains that of the whole process)."""
         with contextlib.suppress(OSError):
             # proc(5): resets the high-water mark of this process
             _CLEAR_REFS.write_text("5", encoding="utf-8")

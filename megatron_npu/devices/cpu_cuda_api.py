@@ -22,11 +22,11 @@ from megatron_npu.devices.cuda_types import tensor_types
 def namespace(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the namespace, as ``Device.cuda_namespace`` describes it.
+    """Return the namespace described at ``Device.cuda_namespace``.
 
     Args:
         cpu: the device.
-        index: returns the index that this process has been given.
+        index: returns the index of this process.
         generator: returns the device's generator.
     """
     return {
@@ -43,7 +43,7 @@ def namespace(
 
 
 class Event:
-    """A point in time. Work before it has always run: nothing is queued."""
+    """A point in time. Earlier work has always completed, because nothing is queued."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
@@ -66,7 +66,7 @@ class Event:
 
 
 class Stream:
-    """The only stream of a CPU: work has run when the call returns, so nothing has to be waited for."""
+    """The only stream of a CPU: calls are synchronous, so there is nothing to wait for."""
 
     cuda_stream = stream_id = device_index = priority = 0
     device = torch.device("cpu")
@@ -76,7 +76,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority: the same."""
+        """Return the lowest and the highest priority, which are equal."""
         return 0, 0
 
     def wait_stream(self, stream: Any) -> None:

@@ -23,12 +23,12 @@ def _on_index_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., A
 
 
 class CpuDeviceIndex(str):
-    """An index to Python, the name ``cpu`` to torch.
+    """An index for Python, the name ``cpu`` for torch.
 
-    On CUDA the answer is an int, and Megatron uses it in every way in which an int serves. An int will not do
-    here: torch built without CUDA has no device with a number. A ``torch.device`` will not do either: it is
-    neither a number nor part of the name ``cuda:0``. Of a ``str`` torch reads the *characters*, which are
-    ``cpu``; all that Python reads of this one is the index.
+    On CUDA the result is an int, and Megatron uses it in every way that an int allows. An int does not work
+    here, because torch without CUDA has no numbered devices. A ``torch.device`` does not work either, because
+    it is neither a number nor part of the name ``cuda:0``. torch reads the *characters* of a ``str``, which
+    are ``cpu``; everything that Python reads of this one is the index.
 
     | use, of core 0.16.1 unless said otherwise | where (and some others) |
     |---|---|
@@ -43,7 +43,7 @@ class CpuDeviceIndex(str):
     | kept in a checkpoint, copied with a configuration | ``RerunStateMachine.suspicious_device`` |
     | ``i + 1``, ``i % 2``, ``i < 4`` | scripts that place their processes by it |
 
-    tests/unit/devices/test_cpu_device_index.py tries each.
+    tests/unit/devices/test_cpu_device_index.py tests each of these uses.
 
     Args:
         index: the number of the device.
@@ -58,7 +58,7 @@ class CpuDeviceIndex(str):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: tuple = (), options: Any = None) -> Any:
-        """Answer ``torch.device("cuda", index)``, the one call for which torch asks."""
+        """Handle ``torch.device("cuda", index)``, the only call for which torch uses this protocol."""
         return torch.device("cpu") if function is torch.device else NotImplemented
 
     def __index__(self) -> int:

@@ -21,9 +21,9 @@ _TYPES = {
 
 
 class TensorType(type):
-    """The type of ``torch.cuda.FloatTensor`` and its like: callable, and usable with isinstance.
+    """The type of ``torch.cuda.FloatTensor`` and similar names: callable, and usable with isinstance.
 
-    They have to be types: ``megatron.core.transformer.module`` tests isinstance against them.
+    They must be types because ``megatron.core.transformer.module`` uses them with isinstance.
     """
 
     dtype: torch.dtype
@@ -43,5 +43,5 @@ class TensorType(type):
 
 
 def tensor_types(device: str) -> dict[str, type]:
-    """Return ``FloatTensor``, ``LongTensor`` … as types whose instances live on ``device``."""
+    """Return ``FloatTensor``, ``LongTensor`` … as types for tensors on ``device``."""
     return {name: TensorType(name, (), {"dtype": dtype, "device": device}) for name, dtype in _TYPES.items()}

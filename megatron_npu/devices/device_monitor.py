@@ -1,7 +1,7 @@
-"""GPU sensors that ``torch.cuda`` reads, as far as other devices have them.
+"""GPU sensors of ``torch.cuda``, as far as other devices have them.
 
-Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` ask for these. What is
-not measured is nan, never a number that looks like a measurement.
+Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` read them. Values that
+are not measured are nan, never a number that looks like a measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def unknown(device: Any = None) -> float:
 
 
 def cpu_sensors() -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch.cuda`` that here read the machine's processors and memory."""
+    """Return the functions of ``torch.cuda`` that read the machine's processors and memory here."""
     psutil.cpu_percent()  # the first call only starts the measurement
     return {
         "mem_get_info": _free_and_total,
@@ -43,7 +43,7 @@ def _used(device: Any = None) -> int:
 
 
 def utilization(device: Any = None) -> float:
-    """Return the percentage of time that the processors were busy since the last call."""
+    """Return the percentage of time in which the processors were busy since the last call."""
     return psutil.cpu_percent()
 
 

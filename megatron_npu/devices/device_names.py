@@ -1,4 +1,4 @@
-"""Device arguments that name CUDA, and their meaning on another device."""
+"""Device arguments that name CUDA, and what they map to on another device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Target = Callable[[Any], Any]
 
 
 def names_cuda(text: str) -> bool:
-    """Return whether it is ``cuda`` or ``cuda:`` with an index."""
+    """Return whether the text is ``cuda``, or ``cuda:`` with an index."""
     return text == "cuda" or text.startswith("cuda:")
 
 
 def means_cuda(argument: Any) -> bool:
-    """Return whether a device argument names a CUDA device; an index alone does."""
+    """Return whether a device argument names a CUDA device; a bare index does."""
     if isinstance(argument, str):
         return names_cuda(argument)
     if isinstance(argument, int):
@@ -27,9 +27,10 @@ def means_cuda(argument: Any) -> bool:
 
 
 def target_on(device: Device) -> Target:
-    """Return a function from a device argument to the ``torch.device`` that it stands for on ``device``.
+    """Return a function that maps device arguments to ``torch.device`` on ``device``.
 
-    An index is kept, except on a CPU, which has none. What does not name CUDA is returned unchanged.
+    The index is kept, except on a CPU, which has none. Arguments that do not name CUDA are returned
+    unchanged.
     """
 
     def target(argument: Any) -> Any:

@@ -27,7 +27,7 @@ _THREADS = Path("/proc/self/task")
 def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as NCCL does.
 
-    gloo wants the larger tensor to have the shape of the smaller ones stacked or concatenated. Megatron
+    gloo requires the larger tensor to have the shape of the stacked or concatenated smaller ones. Megatron
     gathers ``[s, b, h]`` shards into one flat buffer (``gather_split_1d_tensor``). Both are contiguous.
     """
 
@@ -41,12 +41,11 @@ def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``isend`` whose pending sends keep the memory that they read alive.
+    """Return ``isend`` that keeps the memory of pending sends alive.
 
-    Megatron's schedules free an output's memory as soon as its send is issued (``out.data = ...``),
-    which is safe in the order of a CUDA stream. gloo reads it later, from another thread: the receiver
-    would get whatever has been written there since. A detached alias keeps the storage until the send
-    is done.
+    Megatron's schedules free an output's memory as soon as its send is issued (``out.data = ...``), which is
+    safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get other
+    data. A detached alias keeps the storage until the send is complete.
     """
 
     @functools.wraps(original)
@@ -57,10 +56,10 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``scatter`` that takes views with gaps, the columns of a matrix for instance.
+    """Return ``scatter`` that accepts non-contiguous views, such as columns of a matrix.
 
-    gloo sends memory from a tensor's first element on, gaps and all, and says nothing (torch 2.13). Where
-    there is a device, a library that moves such a view to it has it copied together on the way.
+    gloo silently sends memory from a tensor's first element on, including gaps (torch 2.13). On a device, the
+    copy of such a view to the device is contiguous.
     """
 
     @functools.wraps(original)
@@ -75,9 +74,9 @@ def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather`` that takes parts of unequal sizes, as NCCL does.
+    """Return ``all_gather`` that accepts parts of unequal sizes, as NCCL does.
 
-    gloo refuses them. Each rank sends its own part to all, as NCCL's backend does.
+    gloo rejects them. Here each rank sends its part to all others, as NCCL's backend does.
     """
 
     @functools.wraps(original)
@@ -106,11 +105,11 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of autograd's ``all_to_all`` (``torch.distributed.nn``) for groups of any ranks.
+    """Return the forward of autograd's ``all_to_all`` (``torch.distributed.nn``) that works in any group.
 
-    With gloo torch scatters from each rank in turn, and names it by its place in the group where its place
-    in the world is asked for (torch 2.13): a group without rank 0 is refused. Nor does a scatter take parts
-    of unequal sizes, which gradients are where the ranks give unequal parts. Here all go in one buffer.
+    With gloo, torch scatters from each rank in turn, but passes its group rank where the global rank is
+    expected (torch 2.13), so groups without rank 0 fail. A scatter also rejects parts of unequal sizes, which
+    gradients have if the ranks send unequal parts. Here all parts are sent in one buffer.
     """
 
     @functools.wraps(original)
@@ -147,9 +146,9 @@ class _All:
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` or ``broadcast`` that refuses a tensor with gaps, as NCCL does.
+    """Return ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
 
-    gloo reads and writes memory from its first element on: wrong numbers, silently (torch 2.13).
+    gloo reads and writes memory from the first element on, which silently gives wrong values (torch 2.13).
     """
 
     @functools.wraps(original)
@@ -179,7 +178,7 @@ def _require_no_gaps(name: str, tensor: Any) -> None:
 
 
 def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``barrier`` that accepts ``device_ids``, which only NCCL uses, and drops it."""
+    """Return ``barrier`` that accepts and ignores ``device_ids``, which only NCCL uses."""
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -189,13 +188,13 @@ def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DistributedDataParallel.__init__`` after which the group outlives the model's reducer.
+    """Return ``DistributedDataParallel.__init__`` that makes the group outlive the model's reducer.
 
-    The reducer, where it holds the group last (``destroy_process_group`` has been called), ends it with the
-    interpreter's lock in hand, and waits for gloo's threads. One of these may just be waiting for the lock,
-    as it lets go of the context in which torch's backward pass keeps the compiler's settings: the process
-    hangs forever (torch 2.13, one of some fifteen models that go right after their group; shown by
-    tests/unit/devices/test_gloo.py). A group that Python holds last is ended without the lock.
+    If the reducer holds the last reference to the group (after ``destroy_process_group``), it destroys it
+    while holding the GIL, and waits for gloo's threads. One of these may itself wait for the GIL, to release
+    the context of torch's backward pass, and the process hangs (torch 2.13, about one in fifteen models that
+    are freed right after their group; see tests/unit/devices/test_gloo.py). A group whose last reference is
+    Python's is destroyed without the GIL.
     """
 
     @functools.wraps(original)
@@ -209,17 +208,17 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_with_one_thread() -> None:
-    """Make gloo's threads, from now on, copy what they gather with one OpenMP thread each.
+    """Make gloo's threads started from now on copy gathered tensors with one OpenMP thread each.
 
-    A thread of gloo copies the result of a gather by an operation of torch's, in parallel from 32,768
-    elements on. With OpenMP every thread of a process has threads of its own, which stay: after one gather
-    libgomp counts more threads than processors, no longer spins at the end of a parallel region, and every
-    small operation of the training afterwards waits for the kernel (twice the time of a step on two cores;
-    torch 2.13, shown without Megatron by tests/unit/devices/test_gloo.py).
+    A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
+    on. With OpenMP each thread gets its own thread pool, which stays: after one gather libgomp counts more
+    threads than processors and no longer spins at the end of parallel regions, so every small operation of
+    the training waits for the kernel (twice the step time on two cores; torch 2.13, reproduced without
+    Megatron in tests/unit/devices/test_gloo.py).
 
-    A thread takes torch's number of threads when it first needs it. ``torch.set_num_threads`` sets that, and
-    also the number of the thread that calls it: hence the call from a thread that ends at once. The caller's
-    own number stays; other threads that begin later, a program's own too, have one unless they call
+    A thread reads torch's number of threads when it first needs it. ``torch.set_num_threads`` sets that
+    number and also the calling thread's, so it is called in a thread that ends at once. The caller's own
+    number is kept; threads started later, including the program's, use one unless they call
     ``torch.set_num_threads`` themselves.
     """
     torch.get_num_threads()  # the caller takes its number before it is changed for the others
@@ -229,7 +228,7 @@ def copy_with_one_thread() -> None:
 
 
 def wait_at_exit() -> None:
-    """Make the process wait for gloo's threads when it exits, see ``wait_for_workers``."""
+    """Make the process wait for gloo's threads at exit, see ``wait_for_workers``."""
     atexit.unregister(wait_for_workers)  # once is enough
     atexit.register(wait_for_workers)
 
@@ -241,16 +240,16 @@ def leave_process() -> None:
 
 
 def wait_for_workers(timeout: float = 10.0) -> bool:
-    """Wait until no thread of gloo is busy; return whether that happened within ``timeout`` seconds.
+    """Wait until gloo's threads are idle; return whether that happened within ``timeout`` seconds.
 
-    A thread of gloo releases its tensors after it has reported a collective as done, and needs the
-    interpreter's lock for that. Megatron's scripts exit without ``destroy_process_group``: if the interpreter
-    is shutting down by then, C++ aborts the process with "terminate called without an active exception"
-    (signal 6), and a successful run is reported as failed
-    (https://github.com/pytorch/pytorch/issues/190489, torch 2.13). ``destroy_process_group`` does not
-    help: Megatron's globals, and a model of torch's DDP, keep the groups, and with them the threads, alive.
+    A gloo thread releases its tensors after it has reported a collective as complete, and needs the GIL for
+    that. Megatron's scripts exit without ``destroy_process_group``; if the interpreter is already shutting
+    down, C++ aborts the process with "terminate called without an active exception" (signal 6), and a
+    successful run is reported as failed (https://github.com/pytorch/pytorch/issues/190489, torch 2.13).
+    ``destroy_process_group`` does not help, because Megatron's globals and models in torch's DDP keep the
+    groups and their threads alive.
 
-    A thread that waits for another process is not busy: this never waits for a peer.
+    A thread that waits for another process counts as idle, so this never waits for other ranks.
     """
     if not _THREADS.is_dir():  # macOS shows no threads to an ordinary user
         time.sleep(0.1)

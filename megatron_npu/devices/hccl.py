@@ -20,16 +20,16 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the MiB that a group's options name for one buffer of HCCL; None if they name none."""
+    """Return the size in MiB of one HCCL buffer in a group's options; None if not set."""
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
 
 def set_buffer(group: dist.ProcessGroup, mebibytes: int) -> bool:
-    """Choose the buffers of a group without a communicator yet: torch_npu makes it at the first call.
+    """Set the buffer size of a group that has no communicator yet; torch_npu creates it at the first call.
 
     Returns:
-        Whether it is a group of HCCL.
+        Whether it is an HCCL group.
     """
     options = _options_of(group)
     if options is not None:
@@ -46,9 +46,9 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
     """Return torch_npu's options of a process group.
 
     Args:
-        config: of its communicator, by HCCL's names: ``hccl_buffer_size`` in MiB, ``hccl_exec_timeout`` in
-            seconds, ``hccl_op_expansion_mode``.
-        high_priority: its stream goes before others.
+        config: settings of its communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
+            ``hccl_exec_timeout`` in seconds, ``hccl_op_expansion_mode``.
+        high_priority: whether its stream has high priority.
     """
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
@@ -59,9 +59,9 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
 
 
 def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter`` that takes parts with gaps, as NCCL does: the columns of a matrix.
+    """Return ``reduce_scatter`` that accepts non-contiguous parts, such as columns of a matrix, as NCCL does.
 
-    torch_npu lays the parts together with the strides of the first one, and refuses what it then has.
+    torch_npu combines the parts with the strides of the first one, and then rejects the result.
     """
 
     @functools.wraps(original)
@@ -72,9 +72,9 @@ def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that also takes float64, which HCCL refuses.
+    """Return ``all_reduce`` that also accepts float64, which HCCL rejects.
 
-    Megatron reduces its start time in float64: a few bytes, once. Their bits are gathered as int64, and every
+    Megatron reduces its start time in float64, a few bytes, once. The bits are gathered as int64, and every
     rank reduces them on the host.
     """
 

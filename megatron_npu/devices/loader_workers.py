@@ -28,7 +28,7 @@ _taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
-    """Patch torch's loaders in this process and its forks; a second call does nothing."""
+    """Patch torch's data loaders in this process and its forks; a second call has no effect."""
     if not _replaced:
         for owner, name, value in (*nameless_sharing.replacements(), *_failures()):
             _replaced.set(owner, name, value)

@@ -1,4 +1,4 @@
-"""Which collectives of gloo use memory shared by the ranks, and which use its sockets."""
+"""Decide which gloo collectives use shared memory, and which use sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _waited_for: set[dist.ProcessGroup] = set()
 
 
 def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that goes through memory where it can."""
+    """Return ``all_reduce`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -43,7 +43,7 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter_tensor`` that goes through memory where it can."""
+    """Return ``reduce_scatter_tensor`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -62,7 +62,7 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather_into_tensor`` that goes through memory where it can."""
+    """Return ``all_gather_into_tensor`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -77,10 +77,10 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_coalescing_manager`` that lets collectives through memory where it waits for its own.
+    """Return ``_coalescing_manager`` that lets collectives use shared memory if it waits for its own.
 
-    Megatron's DDP wraps the collectives of all its buckets in it. Those of a manager with ``async_ops`` must
-    all be gloo's: it hands out what they return.
+    Megatron's DDP wraps the collectives of all its buckets in it. With ``async_ops`` all of them must be
+    gloo's, because it returns their handles.
     """
 
     @functools.wraps(original)

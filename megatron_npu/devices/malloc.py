@@ -18,10 +18,10 @@ _KEEP = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_MAX: 0}
 def keep_freed_memory() -> None:
     """Configure malloc to reuse freed memory of any size.
 
-    glibc maps every large block afresh and unmaps it when freed, so each step of a training run pays a
-    page fault for every 4 KiB of every activation and logit. A caching allocator, as on CUDA and NPU,
-    does not. The resident set stays at its peak until the process ends. ``MEGATRON_NPU_KEEP_MEMORY=0``
-    leaves the C library as it is; so does one that is not glibc.
+    glibc maps each large block anew and unmaps it when it is freed, so every training step has a page fault
+    for every 4 KiB of activations and logits. A caching allocator, as on CUDA and NPU, does not. The resident
+    set stays at its peak until the process ends. ``MEGATRON_NPU_KEEP_MEMORY=0``, or another C library than
+    glibc, disables this.
     """
     if settings.KEEP_MEMORY.enabled() and not _set(_KEEP):
         logger.info("freed memory is returned to the system: this C library has no mallopt(3)")
@@ -34,10 +34,10 @@ def return_freed_memory() -> None:
 
 
 def map_each_tensor() -> None:
-    """Let every block of a megabyte and more be mapped by itself, and unmapped when it is freed (glibc only).
+    """Map every block of a megabyte or more separately, and unmap it when it is freed (glibc only).
 
-    By itself glibc raises that limit to 32 megabytes as such blocks are freed, and keeps what is smaller:
-    a second model does not fit into the gaps of the first.
+    By default glibc raises this threshold to 32 MiB as such blocks are freed, and keeps smaller blocks, so a
+    second model does not fit into the gaps of the first.
     """
     _set({_M_MMAP_THRESHOLD: 1 << 20})
 

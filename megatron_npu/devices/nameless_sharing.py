@@ -1,11 +1,11 @@
-"""Pass tensors between processes in shared memory without names, so that nothing can be left behind.
+"""Pass tensors between processes in unnamed shared memory, so that nothing can be left behind.
 
-torch moves such a tensor (a batch that a worker of a loader has made) into a file of /dev/shm, and takes its
-name away in the next call: a worker that is killed between the two leaves it, and the name does not tell
-whether another container uses it. The descriptor is handed over by a thread of Python's, which listens at a
-socket in /tmp/pymp-*: a worker that is killed at any time leaves that. Here the memory is an anonymous file
-(``memfd_create``), which a container's small /dev/shm does not bound either, and the socket an abstract one
-for the same user alone, which Python's key guards as it does the other. Values and sharing are torch's own.
+torch puts such a tensor (a batch from a data-loader worker) into a file in /dev/shm and unlinks it in the
+next call: a worker that is killed in between leaves the file, and its name does not show whether another
+container uses it. A Python thread that listens on a socket in /tmp/pymp-* passes the descriptor: a worker
+that is killed at any time leaves the socket. Here the memory is an anonymous file (``memfd_create``), which a
+small /dev/shm does not limit, and the socket an abstract one for the same user, authenticated by Python's key
+as before. Values and sharing are torch's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield the functions of torch and Python that make names; only Linux can do without."""
+    """Yield the replacements for torch's and Python's functions that create names; Linux only."""
     if sys.platform == "linux":
         yield _Storage, "_new_using_fd_cpu", staticmethod(_anonymous)
         if hasattr(_Storage, "_swap_data_ptr_"):  # older torches move a storage in C++ alone

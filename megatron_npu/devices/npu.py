@@ -1,7 +1,7 @@
 """Ascend NPUs through torch_npu's own interface, without its process-wide ``transfer_to_npu``.
 
-``transfer_to_npu`` switches ``torch.jit.script`` off and turns float64 into float32 for the whole
-process; our redirection only gives the names of ``torch.cuda`` another meaning.
+``transfer_to_npu`` disables ``torch.jit.script`` and turns float64 into float32 in the whole process; our
+redirection only remaps names of ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
-    """An NPU, HCCL between them."""
+    """An NPU with HCCL."""
 
     name = "npu"
     backend = "hccl"

@@ -1,4 +1,4 @@
-"""Small values of many steps, held in one tensor."""
+"""Small values of many steps, stored in one tensor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 class Rows:
-    """Rows ``[b]`` or ``[b, n]`` that come one after the other, in one tensor that doubles where it is full.
+    """Rows ``[b]`` or ``[b, n]`` that are appended to one tensor, which doubles its size when full.
 
-    On a CPU a small tensor for each step would stay where the step's activations were, in a heap that keeps
-    what is freed (``malloc.keep_freed_memory``): those of the next step no longer fit into the gaps, and the
-    process grows by their size with each step.
+    On a CPU, one small tensor per step would stay between the freed activations of that step in a heap that
+    keeps freed memory (``malloc.keep_freed_memory``): the next step's activations would not fit into the
+    gaps, and the process would grow by their size in each step.
 
     Args:
-        filling: for rows that are narrower than others.
+        filling: value for the missing elements of narrower rows.
     """
 
     def __init__(self, filling: float = 0) -> None:
@@ -21,11 +21,11 @@ class Rows:
         self._held: Tensor | None = None
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
         return self._count
 
     def add(self, rows: Tensor) -> None:
-        """Add rows, of the device and dtype of the first ones; they have no gradient here."""
+        """Append rows with the device and dtype of the first ones; gradients are not tracked."""
         before, self._count = self._count, self._count + len(rows)
         rows, width = rows.detach(), rows.shape[1:]
         if self._held is None:
@@ -37,10 +37,10 @@ class Rows:
         self._held[(slice(before, self._count), *map(slice, width))] = rows
 
     def all(self) -> Tensor:
-        """Return the values in the order they were added: a view ``[all]`` or ``[all, most]``.
+        """Return the rows in the order in which they were added: a view ``[all]`` or ``[all, most]``.
 
         Raises:
-            ValueError: nothing has come.
+            ValueError: there are no rows.
         """
         if self._held is None:
             raise ValueError("no rows have been added")

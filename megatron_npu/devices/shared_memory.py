@@ -1,14 +1,14 @@
 """Collectives of ranks on one machine, through shared memory instead of gloo's sockets.
 
-gloo sends what it reduces through the kernel's loopback network, even to the next process: each byte is
-copied into the kernel and out of it, and TCP is paid for. Here every rank puts the parts that others reduce
-into a segment that all have mapped, reduces its own part, and takes the results of the others from there.
-gloo still says when all have done so: a peer that dies, or is late, ends the wait as it always did. Sums of
-two ranks are gloo's bit for bit; more ranks are added in another order than by gloo.
+gloo sends data through the kernel's loopback network even to a process on the same machine, which copies each
+byte into and out of the kernel and pays for TCP. Here every rank writes the parts that others reduce to a
+shared segment, reduces its own part, and reads the results of the others. gloo still synchronizes the ranks,
+so a dead or late rank ends the wait as before. Sums of two ranks are bitwise identical to gloo's; with more
+ranks the order of additions differs.
 
-The segment is an anonymous file in memory (``memfd_create``), found through the first rank's ``/proc``. It
-has no name in ``/dev/shm``, so nothing is left behind whatever dies, and a container's small ``/dev/shm``
-does not matter.
+The segment is an anonymous file in memory (``memfd_create``), opened through the first rank's ``/proc``. It
+has no name in ``/dev/shm``, so nothing is left behind if a process dies, and a small ``/dev/shm`` does not
+matter.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ALIGNMENT = 64
 
 
 class Segment:
-    """Memory that the ranks of a group share, and the collectives through it.
+    """Memory that the ranks of a group share, and the collectives that use it.
 
-    What a collective handles in one go is a stage. A stage has one of two inboxes, ``[ranks, ranks, part]``
-    by reader and writer, and one of two shelves ``[ranks, part]`` of results, in turns: what a rank reads in
-    one stage is written again in the one after the next at the earliest, and in the stage between all ranks
-    wait for each other.
+    A collective works in stages. Each stage uses one of two inboxes, ``[ranks, ranks, part]`` by reader and
+    writer, and one of two result buffers ``[ranks, part]``, alternately: data read in one stage are
+    overwritten in the stage after the next at the earliest, and all ranks synchronize in between.
 
     Args:
-        group: of gloo, all of its ranks on one machine; every one of them makes its segment at the same time.
-        chunk: bytes of a tensor that go through at once.
+        group: a gloo group whose ranks are all on one machine; all of them create their segment at the same
+            time.
+        chunk: bytes of a tensor per stage.
 
     Raises:
-        OSError: some rank cannot map the memory; raised on all of them.
+        OSError: a rank cannot map the memory; raised on all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunk: int = _CHUNK) -> None:
@@ -53,7 +53,7 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` (flat) by the sum over the ranks: the same bits on each."""
+        """Replace ``tensor`` (flat) by the sum over the ranks, bitwise identical on each."""
         chunks = tensor.split(self._elements(tensor) * self._ranks)
         stages = [self._parts(chunk, -(-chunk.numel() // self._ranks)) for chunk in chunks]
         self._give(stages[0])
@@ -68,7 +68,9 @@ class Segment:
             self._stage += 1
 
     def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
-        """Write this rank's part of the sum of ``given`` to ``output`` (both flat; it may be that part)."""
+        """Write this rank's part of the sum of ``given`` to ``output`` (both flat; ``output`` may be that
+        part).
+        """
         shards = given.view(self._ranks, -1)
         output.copy_(shards[self._rank])  # nothing happens where it is that part
         stages = list(zip(*(shard.split(self._elements(given)) for shard in shards), strict=True))
@@ -83,7 +85,7 @@ class Segment:
             self._stage += 1
 
     def all_gather(self, output: Tensor, given: Tensor) -> None:
-        """Write the ``given`` (flat) of all ranks to ``output`` (flat), of which it may be a part."""
+        """Write ``given`` (flat) of all ranks to ``output`` (flat), of which it may be a part."""
         shards = output.view(self._ranks, -1)
         shards[self._rank].copy_(given)
         for parts in zip(*(shard.split(self._elements(given)) for shard in shards), strict=True):

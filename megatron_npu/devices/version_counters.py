@@ -16,12 +16,12 @@ WITHOUT_BUMP = ("broadcast", "recv", "scatter", "all_to_all", "all_to_all_single
 
 
 def bump_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective that raises the version counter of its first argument, or of the tensors in it.
+    """Return the collective that increments the version counter of its first argument, or of the tensors in
+    it.
 
-    Attention caches what it has read from a mask until the mask is written to. With a data loader that
-    receives every batch in the same buffer, it would train on the document boundaries of the first one.
-    Floating-point tensors are left alone: nothing is cached from them, and autograd
-    would object to one that was sent.
+    Attention caches values read from a mask until the mask is written to. With a data loader that receives
+    every batch in the same buffer, it would use the document boundaries of the first batch. Floating-point
+    tensors are not changed: nothing is cached from them, and autograd would raise an error for a sent tensor.
     """
     first = next(iter(inspect.signature(original).parameters))
 

@@ -22,11 +22,11 @@ _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """How a text is to be drawn.
+    """How a text is generated.
 
     Attributes:
-        until: texts that end it, and are not part of it.
-        tokens: tokens to add at most.
+        until: texts that end the generation and are not part of the result.
+        tokens: maximum number of tokens to generate.
         temperature, top_k, top_p: as in ``Options``.
     """
 
@@ -38,14 +38,14 @@ class Wish:
 
     @classmethod
     def of(cls, wanted: Mapping[str, Any], tokens: int) -> Wish:
-        """Return the wish of a request.
+        """Return the settings of a request.
 
         Args:
             wanted: its keywords.
-            tokens: to be added where they name no number.
+            tokens: the default number of tokens.
 
         Raises:
-            UsageError: a keyword that is not known here.
+            UsageError: a keyword is not supported.
         """
         rest = dict(wanted)
         until = rest.pop("until", None) or []
@@ -63,7 +63,7 @@ class Wish:
         )
 
     def options(self, seed: int) -> Options:
-        """Return how to draw."""
+        """Return the sampling options."""
         return Options(
             num_tokens=self.tokens,
             temperature=self.temperature,

@@ -1,7 +1,7 @@
 """``megatron-npu evaluate``: run lm-eval, EleutherAI's harness, with the model ``megatron_npu``.
 
-lm-eval's own command line follows. Releases that read the entry points ``lm_eval.models`` know the model
-without this command; 0.4.13 does not read them.
+lm-eval's own command line follows. lm-eval releases that read the entry points ``lm_eval.models`` need no
+such command; 0.4.13 does not read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ load=DIR --tasks NAME... See docs/how-to/evaluation.md."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser that says the help; lm-eval has its own for everything else."""
+    """Return the parser for the help text; lm-eval parses everything else."""
     return Parser("megatron-npu evaluate", description=_DESCRIPTION, usage=_USAGE)
 
 

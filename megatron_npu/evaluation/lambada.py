@@ -1,7 +1,8 @@
 """``megatron-npu lambada``: measure how often a checkpoint predicts the last word of a passage.
 
-The task is that of Megatron-LM's ``tasks/main.py --task LAMBADA``, and so is the first line that is printed.
-The second has the perplexity, as lm-eval reckons it. Under torchrun the processes share the passages out.
+The task, and the first printed line, are those of Megatron-LM's ``tasks/main.py --task LAMBADA``. The second
+line has the perplexity as lm-eval computes it. Under torchrun the processes divide the passages among
+themselves.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from megatron_npu.pretrain.run import initialize, layout
 
 
 class Found(NamedTuple):
-    """What the model makes of a passage.
+    """The model's result for a passage.
 
     Attributes:
         example: the passage.
-        correct: whether the likeliest token at every place is the one to be found.
-        logprob: natural logarithm of the probability of all of these tokens.
+        correct: whether the most likely token is the expected one at every position.
+        logprob: natural logarithm of the probability of all expected tokens.
     """
 
     example: Example
@@ -42,7 +43,7 @@ class Found(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu lambada", description=__doc__)
     add = result.add_argument
     trained_model.add_checkpoint(add)
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: no such checkpoint or file, or a passage that does not fit the model.
+        UsageError: the checkpoint or file does not exist, or a passage does not fit the model.
     """
     args = parser().parse_args(argv)
     if args.strict_lambada and args.lm_eval_cut:
@@ -115,9 +116,9 @@ def _counts(rows: Sequence[Found]) -> tuple[int, int]:
 
 
 def perplexity(rows: Sequence[Found]) -> float:
-    """Return e to the mean negative logarithm of the answers' probabilities, a passage counting one.
+    """Return e to the mean negative log-likelihood of the answers, each passage counted once.
 
-    Infinite where it is too large for a number.
+    Infinite if it overflows.
     """
     try:
         return math.exp(-sum(row.logprob for row in rows) / len(rows))
@@ -145,20 +146,21 @@ def accuracy(
     merge_file: str | None = None,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Return how many passages of ``file`` the model completes, and how many there are.
+    """Return how many passages of ``file`` the model completes correctly, and how many there are.
 
-    Under torchrun each process has the whole model and reads its share of the passages; all return the same.
+    Under torchrun each process has the whole model and evaluates a part of the passages; all return the same
+    result.
 
     Args:
-        load: directory that a run saved into.
+        load: folder given to ``--save``.
         file: JSON lines with the key ``text``.
-        strict: the whole last word counts, cut into tokens on its own; else the last token of the passage.
-        batch: passages that are read at once; the figures do not depend on it.
-        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
-        changes: flags of the run to be changed, by their names in its arguments.
+        strict: predict the whole last word, tokenized separately; else the last token of the passage.
+        batch: passages per forward pass; it does not change the results.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
+        changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: no such checkpoint or file, or a passage that does not fit the model.
+        UsageError: the checkpoint or file does not exist, or a passage does not fit the model.
     """
     cut: Cut = "word" if strict else "token"
     rows = found(load, file, cut=cut, batch=batch, vocab_file=vocab_file, merge_file=merge_file, **changes)
@@ -175,11 +177,11 @@ def found(
     merge_file: str | None = None,
     **changes: Any,
 ) -> list[Found]:
-    """Return what the model makes of each passage of ``file``; see ``accuracy`` and ``read_examples``.
+    """Return the result for each passage of ``file``; see ``accuracy`` and ``read_examples``.
 
     Raises:
-        UsageError: no such checkpoint or file, a passage that does not fit the model, or logits that are not
-            numbers.
+        UsageError: the checkpoint or file does not exist, a passage does not fit the model, or logits are NaN
+            or infinite.
     """
     with restored(load, vocab_file, merge_file, layout.copies, **changes) as (args, gpt, tokenizer):
         examples = read_examples(file, tokenizer, cut=cut, longest=args.max_position_embeddings)

@@ -1,7 +1,7 @@
-"""The files of a run of lm-eval: results that can be written, and caches that nobody else has filled.
+"""The files of an lm-eval run: writable results, and caches that no other user can write to.
 
-lm-eval warns, and ends with exit code 0, where its results cannot be written; its caches are pickles, which
-run whatever code they hold when they are read.
+If lm-eval cannot write its results, it only warns and ends with exit code 0; its caches are pickles, which
+execute code when they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROOT = 0
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what lm-eval's command line says of files."""
+    """Return the file options in lm-eval's command line."""
     parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
@@ -32,10 +32,10 @@ def given(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def require(asked: argparse.Namespace) -> None:
-    """Check the places of a run before hours of it.
+    """Check the output and cache folders before an evaluation of hours.
 
     Raises:
-        UsageError: results cannot be written there; or somebody else can write to a cache, or has.
+        UsageError: results cannot be written, or another user can write to a cache or owns it.
     """
     for path in _caches(asked.use_cache):
         _require_own(path)
@@ -53,11 +53,11 @@ def require(asked: argparse.Namespace) -> None:
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return why there are no results of a run that has ended well; empty: there are.
+    """Return why a run that ended normally has no results; empty if it has.
 
     Args:
-        output_path: as it was given.
-        since: when the run began, in seconds of the clock of files.
+        output_path: the option's value.
+        since: start of the run, in seconds of the file system's clock.
     """
     pattern = f"{output_path.stem}_*.json" if output_path.suffix == ".json" else "*/results_*.json"
     written = [path for path in _folder(output_path).glob(pattern) if path.stat().st_mtime >= since]

@@ -1,6 +1,6 @@
 """lm-eval's model ``megatron_npu``: checkpoints of the trainer and of stock scripts, without conversion.
 
-Loaded as ``megatron-npu generate`` loads them, with the numbers that ``--model hf`` gives on the export.
+Checkpoints are loaded as by ``megatron-npu generate``, with the same results as ``--model hf`` on the export.
 """
 
 from __future__ import annotations
@@ -47,23 +47,24 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of c
 class MegatronNpu(TemplateLM):
     """A checkpoint for lm-eval, in one process or several.
 
-    Several processes have a copy each and share the requests out; with one of the two sizes they share one
-    model, and the first asks for all (``Leader``): the others never leave the constructor.
+    Several processes each have a copy and divide the requests; with one of the two sizes they share one
+    model, and the first process sends all requests (``Leader``): the others never leave the constructor.
 
     Args:
-        load: directory that a run saved into.
-        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
-        fp16, bf16: compute in another precision than that of the training.
-        tensor_model_parallel_size, pipeline_model_parallel_size: processes that share each layer, or all.
-        max_length: tokens that the model reads at most; None: as many as it has positions.
-        max_gen_toks: tokens to add where a task names no number.
-        batch_size: texts read at once.
-        max_batch_size: of lm-eval's ``auto``, for which the default is taken here.
-        device: must be that of this process, or ``cuda``, which means it.
-        unknown: what is not known, to be refused by name.
+        load: folder given to ``--save``.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
+        fp16, bf16: use another precision than in training.
+        tensor_model_parallel_size, pipeline_model_parallel_size: number of processes that share each layer,
+            and number of stages.
+        max_length: maximum number of input tokens; None: the model's positions.
+        max_gen_toks: default number of tokens to generate.
+        batch_size: texts per forward pass.
+        max_batch_size: for lm-eval's ``auto``, which means the default here.
+        device: this process's device, or ``cuda``, which is mapped to it.
+        unknown: unsupported arguments, which are rejected by name.
 
     Raises:
-        UsageError: no such checkpoint, or an argument that makes no sense.
+        UsageError: the checkpoint does not exist, or an argument is invalid.
     """
 
     backend = "causal"
@@ -103,7 +104,7 @@ class MegatronNpu(TemplateLM):
             )
 
     def close(self) -> None:
-        """Release the model and the other processes; no further requests are possible."""
+        """Release the model and the other processes; no requests are possible afterwards."""
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
@@ -161,12 +162,12 @@ class MegatronNpu(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """The id of the end-of-text token."""
         return self._model.tokenizer.eod
 
     @functools.cached_property
     def prefix_token_id(self) -> int:
-        """The id that stands before a text without context: the tokenizer's first, else its last one."""
+        """The id that precedes a text without context: the tokenizer's start token, else its end token."""
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             return tokenizer.eod
@@ -174,9 +175,9 @@ class MegatronNpu(TemplateLM):
         return tokenizer.eod if token is None else tokenizer.vocabulary.get(token, tokenizer.eod)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text, by default with what the tokenizer begins every text with.
+        """Return the ids of a text, by default with the tokenizer's start tokens.
 
-        A text that begins with that, as a chat template makes it, does not get it twice.
+        A text that already starts with them, as from a chat template, does not get them twice.
         """
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -187,7 +188,7 @@ class MegatronNpu(TemplateLM):
         return tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids, without the marks among them."""
+        """Return the text of ids, without special tokens."""
         tokenizer = self._model.tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokens = [token for token in tokens if token not in tokenizer.special_ids]
@@ -197,7 +198,7 @@ class MegatronNpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer from others in lm-eval's caches."""
+        """A name that identifies this tokenizer in lm-eval's caches."""
         args = self._model.args
         file = args.tokenizer_model or args.vocab_file or args.tokenizer_type
         return str(file).replace("/", "__")
@@ -251,7 +252,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of whole texts, each read in windows as long as the model's."""
+        """Return the log-likelihood of whole texts, computed in windows of the model's length."""
         windows: list[Request] = []
         numbers = []
         for (string,) in (request.args for request in requests):
@@ -271,7 +272,7 @@ class MegatronNpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model adds to texts, up to the texts that end it."""
+        """Return generated continuations, up to the texts that end them."""
         answers = [""] * len(requests)
         wishes: dict[Wish, list[int]] = {}
         for place, request in enumerate(requests):

@@ -15,26 +15,26 @@ Cut = Literal["token", "word", "lm-eval"]
 
 
 class Example(NamedTuple):
-    """A passage: the tokens that the model reads, and those that it has to find, all of them."""
+    """A passage: its input tokens, and the tokens to predict."""
 
     context: list[int]
     answer: list[int]
 
 
 def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) -> list[Example]:
-    """Return the passages of a file, each with the last ``longest`` tokens before the last one to be found.
+    """Return the passages of a file, each truncated to the last ``longest`` input tokens.
 
-    How many lost tokens at their beginning is printed, by the first process.
+    The first process prints how many passages were truncated.
 
     Args:
         file: JSON lines with the key ``text``.
         tokenizer: the model's.
-        cut: what is to be found: the last ``token``; the last ``word``, cut into tokens on its own, as
-            Megatron's ``--strict-lambada`` does; or what the task lambada_openai of lm-eval takes for it.
-        longest: positions of the model.
+        cut: what to predict: the last ``token``; the last ``word``, tokenized separately as with Megatron's
+            ``--strict-lambada``; or as in lm-eval's task lambada_openai.
+        longest: number of positions of the model.
 
     Raises:
-        UsageError: no file, no passages, a line that is not one, or a passage too short.
+        UsageError: there is no file or passage, a line is malformed, or a passage is too short.
     """
     try:
         lines = files.lines(file)

@@ -1,1 +1,1 @@
-"""Text generation with a GPT in memory: token selection and the Sampler. Independent of checkpoints."""
+"""Generate text with a GPT in memory: token selection and the Sampler. Independent of checkpoints."""

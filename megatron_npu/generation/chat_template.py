@@ -1,7 +1,8 @@
-"""The chat template of a checkpoint: turns messages into the text that the model was trained on.
+"""The chat template of a checkpoint, which turns messages into the text format of the training.
 
-It is Jinja, and comes with the tokenizer of Hugging Face: a file of strangers. It is rendered as Transformers
-renders it, in Jinja's sandbox, where a template reaches nothing but the messages, and for seconds at most.
+Templates are Jinja and come with the Hugging Face tokenizer, so they are untrusted. They are rendered as in
+Transformers, in Jinja's sandbox, which gives access to the messages only, and for a limited number of
+seconds.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name.
+    """A template and the special tokens that it may use.
 
     Args:
-        source: Jinja.
-        special_tokens: by their roles.
+        source: the Jinja source.
+        special_tokens: the special tokens by role.
 
     Raises:
-        UsageError: it is no Jinja.
+        UsageError: it is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -59,11 +60,11 @@ class ChatTemplate:
 
         Args:
             messages: each with ``role`` and ``content``.
-            begin_answer: go on to where the answer begins; else stop inside the last message, for the model
-                to continue with that.
+            begin_answer: add the start of the answer; otherwise stop inside the last message, which the model
+                continues.
 
         Raises:
-            UsageError: the template refuses the messages, or fails with them.
+            UsageError: the template rejects the messages, or fails.
         """
         try:
             with _at_most(_SECONDS):
@@ -87,13 +88,13 @@ class ChatTemplate:
 
 
 def of(args: argparse.Namespace) -> ChatTemplate | None:
-    """Return the template beside a checkpoint's tokenizer; None if there is none.
+    """Return the template stored with a checkpoint's tokenizer, or None.
 
     Args:
         args: the flags of the training.
 
     Raises:
-        UsageError: it is no Jinja.
+        UsageError: it is not valid Jinja.
     """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None

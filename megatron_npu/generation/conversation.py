@@ -19,9 +19,9 @@ _STOP = "stop"
 
 
 def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
-    """Ask for prompts on standard input until ``stop`` or its end; print what follows each.
+    """Read prompts from standard input until ``stop`` or its end, and print each continuation.
 
-    A prompt that does not fit is told, and the next one is asked for; Ctrl-C ends a text that is too long.
+    A prompt that is too long gives a message, and the next one is read; Ctrl-C stops the current text.
     """
     _edit_lines()
     while (prompt := _asked()) is not None:

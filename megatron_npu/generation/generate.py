@@ -1,6 +1,7 @@
 """``megatron-npu generate``: generate text for a prompt, a file of prompts, or a conversation.
 
-Several processes share one model: torchrun --nproc-per-node N -m megatron_npu generate, with the same text.
+Several processes share one model (torchrun --nproc-per-node N -m megatron_npu generate); the text is the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DEFAULT = Options()
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu generate", description=__doc__)
     add = result.add_argument
     trained_model.add_flags(add)
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sampling(add: trained_model.Add) -> None:
-    """Add the flags that say how texts are drawn."""
+    """Add the sampling flags."""
     add(
         "--num-tokens",
         type=integer,
@@ -94,10 +95,10 @@ def add_sampling(add: trained_model.Add) -> None:
 
 
 def options_of(given: argparse.Namespace) -> Options:
-    """Return how texts are drawn.
+    """Return the sampling options.
 
     Raises:
-        UsageError: a number out of range.
+        UsageError: a value is out of range.
     """
     some = {"num_tokens": given.num_tokens} if given.num_tokens is not None else {}
     if given.num_tokens is None and given.out_seq_length is not None:
@@ -117,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+        UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
     """
     given = parser().parse_args(argv)
     options = options_of(given)
@@ -225,16 +226,16 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
 def generate(
     load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
 ) -> str:
-    """Return the prompt and what the model adds to it, up to an end of document, in this one process.
+    """Return the prompt and its continuation, up to an end-of-document token, in a single process.
 
     Args:
-        load: directory that a run saved into.
-        prompt: not empty; for a NullTokenizer numbers with blanks between.
-        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
+        load: folder given to ``--save``.
+        prompt: non-empty text; for a NullTokenizer, numbers separated by spaces.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
         options: fields of ``Options``.
 
     Raises:
-        UsageError: no such checkpoint, or a prompt or number that does not fit the model.
+        UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
     """
     wanted = replace(_DEFAULT, **options)  # type: ignore[arg-type]  # mypy knows no names of keywords here
     with restored(load, vocab_file, merge_file) as (args, gpt, tokenizer):

@@ -14,10 +14,10 @@ from megatron_npu.generation.trained_model import TrainedModel
 
 
 def read_prompts(file: str) -> list[str]:
-    """Return the lines of a file, each of which is a prompt.
+    """Return the prompts of a file, one per line.
 
     Raises:
-        UsageError: no such file, not UTF-8, no line, or an empty one.
+        UsageError: the file does not exist, is not UTF-8, or has no lines or an empty one.
     """
     try:
         lines = files.lines(file)
@@ -41,10 +41,10 @@ def read_prompts(file: str) -> list[str]:
 
 
 def record(model: TrainedModel, sample: Sample) -> dict[str, Any]:
-    """Return what is written of a sample.
+    """Return the JSON record of a sample.
 
-    ``text`` is prompt and continuation, ``length`` their tokens, ``finished`` whether the model has ended the
-    text itself.
+    ``text`` is prompt and continuation, ``length`` its number of tokens, ``finished`` whether the model
+    generated the end token.
     """
     length = len(model.content(sample))
     return {"text": model.text(sample), "length": length, "finished": sample.finished}
@@ -64,10 +64,10 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
 
 
 def require_writable(file: str) -> None:
-    """Refuse, before anything is drawn, a place where ``write`` could not write.
+    """Check, before generating, that ``write`` can write to a path.
 
     Raises:
-        UsageError: its folder is not there, or it is a folder itself.
+        UsageError: its folder does not exist, or it is a folder itself.
     """
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():

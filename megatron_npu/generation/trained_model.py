@@ -1,4 +1,4 @@
-"""Create a Sampler from a checkpoint, with the flags that name and shape it."""
+"""Create a Sampler from a checkpoint, with the command's flags for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 
 
 def add_flags(add: Add) -> None:
-    """Add the flags that name a checkpoint, its tokenizer, its precision and its layout."""
+    """Add the flags for a checkpoint, its tokenizer, its precision and its layout."""
     add_checkpoint(add)
     add("--tensor-model-parallel-size", type=positive, help="tensor-parallel size")
     add("--pipeline-model-parallel-size", type=positive, help="number of pipeline stages")
@@ -47,7 +47,7 @@ def add_flags(add: Add) -> None:
 
 
 def add_checkpoint(add: Add) -> None:
-    """Add ``--load``, the tokenizer's files and the precision."""
+    """Add ``--load`` and the flags for tokenizer files and precision."""
     add(
         "--load",
         required=True,
@@ -60,10 +60,10 @@ def add_checkpoint(add: Add) -> None:
 
 
 def precision(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of the run that ``--fp16`` and ``--bf16`` change.
+    """Return the arguments that ``--fp16`` and ``--bf16`` override.
 
     Raises:
-        UsageError: both.
+        UsageError: both flags are given.
     """
     if given.fp16 and given.bf16:
         raise UsageError("--fp16 and --bf16", "only one of them", "Remove one.")
@@ -75,9 +75,9 @@ class TrainedModel:
     """A checkpoint in memory, shared by all processes of the command.
 
     Attributes:
-        args: the flags of its training, in the layout of this command.
-        sampler: draws texts.
-        tokenizer: of its training.
+        args: the flags of its training, in this command's layout.
+        sampler: its sampler.
+        tokenizer: its tokenizer.
     """
 
     args: argparse.Namespace
@@ -105,20 +105,20 @@ class TrainedModel:
         return self.tokenizer.decode(self.content(sample))
 
     def content(self, sample: Sample) -> list[int]:
-        """Return the ids that are text: all but an end token that stands for no prompt."""
+        """Return the ids that are text, without an end token that stands for an empty prompt."""
         return sample.tokens if sample.prompt == [self.sampler.end] else sample.ids()
 
 
 @contextlib.contextmanager
 def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
-    """Hold the model that the flags of ``add_flags`` name.
+    """Load the model for the flags of ``add_flags`` inside the block.
 
     Args:
         given: the command's flags.
-        changes: flags of the run to be changed, by their names in its arguments.
+        changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: no such checkpoint, one of another shape, or one that cannot be shared so.
+        UsageError: the checkpoint does not exist, has another shape, or cannot be partitioned like this.
     """
     share = functools.partial(
         layout.of_all_processes,
@@ -132,15 +132,15 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 @contextlib.contextmanager
 def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
-    """Hold the model that the flags of ``add_checkpoint`` name.
+    """Load the model for the flags of ``add_checkpoint`` inside the block.
 
     Args:
         given: the command's flags.
-        share: of ``restored``: how the processes of the command share it.
-        changes: flags of the run to be changed, by their names in its arguments.
+        share: how the processes of the command share it, as for ``restored``.
+        changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: no such checkpoint, or one that cannot be shared so.
+        UsageError: the checkpoint does not exist, or cannot be partitioned like this.
     """
     initialize.silence_known_warnings()
     changes |= precision(given)
@@ -149,7 +149,7 @@ def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[Tr
 
 
 def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
-    """Return what ``restored`` gives, ready to draw texts."""
+    """Return the result of ``restored``, ready to generate."""
     if devices.current().is_host:
         host_layout.lay_out_for_vectors(gpt)
     return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)

@@ -1,8 +1,8 @@
 """Attention flags that this package adds to Megatron's, and their values.
 
-A flag is declared once, as a field of ``AttentionFlags``: every command and script has it then. The object
-goes from the command line through the layers to each call of ``ops.attention``, where the plan of a device
-reads it as ``spec.flags`` (docs/contributing/adding-a-flag.md).
+A flag is declared once, as a field of ``AttentionFlags``, and then exists in every command and script. The
+object is passed from the command line through the layers to each call of ``ops.attention``, where a device's
+plan reads it as ``spec.flags`` (docs/contributing/adding-a-flag.md).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """The values of the flags; ``AttentionFlags()`` are the defaults.
+    """Values of the flags; ``AttentionFlags()`` has the defaults.
 
     Attributes:
-        pre_tokens: query i sees key j only if j >= i - pre_tokens. None: no limit.
-        next_tokens: query i sees key j only if j <= i + next_tokens. None: no limit.
-        shape_order: layout handed to the fused attention, ``SBH`` or ``BSH``.
+        pre_tokens: query i attends to key j only if j >= i - pre_tokens. None: no limit.
+        next_tokens: query i attends to key j only if j <= i + next_tokens. None: no limit.
+        shape_order: layout passed to the fused attention, ``SBH`` or ``BSH``.
     """
 
     # both spellings: Megatron-LM's users write ``tockens``
@@ -60,30 +60,30 @@ class AttentionFlags:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """How many keys before and after its own position a query sees; None is all of them."""
+        """Number of keys before and after its own position that a query attends to; None: all."""
         return self.pre_tokens, self.next_tokens
 
     def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
-        """Return the same flags with another window."""
+        """Return a copy of the flags with another window."""
         return replace(self, pre_tokens=before, next_tokens=after)
 
     def without_window(self) -> AttentionFlags:
-        """Return the same flags without a window: cross-attention has none."""
+        """Return a copy of the flags without a window, for cross-attention."""
         return self.with_window(None, None)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the names of the flags in a namespace of parsed ones."""
+        """Return the flags' names in a namespace of parsed arguments."""
         return tuple(each.name for each in fields(cls))
 
     @classmethod
     def spellings(cls) -> tuple[str, ...]:
-        """Return the flags as a user writes them, each once."""
+        """Return each flag's primary spelling on the command line."""
         return tuple(each.metadata["spellings"][0] for each in fields(cls))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values in a namespace; of a flag that its parser did not have, the default."""
+        """Return the values in a namespace; the default for a flag that its parser lacks."""
         return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
 
 
@@ -91,7 +91,7 @@ DEFAULTS = AttentionFlags()
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags, in a group of their own."""
+    """Declare the flags in a separate group."""
     group = parser.add_argument_group(title="fused attention")
     for each in fields(AttentionFlags):
         spellings, options = each.metadata["spellings"], each.metadata["options"]

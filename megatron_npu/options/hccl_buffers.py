@@ -1,9 +1,9 @@
 """``--hccl-group-buffer-adaptive``: size HCCL's buffers by the largest message of each group.
 
-HCCL holds two buffers for each communicator, of 200 MiB if nobody says otherwise. Its documentation
-(HCCL_BUFFSIZE) wants one to be as large as what a call reads or writes; a larger message may cost time, and
-nothing else. Which messages a group carries follows from the arguments, but for gradients: their
-buckets are known with the model (``adaptors.shared.communicators``).
+HCCL allocates two buffers per communicator, 200 MiB each by default. According to its documentation
+(HCCL_BUFFSIZE) one should be as large as the data of a call; a larger message only costs time. The message
+sizes of a group follow from the arguments, except for gradients, whose buckets depend on the model
+(``adaptors.shared.communicators``).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the sm
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The wish of a run: buffers as large as the messages of its groups. The device of the process has it.
+    """The buffer sizes of a run: as large as the messages of each group. Stored in the process's device.
 
     Attributes:
-        args: of Megatron or of the driver, validated.
-        fitted: the MiB of the groups, by their names, whose buffers have been chosen so.
+        args: validated arguments of Megatron or of the built-in trainer.
+        fitted: the chosen size in MiB, by the name of the group.
     """
 
     args: argparse.Namespace
     fitted: dict[str, int] = field(default_factory=dict)
 
     def largest_messages(self) -> dict[str, int]:
-        """Return what a call on each group reads or writes at most, see the function of this name."""
+        """Return the largest message of each group, see ``largest_messages``."""
         return largest_messages(self.args)
 
 
 def add(declare: Callable[..., Any]) -> None:
-    """Declare the flag, the name that users of Ascend know.
+    """Declare the flag, under MindSpeed's name for it.
 
     Args:
-        declare: ``add_argument`` of a parser or a group.
+        declare: ``add_argument`` of a parser or group.
     """
     declare(
         FLAG,
@@ -61,7 +61,7 @@ def choose(args: argparse.Namespace) -> None:
     """Store the run's arguments, from which the sizes of groups are computed later.
 
     Raises:
-        UsageError: the flag on another device.
+        UsageError: the flag is used on another device.
     """
     asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
     if asked and device.name != "npu":
@@ -74,14 +74,14 @@ def choose(args: argparse.Namespace) -> None:
 
 
 def of_run() -> GroupBuffers | None:
-    """Return what ``choose`` has noted; None: this run does not have the flag."""
+    """Return the object stored by ``choose``; None: the run does not use the flag."""
     noted = devices.current().group_buffers
     assert noted is None or isinstance(noted, GroupBuffers)
     return noted
 
 
 def asked() -> bool:
-    """Return whether this run has the flag."""
+    """Return whether this run uses the flag."""
     return of_run() is not None
 
 
@@ -92,25 +92,26 @@ def default() -> int:
 
 
 def size_of_group(name: str) -> int | None:
-    """Return the MiB of a buffer for upstream's group ``name``, such as ``tp``; None if nothing tells it."""
+    """Return the buffer size in MiB for upstream's group ``name``, such as ``tp``; None if unknown."""
     run = of_run()
     largest = None if run is None else run.largest_messages().get(name)
     return None if largest is None else size_of(largest)
 
 
 def size_of(message: int) -> int:
-    """Return the MiB of a buffer for messages of so many bytes, never more than the default."""
+    """Return the buffer size in MiB for messages of the given number of bytes, at most the default."""
     return min(max(1, -(-message // _MEBIBYTE)), default())
 
 
 def largest_messages(args: argparse.Namespace) -> dict[str, int]:
-    """Return what a call on each group reads or writes at most, in bytes, by upstream's short names.
+    """Return the largest message in bytes of each group, by upstream's short names.
 
-    Left out are groups of which the arguments do not tell: those of gradients (``dp_cp``, ``ep_dp`` and their
-    parts), the world, and what the optimizer or the model sends as it likes (Muon, state space models, FSDP).
+    Groups whose messages do not follow from the arguments are left out: those of gradients (``dp_cp``,
+    ``ep_dp`` and their parts), the world, and messages that depend on the optimizer or model (Muon, state
+    space models, FSDP).
 
     Args:
-        args: of Megatron or of the driver, validated.
+        args: validated arguments of Megatron or of the built-in trainer.
     """
     names = ("mp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_pp", "intra_dist_opt_instance")
     sizes = dict.fromkeys(names, _FEW)

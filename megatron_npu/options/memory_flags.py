@@ -1,4 +1,4 @@
-"""Flags that move tensors out of device memory, for Megatrons without such flags."""
+"""Flags that move tensors out of device memory, for Megatron versions without them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NARROW = {
 
 
 def add_reuse_of_weights(add: Callable[..., Any]) -> None:
-    """Declare ``--reuse-fp32-param``, the name that users of Ascend know.
+    """Declare ``--reuse-fp32-param``, under MindSpeed's name for it.
 
     Args:
-        add: ``add_argument`` of a parser or a group.
+        add: ``add_argument`` of a parser or group.
     """
     add(
         "--reuse-fp32-param",
@@ -45,7 +45,7 @@ def add_reuse_of_weights(add: Callable[..., Any]) -> None:
 
 
 def refuse_fp8_states(options: Any) -> None:
-    """Refuse what only TransformerEngine keeps.
+    """Reject fp8 optimizer states, which only TransformerEngine supports.
 
     Args:
         options: an ``OptimizerConfig``, or arguments, with dtypes or their names.
@@ -63,10 +63,10 @@ def refuse_fp8_states(options: Any) -> None:
 
 
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
-    """Switch the precision-aware optimizer on for --reuse-fp32-param; refuse what it does not go with.
+    """Enable the precision-aware optimizer for --reuse-fp32-param; reject flags that conflict with it.
 
     Raises:
-        UsageError: a flag is missing or does not go with it.
+        UsageError: a required flag is missing, or flags conflict.
     """
     flag = "--use-precision-aware-optimizer"
     if args.reuse_fp32_param:
@@ -113,10 +113,10 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_moving_nothing(args: argparse.Namespace) -> None:
-    """Refuse one of ``--fine-grained-activation-offloading`` and ``--offload-modules`` without the other.
+    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and the reverse.
 
     Raises:
-        UsageError: nothing would be moved.
+        UsageError: only one of them is given.
     """
     asked = getattr(args, "fine_grained_activation_offloading", False)
     if asked != bool(getattr(args, "offload_modules", None)):
@@ -128,10 +128,10 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
-    """Declare ``--swap-optimizer``, the name that users of Ascend know.
+    """Declare ``--swap-optimizer``, under MindSpeed's name for it.
 
     Args:
-        add: ``add_argument`` of a parser or a group.
+        add: ``add_argument`` of a parser or group.
     """
     add(
         "--swap-optimizer",
@@ -142,10 +142,10 @@ def add_swap_optimizer(add: Callable[..., Any]) -> None:
 
 
 def refuse_foreign_adam(adam: object, ours: object) -> None:
-    """Refuse ``--swap-optimizer`` where ``adam``, the class that Megatron builds, is not ``ours``.
+    """Reject ``--swap-optimizer`` if ``adam``, the class that Megatron uses, is not ``ours``.
 
     Raises:
-        UsageError: apex's or TransformerEngine's stands there.
+        UsageError: it is apex's or TransformerEngine's.
     """
     if adam is not ours:
         raise UsageError(
@@ -156,10 +156,10 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
 
 
 def check_swap_optimizer(args: argparse.Namespace) -> None:
-    """Refuse ``--swap-optimizer`` where Adam's moments are not fp32 tensors of an NPU.
+    """Reject ``--swap-optimizer`` unless Adam's moments are fp32 tensors of an NPU.
 
     Raises:
-        UsageError: of another device, another optimizer, or with a flag that keeps moments elsewhere.
+        UsageError: on another device, with another optimizer, or with a flag that stores moments elsewhere.
     """
     if not args.swap_optimizer:
         return
@@ -193,10 +193,10 @@ _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm
 
 
 def add_activation_offloading(add: Callable[..., Any]) -> None:
-    """Declare megatron-core 0.16's ``--fine-grained-activation-offloading`` for those that are older.
+    """Declare megatron-core 0.16's ``--fine-grained-activation-offloading`` for older versions.
 
     Args:
-        add: ``add_argument`` of a parser or a group.
+        add: ``add_argument`` of a parser or group.
     """
     add(
         OFFLOADING,
@@ -220,10 +220,10 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
 
 
 def refuse_offloading_on_the_host() -> None:
-    """Refuse ``--fine-grained-activation-offloading`` on a device that is the host.
+    """Reject ``--fine-grained-activation-offloading`` on a device without its own memory.
 
     Raises:
-        UsageError: activations are in the host's memory already.
+        UsageError: activations are already in host memory.
     """
     device = devices.current()
     if device.is_host:
@@ -235,14 +235,14 @@ def refuse_offloading_on_the_host() -> None:
 
 
 def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] = OFFLOADED) -> None:
-    """Refuse ``--fine-grained-activation-offloading`` where nothing would be moved, or what is not known.
+    """Reject ``--fine-grained-activation-offloading`` if nothing would be offloaded, or for unknown modules.
 
     Args:
-        args: with what is recomputed filled in.
-        known: the modules whose tensors can be moved.
+        args: arguments, including those of recomputation.
+        known: the modules whose tensors can be offloaded.
 
     Raises:
-        UsageError: on a device that is the host; modules that are not there, none, or recomputed ones.
+        UsageError: on a device without its own memory, without modules, or for unknown or recomputed modules.
     """
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:

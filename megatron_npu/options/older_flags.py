@@ -1,8 +1,8 @@
-"""Flags of older Megatrons in tutorials: their current meaning, or why they are rejected.
+"""Flags of older Megatron versions in tutorials: their current meaning, or why they are rejected.
 
-Megatron-LM of 2020 to 2023 (285068c8 among them) had them; megatron-core's scripts know some, and end at most
-of these with an assertion or with exit code 0. ``add`` declares what a parser lacks, ``apply`` does what
-the flags mean. The built-in trainer and the adaptors of megatron-core's scripts use both.
+Megatron-LM of 2020 to 2023 (including 285068c8) had them; megatron-core's scripts still declare some, and
+most of these end with an assertion or exit code 0. ``add`` declares flags that a parser lacks, ``apply``
+applies their meaning. The built-in trainer and the adaptors for megatron-core's scripts use both.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class OlderFlag:
-    """A flag that was.
+    """A flag that no longer exists.
 
     Attributes:
-        flag: as it is typed.
-        today: what it means today, as the printed line and the help say it.
-        options: of ``add_argument``, besides ``help``.
-        fills: the fields of the arguments that it sets where no flag of today has.
-        sets: the fields of the arguments that get its value, those of them that there are.
-        only: the values that it still takes; empty: all that ``options`` let through.
-        remedy: what to do about another value, or about a flag that is refused.
-        refused: it means nothing that exists today.
-        said: it is mentioned only where it is typed: its default cannot be told from the same value given.
+        flag: the flag as typed.
+        today: its current meaning, for the log line and the help.
+        options: options of ``add_argument``, besides ``help``.
+        fills: argument fields that it sets unless a current flag does.
+        sets: argument fields that get its value, if they exist.
+        only: the values that are still accepted; empty: all that ``options`` accept.
+        remedy: advice for another value, or for a rejected flag.
+        refused: whether the flag is rejected because it has no current equivalent.
+        said: whether it is logged only if typed, because its default equals an explicit value.
     """
 
     flag: str
@@ -137,7 +137,7 @@ OLDER = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that ``parser`` does not have."""
+    """Declare the flags that ``parser`` lacks."""
     group = parser.add_argument_group(
         title="older flags", description="flag of Megatron-LM before megatron-core"
     )
@@ -148,14 +148,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Do what the flags that were given mean today, and log it in a line for each, on rank 0.
+    """Apply the current meaning of the given flags, and log one line for each on rank 0.
 
     Args:
-        args: of a parser that has the flags; changed in place.
+        args: parsed arguments; changed in place.
         words: the command line.
 
     Raises:
-        UsageError: a flag or its value is refused, or contradicts a flag of today.
+        UsageError: a flag or its value is rejected, or contradicts a current flag.
     """
     for older in OLDER:
         value = getattr(args, older.dest, None)

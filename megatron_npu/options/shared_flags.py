@@ -1,7 +1,7 @@
-"""Flags with the same name and meaning in several commands, mostly ``pretrain`` and ``train``.
+"""Flags with the same name and meaning in several commands, mainly ``pretrain`` and ``train``.
 
-What a command says otherwise of a flag (another default, a number that it checks elsewhere) it gives where it
-adds it. tests/unit/test_shared_flags.py lists the flags of which two commands say different things, and why.
+A command overrides what differs for it (another default, a value checked elsewhere) when it adds the flag.
+tests/unit/test_shared_flags.py lists the flags that differ between commands, with the reasons.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def add_shared(add: Add, *flags: str, **own: Any) -> None:
 
     Args:
         add: ``add_argument`` of a parser or group.
-        flags: their names.
-        own: what the command says of them instead, as ``add_argument`` takes it.
+        flags: names of the flags.
+        own: the command's overrides, as options of ``add_argument``.
     """
     for flag in flags:
         add(flag, **{**_SHARED[flag], **own})

@@ -1,6 +1,6 @@
 """Valid combinations of switches, models and devices; others are rejected before anything is loaded.
 
-Both ``train`` and ``pretrain`` ask here, and docs/reference/train-switches.md is written from the tables
+``train`` and ``pretrain`` use these rules, and docs/reference/train-switches.md is generated from the tables
 (scripts/switch_table.py).
 """
 
@@ -26,13 +26,13 @@ DEVICES = ("cpu", "cuda", "npu")
 
 @dataclass(frozen=True)
 class Place:
-    """Where switches are to work.
+    """Where switches are used.
 
     Attributes:
         family: one of ``FAMILIES``.
         device: one of ``DEVICES``.
-        cut: whether tensor, pipeline or context parallelism cuts the model.
-        alone: whether there is one data-parallel rank.
+        cut: whether the model is partitioned by tensor, pipeline or context parallelism.
+        alone: whether there is only one data-parallel rank.
     """
 
     family: str
@@ -41,10 +41,10 @@ class Place:
     alone: bool = False
 
     def in_effect(self, switches: Switches) -> Switches:
-        """Return the switches with what their sharding comes to here.
+        """Return the switches with the sharding that takes effect here.
 
-        Of a Megatron model that is cut, zero-2 is zero-1: a pipeline adds to whole gradients with every micro
-        batch. One rank has nobody to share with.
+        For a partitioned Megatron model zero-2 becomes zero-1, because a pipeline accumulates into whole
+        gradients with every micro batch. A single rank shards nothing.
         """
         if self.family != "megatron" or switches.sharding not in FULLY:
             return switches
@@ -55,14 +55,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Word:
-    """A switch as it is typed, and what does its work.
+    """A switch on the command line, and its implementation.
 
     Attributes:
-        flag: as typed.
+        flag: the switch as typed.
         name: the field of ``Switches``.
-        value: that it sets the field to.
-        ours: what it means for models of Transformers and of users; None: nothing, it is refused.
-        megatron: what it means for Megatron's; None as before.
+        value: the value of that field.
+        ours: its implementation for Transformers and user models; None: not supported.
+        megatron: its implementation for Megatron models; None: not supported.
     """
 
     flag: str
@@ -133,14 +133,14 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Switches that do not go together, or not there.
+    """A combination of switches that is rejected.
 
     Attributes:
-        switches: name -> values; all of them must be given.
-        expected: what would have been accepted, and so the reason.
-        remedy: what to do.
-        families, devices: where.
-        cut: whether only of a model that is cut.
+        switches: name -> values; the rule applies if all of them are given.
+        expected: what would be accepted, which also gives the reason.
+        remedy: advice for the user.
+        families, devices: where the rule applies.
+        cut: whether the rule applies only to partitioned models.
     """
 
     switches: Mapping[str, tuple[Any, ...]]
@@ -236,9 +236,10 @@ REFUSALS = (
 
 
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
-    """Return the switches as they are meant here, and a line that says so where that is another word.
+    """Return the switches that take effect here, and a log line if one of them means another.
 
-    The document's word for graphs promises what is fast: where torch.compile has no kernels, our own have.
+    ``--onnx-runtime-training``, the document's name for graphs, stands for speed: where torch.compile has no
+    kernels, it selects the fused operations.
     """
     if not switches.graph_optimization or switches.graph_word != DOCUMENTED_GRAPH:
         return switches, ""
@@ -255,7 +256,7 @@ def refuse(switches: Switches, place: Place) -> None:
     """Raise a one-line error that these switches cannot be combined.
 
     Raises:
-        UsageError: they do not, or what they need is not installed.
+        UsageError: they cannot be combined, or a required package is not installed.
     """
     refusal = refusal_of(switches, place)
     if refusal is not None:
@@ -295,11 +296,11 @@ def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
 
 
 def need_compiler(device: str, word: str = GRAPH) -> None:
-    """Say in one line that graphs cannot be compiled for a CPU.
+    """Raise a one-line error if graphs cannot be compiled for a CPU.
 
     Args:
-        device: where they are to run.
-        word: by which they were asked for.
+        device: the device of the run.
+        word: the switch that requests graphs.
 
     Raises:
         UsageError: there is no C++ compiler.

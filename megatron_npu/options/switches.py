@@ -1,8 +1,7 @@
 """Acceleration switches of ``train`` and ``pretrain``, and their mutual exclusions.
 
-The names are those of a document about such a tool (PAI-Rapidformer). What a word means for a kind of model
-is said where that model is prepared: ``acceleration`` for Transformers' and a user's own, ``training`` for
-Megatron's.
+The names are those of the PAI-Rapidformer document. What a switch does is implemented where the model is
+prepared: in ``finetune`` for Transformers and user models, in ``pretrain`` for Megatron's.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ FULLY = ("zero-2", "zero-3", "fsdp")  # those that shard more than the optimizer
 
 @dataclass(frozen=True)
 class Switches:
-    """What is switched on; ``Switches()`` is nothing.
+    """The enabled switches; ``Switches()`` enables none.
 
     Attributes:
-        mixed_precision: ``bf16`` or ``fp16`` products with fp32 main weights; None: fp32 throughout.
-        sharding: one of ``SHARDINGS``: what the data-parallel ranks shard. ``zero-1`` optimizer states,
-            ``zero-2`` gradients too, ``zero-3`` and ``fsdp`` parameters too.
-        cpu_offload: what is sharded (without sharding: the optimizer's states) rests in the host's memory.
-        checkpoint_activations: a block keeps its input alone, and computes the rest again going backward.
-        graph_optimization: the blocks are compiled by torch.compile.
-        graph_word: by which flag that was asked for.
-        dynamic_shape: batches are padded to few lengths, and graphs are compiled for all of them at once.
-        fused_ops: this project's operations take the place of the model's own.
-        lora_rank: only adapters of this rank are trained; 0: every weight.
+        mixed_precision: ``bf16`` or ``fp16`` products with fp32 main weights; None: fp32.
+        sharding: one of ``SHARDINGS``, what the data-parallel ranks shard: ``zero-1`` optimizer states,
+            ``zero-2`` also gradients, ``zero-3`` and ``fsdp`` also parameters.
+        cpu_offload: store the sharded states (without sharding: the optimizer states) in host memory.
+        checkpoint_activations: store only each block's input, and recompute the rest in the backward pass.
+        graph_optimization: compile the blocks with torch.compile.
+        graph_word: the flag that requested graphs.
+        dynamic_shape: pad batches to a few lengths, with one set of graphs for all of them.
+        fused_ops: replace the model's operations by this project's.
+        lora_rank: train only adapters of this rank; 0: all weights.
     """
 
     mixed_precision: str | None = None

@@ -1,6 +1,6 @@
-"""The patch engine: records of patches, the import hook that applies them, the ledger, the pins.
+"""The patch engine: patch records, the import hook that applies them, the ledger, the pins.
 
-It knows nothing of the Megatron that it patches and imports nothing else of this project.
+It does not depend on the patched Megatron, and imports nothing else of this project.
 """
 
 from megatron_npu.patching.patch import ALL_DEVICES, Patch

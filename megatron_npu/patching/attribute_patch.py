@@ -1,4 +1,4 @@
-"""Patch an attribute: find its slot, create the new value, set it, restore it."""
+"""Patch an attribute: find its slot, create the new value, set it, and restore it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
 @dataclass
 class Change:
-    """One slot that was set: ``owner.name``, what lay in the owner's own dictionary, what lies there now.
+    """One replaced slot: ``owner.name``, its previous raw value in the owner's dictionary, and the new one.
 
     Attributes:
-        module, qualname: the patched symbol on whose account it was set.
+        module, qualname: the patched symbol for which it was set.
     """
 
     module: ModuleType
@@ -54,27 +54,28 @@ class Change:
 
 
 class ChangeLog:
-    """The changes that are in force, in the order in which they were made. Any thread may add and undo."""
+    """The changes in force, in the order in which they were made. Thread-safe."""
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """Take a new lock: after a fork, a thread that held the old one does not exist."""
+        """Create a new lock after a fork, because the thread that held the old one does not exist."""
         # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
         # after every import lock: a thread patches with the lock of its module held, but what is done under
         # this one imports nothing, so its holder waits for no other thread.
         self._lock = threading.RLock()
 
     def make(self, change: Change) -> None:
-        """Make ``change`` and note it."""
+        """Apply ``change`` and record it."""
         with self._lock:
             change.make()
             self._changes.append(change)
 
     def undo(self, changes: Iterable[Change]) -> list[Change]:
-        """Undo ``changes`` in reverse order and forget them; return those that were no longer in force."""
+        """Undo ``changes`` in reverse order and forget them; return those that other code had changed
+        again."""
         with self._lock:
             changes = list(changes)
             refused = [change for change in reversed(changes) if not change.undo()]
@@ -87,18 +88,18 @@ class ChangeLog:
         return self._changes.copy()
 
     def slots(self) -> set[tuple[int, str]]:
-        """Return (id of the owner, name) of everything that was set."""
+        """Return (id of the owner, name) of every slot that was set."""
         return {(id(change.owner), change.name) for change in self.all()}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a symbol lives.
+    """The place where a symbol is stored.
 
     Attributes:
         owner: the module or class.
-        name: the last part of the qualified name.
-        own: the raw value in the owner's own dictionary (descriptors unbound), or MISSING.
+        name: last component of the qualified name.
+        own: the raw value in the owner's own dictionary (unbound descriptors), or MISSING.
         current: the raw value in force, which may be inherited.
     """
 
@@ -109,7 +110,7 @@ class Slot:
 
 
 def find_slot(module: ModuleType, qualname: str) -> Slot | None:
-    """Return the slot of ``qualname`` in ``module``, or None where nothing of that name exists."""
+    """Return the slot of ``qualname`` in ``module``, or None if it does not exist."""
     *path, name = qualname.split(".")
     owner: Any = module
     for part in path:
@@ -129,7 +130,7 @@ def _raw(owner: Any, name: str) -> Any:
 
 
 def new_value(patch: Patch, current: Any) -> Any:
-    """Return the raw value that ``patch`` puts in place of the raw value ``current``."""
+    """Return the raw value with which ``patch`` replaces the raw value ``current``."""
     if patch.kind == "constant":
         return patch.make
     if patch.kind == "replace":
@@ -140,7 +141,7 @@ def new_value(patch: Patch, current: Any) -> Any:
 
 
 def bare(raw: Any) -> Any:
-    """Return the function inside a static or class method, the getter of a property, else ``raw``."""
+    """Return the function inside a static or class method, the getter of a property, or else ``raw``."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw

@@ -1,4 +1,4 @@
-"""The line logged once before the first training step; adaptors call it at the right time."""
+"""The line logged once before the first training step, triggered by adaptors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _say: Callable[[], None] | None = None
 
 
 def prepare(say: Callable[[], None] | None) -> None:
-    """Have ``say`` called before the next step; None: nothing."""
+    """Call ``say`` before the next step; None: nothing."""
     global _say
     _say = say
 
 
 def before_step() -> None:
-    """Say what was prepared. Adaptors call this before every step; from the second on it does nothing."""
+    """Call the prepared function. Adaptors call this before every step; it has an effect only once."""
     global _say
     say, _say = _say, None
     if say is not None:

@@ -1,4 +1,4 @@
-"""The patch engine: patch an upstream's modules after they are executed, and undo it."""
+"""The patch engine: patch upstream modules after they are executed, and undo the patches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Applies the patches of a registry to the modules under some prefixes.
+    """Applies the patches of a registry to modules with given prefixes.
 
     Args:
-        registry: the patches; ``on_first`` may still add to it.
-        prefixes: top-level names of upstream's modules.
-        on_first: called once, before the first body under a prefix runs. If it raises, that import fails,
-            and the next one calls it again.
+        registry: the patches; ``on_first`` may add more.
+        prefixes: top-level names of upstream's packages.
+        on_first: called once, before the first module is executed. If it raises, that import fails, and the
+            next one calls it again.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Engine:
 
     @property
     def armed(self) -> bool:
-        """Whether the finder is in place."""
+        """Whether the import hook is installed."""
         return self._finder in sys.meta_path
 
     @property
     def context(self) -> Context | None:
-        """What ``on_first`` returned; None before."""
+        """The result of ``on_first``; None before."""
         return self._context
 
     def arm(self) -> None:
-        """Put the finder in front of ``sys.meta_path``; a second call changes nothing."""
+        """Install the finder at the front of ``sys.meta_path``; a second call has no effect."""
         if not self.armed:
             sys.meta_path.insert(0, self._finder)
 
     def disarm(self) -> None:
-        """Take the finder out. Patches stay; the next arming calls ``on_first`` again."""
+        """Remove the finder. Patches stay; after the next arming ``on_first`` is called again."""
         if self.armed:
             sys.meta_path.remove(self._finder)
         self._finder.unhook()
@@ -80,9 +80,9 @@ class Engine:
     def apply_loaded(self) -> None:
         """Patch the modules that were imported before the engine was armed.
 
-        Functions and classes that other modules of upstream or the main module took by value are repaired;
-        plain values, and names that the patched module itself had imported, are not. A module whose body
-        is still running is patched when it ends.
+        Functions and classes that other upstream modules or the main module imported by value are rebound;
+        plain values, and names that the patched module itself had imported, are not. A module that is still
+        being executed is patched when it ends.
 
         Raises:
             DriftError: see ``Context.drift``.
@@ -98,7 +98,7 @@ class Engine:
         self._incomplete = False
 
     def reconsider(self) -> None:
-        """Apply what was off when its module was patched, and is wanted by now."""
+        """Apply patches whose setting was off when their module was patched and is on now."""
         if self._context is None:
             return
         for module in list(self._patched.values()):
@@ -108,9 +108,9 @@ class Engine:
             self._offers.extend(patching.apply(off))
 
     def undo(self) -> None:
-        """Restore everything that was changed, in reverse order, names taken by value included.
+        """Restore everything that was changed, in reverse order, including names imported by value.
 
-        A slot that somebody else has set since is left as it is, with a warning.
+        A slot that other code has set since is left unchanged, with a warning.
         """
         for change in self._log.undo(self._log.all()):
             logger.warning("%s was changed by other code and is left unchanged", change)
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        """The state of every patch for this version of upstream; of every patch while that is not known."""
+        """The state of every patch for this upstream version, or of all patches if it is not known yet."""
         context = self._context
         self._ledger.keep(
             patch
@@ -149,11 +149,11 @@ class Engine:
     # --- from the import to the patch ---
 
     def covers(self, name: str) -> bool:
-        """Return whether the module ``name`` belongs to the upstream."""
+        """Return whether the module ``name`` belongs to upstream."""
         return f"{name}.".startswith(self._beginnings)  # asked of every module, again and again
 
     def execute(self, run: Run, module: ModuleType) -> None:
-        """Run the body of ``module``, then patch it. Loaders call this in place of ``exec_module``."""
+        """Execute ``module``, then patch it. Loaders call this instead of ``exec_module``."""
         if not self.armed or id(module) in self._running:
             return run(module)
         self._running.add(id(module))
@@ -175,7 +175,7 @@ class Engine:
             self._ledger.row(patch).settle("pending")
 
     def activate(self) -> None:
-        """Get ready once, as the first import of upstream does: ``on_first``, and what it imported."""
+        """Prepare once, at the first import of upstream: call ``on_first``, and patch what it imported."""
         with self._lock:
             if self._context is not None or self._activating:
                 return

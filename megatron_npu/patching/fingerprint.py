@@ -15,10 +15,10 @@ _SILENT_FIELDS = frozenset({"ctx", "type_comment", "kind", "annotation", "return
 
 
 def fingerprint(nodes: Iterable[ast.AST]) -> str:
-    """Return a hash of what ``nodes`` mean.
+    """Return a hash of the meaning of ``nodes``.
 
-    Positions, comments, docstrings and the annotations of parameters and results do not count. The text
-    that is hashed is our own, so it is the same under every Python version, unlike ``ast.dump``.
+    Positions, comments, docstrings and annotations are ignored. The hashed text is our own, so unlike that of
+    ``ast.dump`` it does not depend on the Python version.
     """
     text = "\n".join(_dump(node) for node in nodes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -61,10 +61,10 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def signature(node: ast.AST) -> str:
-    """Return what a caller sees of ``node``, as text.
+    """Return the interface of ``node`` for callers, as text.
 
-    Parameters and defaults of a function (with static, class and property marks), bases and constructor of
-    a class, the statement of an import, the names that an assignment binds.
+    It contains a function's parameters and defaults (with static, class and property decorators), a class's
+    bases and constructor, an import statement, or the names that an assignment binds.
     """
     if isinstance(node, FUNCTIONS):
         word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"

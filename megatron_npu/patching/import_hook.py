@@ -1,7 +1,7 @@
-"""The import hook: run code instead of a module's body, or after it.
+"""The import hook: run code instead of executing a module, or after it.
 
-A finder in front of ``sys.meta_path`` lets the other finders find a module and hooks the loader that they
-return. So nothing happens when somebody merely asks whether a package exists.
+A finder at the front of ``sys.meta_path`` lets other finders find a module and hooks the returned loader, so
+nothing happens if code merely checks whether a package exists.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Run = Callable[[ModuleType], None]
 
 
 class Finder:
-    """Finds nothing itself: hooks the loader that the other finders return.
+    """A finder that hooks the loaders found by others.
 
     Args:
-        covers: tells whether the module of a dotted name is to be hooked.
-        execute: called with the loader's ``exec_module`` and the module, in place of the former.
+        covers: returns whether to hook the module with the given name.
+        execute: called with the loader's ``exec_module`` and the module, instead of ``exec_module``.
     """
 
     def __init__(self, covers: Callable[[str], bool], execute: Callable[[Run, ModuleType], None]) -> None:
@@ -29,7 +29,7 @@ class Finder:
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec that the other finders find, its loader hooked."""
+        """Return the spec found by the other finders, with a hooked loader."""
         if not self.covers(name):
             return None
         names: set[str] = self._asking.__dict__.setdefault("names", set())
@@ -61,7 +61,7 @@ class Finder:
             loader.exec_module = _Hook(loader, self)
 
     def unhook(self) -> None:
-        """Give the loaders of all modules that are there their own ``exec_module`` back."""
+        """Restore ``exec_module`` of the loaders of all loaded modules."""
         for module in list(sys.modules.values()):
             # not getattr: a package may import half of itself when it is asked for a name (torch_npu.dynamo)
             loader: Any = getattr(getattr(module, "__dict__", {}).get("__spec__"), "loader", None)
@@ -99,12 +99,12 @@ class _WatchedSpec(ModuleSpec):
 
 
 def is_initializing(module: ModuleType) -> bool:
-    """Return whether the body of ``module`` is still running."""
+    """Return whether ``module`` is still being executed."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def when_initialized(module: ModuleType, callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the body of ``module``, which is running, has ended."""
+    """Call ``callback`` when the execution of ``module`` has ended."""
     spec: Any = module.__spec__
     if type(spec) is ModuleSpec:
         vars(spec)["_callbacks"] = []

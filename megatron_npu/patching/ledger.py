@@ -22,12 +22,11 @@ class Row:
     """The state of one patch.
 
     Attributes:
-        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``.
-        state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
-            although upstream has changed), ``failed``, or ``off``: for a setting that is not on.
-        reason: why it is in that state, or what else is worth knowing; may be empty.
-        repaired: ``module.name`` of the names that held the original and hold the new object now.
-        late: it was applied to a module that had been imported before.
+        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``. state: ``pending``
+        (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied although upstream has
+        changed), ``failed``, or ``off``: for a disabled setting. reason: why it is in that state, or other
+        remarks; may be empty. repaired: ``module.name`` of the names that were rebound to the new object.
+        late: it was applied to a module that was already imported.
     """
 
     target: str
@@ -44,19 +43,19 @@ class Row:
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Enter a state; what was repaired for an earlier one is forgotten."""
+        """Set the state, and forget the names rebound for an earlier one."""
         self.state, self.reason, self.late = state, reason, late
         self.repaired = []
 
 
 class Ledger:
-    """The rows of the patches, and the fast paths that were not taken.
+    """The rows of the patches, and the fast paths that were not used.
 
     Attributes:
-        fallbacks: how often an operation left its fast path, by its name and the reason. Whoever counts
-            them puts its mapping here; the ledger only reports them.
-        about: what else a reader should know, such as the upstream and the device; whoever knows it puts it
-            here, under names that are none of the ledger's own.
+        fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
+            them stores its mapping here; the ledger only reports it.
+        about: further information, such as upstream and device, stored by the code that knows it, under names
+            that the ledger does not use itself.
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class Ledger:
         return list(self._rows.values())
 
     def row(self, patch: Patch) -> Row:
-        """Return the row of ``patch``; a new one is pending."""
+        """Return the row of ``patch``; a new row is pending."""
         row = self._rows.get(patch.key)
         if row is None:
             row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
@@ -78,7 +77,7 @@ class Ledger:
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
-        """Make the rows those of ``patches``, in their order; what is known of them is kept."""
+        """Reduce and order the rows to those of ``patches``, keeping their state."""
         self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
@@ -88,7 +87,7 @@ class Ledger:
     def summary(self) -> str:
         """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``.
 
-        What is off, it leaves out: nobody has asked for it.
+        Patches that are off are left out.
         """
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
@@ -106,12 +105,12 @@ class Ledger:
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:
-        """Return the ledger for a terminal: what it is about, then each patch with its remarks.
+        """Return the ledger for a terminal: general information, then each patch with its remarks.
 
-        What went wrong comes first. Patches that are pending are counted, by their reason.
+        Failures come first. Pending patches are counted by reason.
 
         Args:
-            pending: tell each of those too.
+            pending: list each pending patch too.
         """
         about = [f"{name} {value}" for name, value in self.about.items() if isinstance(value, str)]
         lines = [" · ".join(about)] if about else []
@@ -139,7 +138,9 @@ class Ledger:
         return lines
 
     def json(self) -> str:
-        """Return a JSON object: what is in ``about``, ``summary``, ``counts``, ``patches``, ``fallbacks``."""
+        """Return a JSON object with the content of ``about``, ``summary``, ``counts``, ``patches``,
+        ``fallbacks``.
+        """
         fallbacks = [
             {"operation": name, "reason": reason, "count": count}
             for (name, reason), count in self.fallbacks.items()
@@ -179,7 +180,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return in words when a patch may be removed, and whether it fixes a bug of upstream; may be empty."""
+    """Return when a patch may be removed, and whether it fixes an upstream bug; may be empty."""
     return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 

@@ -1,4 +1,4 @@
-"""Patch one module after it was executed: compare pins, set values, rebind names in its importers."""
+"""Patch one module after its execution: compare pins, set values, rebind names in importing modules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
 class DriftError(Exception):
-    """Upstream is not what a patch was written against.
+    """Upstream differs from the version for which a patch was written.
 
     Args:
-        message: what is not.
-        targets: those of the patches.
+        message: the differences.
+        targets: targets of the affected patches.
     """
 
     def __init__(self, message: str, targets: Iterable[str] = ()) -> None:
@@ -36,18 +36,18 @@ class DriftError(Exception):
 
 
 class PatchError(Exception):
-    """A patch cannot be applied through a fault of its own."""
+    """A patch cannot be applied because of a bug in the patch itself."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is known once the upstream is found.
+    """What is known once upstream is found.
 
     Attributes:
         upstream, version: name and version of upstream.
         device: name of the device.
-        pins: the pins of upstream; None switches the drift check off.
-        drift: ``error`` raises ``DriftError``; ``warn`` logs and applies what can be applied.
+        pins: the pins of upstream; None: no drift check.
+        drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that fit.
     """
 
     upstream: str
@@ -59,16 +59,16 @@ class Context:
 
 @dataclass
 class ModulePatch:
-    """The patching of one module: all of its patches are applied, or none.
+    """The patching of one module: either all of its patches are applied, or none.
 
     Attributes:
         module: the module.
-        context: the upstream, the device, the pins.
-        ledger: where the state of each patch is told.
-        log: where the changes are noted, so that they can be undone.
-        covers: tells whether a module of that name belongs to upstream.
-        late: the module was imported before the plug-in; others may have used it.
-        made: the changes made here; other threads patch other modules in the meantime.
+        context: upstream, device and pins.
+        ledger: where the state of each patch is recorded.
+        log: where the changes are recorded, so that they can be undone.
+        covers: returns whether a module with the given name belongs to upstream.
+        late: whether the module was imported before the plug-in, so that others may have used it.
+        made: the changes made here; other threads may patch other modules at the same time.
     """
 
     module: ModuleType
@@ -83,7 +83,7 @@ class ModulePatch:
         """Apply those of ``patches`` that are wanted on this device.
 
         Returns:
-            The new objects that others may take by value from now on.
+            The new objects that other modules may import by value from now on.
 
         Raises:
             DriftError: upstream has changed too far for a patch, and ``Context.drift`` is ``error``.

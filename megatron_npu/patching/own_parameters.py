@@ -1,8 +1,7 @@
 """Upstream parameters that a wrapper uses, and whether they have changed.
 
-Such a function names the parameters that it works with and hands the rest on. A parameter that comes, goes or
-moves among the rest is none of its business; one that it names is. What it does with ``*args`` and
-``**kwargs`` besides handing them on is read from its source.
+A wrapper names the parameters that it uses and passes the rest on. Changes of other parameters do not affect
+it; changes of named ones do. How it uses ``*args`` and ``**kwargs`` is read from its source.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class _Unknown(Exception):  # noqa: N818 - the name says what it is
 
 @dataclass
 class Use:
-    """What a function takes of the upstream parameters.
+    """Which upstream parameters a function uses.
 
     Attributes:
-        own: name and whether it has a default, of each parameter that it takes by position, in order.
-        positions: how many of the first parameters it counts on, those that it reads from ``*args`` included.
-        read: positions that it reads from ``*args``: where they are not given, it assumes a default.
-        names: those that it takes by name, and whether it assumes a default where they are not given.
+        own: name, and whether it has a default, of each positional parameter, in order.
+        positions: number of leading parameters on which it depends, including those read from ``*args``.
+        read: positions that it reads from ``*args``, with a default if they are not given.
+        names: parameters that it reads by name, and whether it has a default if they are not given.
         hands_on_positions, hands_on_names: whether it has ``*args`` and ``**kwargs``.
     """
 
@@ -44,12 +43,12 @@ class Use:
     hands_on_names: bool = False
 
     def assumes_default(self, position: int) -> bool:
-        """Return whether it has a default of its own where the parameter at ``position`` is not given."""
+        """Return whether it has its own default for the parameter at ``position``."""
         return self.own[position][1] if position < len(self.own) else position in self.read
 
 
 def use_of(function: Any) -> Use | None:
-    """Return what ``function`` takes besides the original, its first parameter; None: that cannot be told."""
+    """Return which parameters ``function`` uses besides the original, its first one; None: unknown."""
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -213,12 +212,12 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Return what has changed between two signatures that a function takes, in words; None: nothing.
+    """Return a description of the changes between two signatures that affect a function; None: none.
 
     Args:
-        use: what it takes; None: that cannot be told, so everything counts.
-        old: the signature that it was written against.
-        new: the signature now.
+        use: the parameters that it uses; None: unknown, so every change counts.
+        old: the signature for which it was written.
+        new: the current signature.
     """
     if use is None:
         return "the parameters that our function uses cannot be determined"

@@ -16,35 +16,35 @@ CALLERS = {"around", "wrap"}  # those that lie around what was there
 
 
 class NotAsked(str):
-    """Why a patch is not applied: it is for a setting that is off, which is no news to anybody."""
+    """The reason why a patch is not applied: its setting is off."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one upstream symbol. Adaptors do not make it; the decorators of ``registry`` do.
+    """One change to one upstream symbol. Adaptors create it with the decorators of ``registry``.
 
     Attributes:
         target: ``package.module:Qual.name``.
         kind: ``replace`` (``make`` is the new object), ``around`` (``make`` is called with the original and
             the arguments), ``wrap`` (``make`` gets the original and returns the new object), ``constant``
-            (``make`` is the new value) or ``watch`` (nothing is changed, the pin is compared).
+            (``make`` is the new value) or ``watch`` (nothing is changed, only the pin is compared).
         make: see ``kind``.
-        devices: the devices it is for.
-        upstream: the upstream it is for; empty means any.
-        versions: PEP 440 specifier of upstream versions; empty means all.
+        devices: the devices to which it applies.
+        upstream: the upstream to which it applies; empty: any.
+        versions: PEP 440 specifier of upstream versions; empty: all.
         why: the reason for the patch.
-        origin: the module of the adaptor that asked for it, and its function if it is one of that module.
-        until: when it may be removed; empty means never.
-        upstream_bug: it fixes a fault of upstream on any device.
-        early: it must be in place before importers run (a decorator, say), so applying it late fails.
-        condition: asked when the module is patched; a returned text is the reason to skip.
-        order: among those that call the original: the higher, the further out.
+        origin: the adaptor module that recorded it, with its function if that is defined there.
+        until: when it may be removed; empty: never.
+        upstream_bug: whether it fixes an upstream bug on all devices.
+        early: whether it must be applied before other modules use the target (such as a decorator), so that
+            applying it late fails.
+        condition: called when the module is patched; a returned text is the reason to skip the patch.
+        order: order among patches that call the original: a higher value is further outside.
         where: ``file:line`` of the record.
-        nth: how many records before it were made at the same place with the same words: a loop may make
-            several.
-        run: the run of the adaptor's body that made the record; a body that is imported again is another.
+        nth: number of earlier records at the same place with the same text, as in a loop.
+        run: number of the adaptor's import; importing it again increases it.
     """
 
     target: str
@@ -66,7 +66,7 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """The dotted name of the module that holds the target."""
+        """The dotted name of the target's module."""
         return self.target.partition(":")[0]
 
     @property
@@ -81,17 +81,17 @@ class Patch:
 
     @property
     def ours(self) -> str:
-        """``file:line`` of the record, as it is told: the file's path begins with its top-level package."""
+        """``file:line`` of the record, with a path that starts at its top-level package."""
         file, colon, line = self.where.rpartition(":")
         return f"{_from_package(file)}{colon}{line}"
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells the patch from every other one, and is the same when its adaptor is imported again."""
+        """A key that is unique to the patch and stays the same when its adaptor is imported again."""
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
-        """Return whether the patch is meant for this version of ``upstream``."""
+        """Return whether the patch applies to this version of ``upstream``."""
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
@@ -115,7 +115,7 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return what a record and the same made again have in common: place, words, the name of ``make``."""
+    """Return what a record and its repetition have in common: place, text, and the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
     meant_for = patch.upstream, patch.versions, patch.devices

@@ -1,7 +1,7 @@
-"""Pins: fingerprints of upstream symbols at the time a patch was written.
+"""Pins: fingerprints of upstream symbols when a patch was written.
 
-A pin file belongs to one version of one upstream. A symbol may equal the pin of any version of its upstream:
-what was right for one of them is known to be right.
+A pin file belongs to one version of one upstream. A symbol matches if it equals the pin of any version of its
+upstream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """One symbol of one upstream version: its fingerprint, its signature, the line of its first binding."""
+    """A symbol in one upstream version: its fingerprint, its signature, and the line of its first
+    definition."""
 
     fingerprint: str
     signature: str
@@ -31,7 +32,7 @@ class Pin:
 
     @classmethod
     def of(cls, nodes: list[ast.stmt]) -> Pin:
-        """Return the pin of the statements that bind a symbol (at least one)."""
+        """Return the pin of the statements that define a symbol (at least one)."""
         return cls(fingerprint(nodes), " | ".join(map(signature, nodes)), nodes[0].lineno)
 
 
@@ -54,7 +55,7 @@ class PinFile:
         """Read one pin file.
 
         Raises:
-            PinError: it is not one, or of another format.
+            PinError: it is not a pin file, or has another format.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -84,17 +85,17 @@ class PinFile:
 
 @dataclass
 class Pins:
-    """All pin files of one upstream, in the order in which they are compared with."""
+    """All pin files of one upstream, in the order of comparison."""
 
     upstream: str
     files: list[PinFile] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path, upstream: str, version: str = "") -> Pins:
-        """Read every pin file of ``upstream`` in ``directory``, which may be absent.
+        """Read every pin file of ``upstream`` in ``directory``, which may not exist.
 
         Args:
-            version: of upstream; its pins come first, then those of the others, the newest first.
+            version: the upstream version, whose pins come first, followed by the others, newest first.
 
         Raises:
             PinError: a file cannot be read.
@@ -108,7 +109,7 @@ class Pins:
         return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
     def voucher(self, target: str, module: str, digest: str) -> str:
-        """Return the version that pins ``target`` in a file of ``module`` with this very digest, or ''."""
+        """Return the version that pins ``target`` in a file of ``module`` with exactly this digest, or ''."""
         known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)
         return next(known, "")
 

@@ -1,7 +1,6 @@
-"""The records of patches, and the decorators that make them.
+"""The patch records, and the decorators that create them.
 
-Recording a patch changes nothing. The engine (``engine``) applies the records of a module when that
-module's body has run.
+Recording a patch changes nothing. The engine (``engine``) applies a module's patches after its execution.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Two patches of one target could be in force at the same time, and cannot be or say not in which order.
+    """Two patches of one target could both be in force, and cannot be combined or have no defined order.
 
-    Two replacements cannot; of two that call the original, from two files, one must lie inside the other.
+    Two replacements cannot be combined; of two patches in different files that call the original, one must be
+    inside the other.
     """
 
 
@@ -34,19 +34,22 @@ class _Why(TypedDict):
 
 
 class Options(_Why, total=False):
-    """What every record may say about itself; ``why`` is required.
+    """The options of a record; ``why`` is required.
 
     Attributes:
-        why: the reason for the patch: what is wrong with, or missing from, upstream's own on these devices.
+        why: the reason: what is wrong with, or missing from, upstream's own code on these devices.
         until: when the patch may be removed: the upstream version or issue with the fix.
-        upstream_bug: it fixes a fault of upstream on any device; ``until`` is required then.
-        devices: the devices it is for (default: all).
+        upstream_bug: whether it fixes an upstream bug on all devices; requires ``until``.
+        devices: the devices to which it applies (default: all).
         versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
-        early: importers use the target while they are imported (a decorator, say): applied late, it fails.
-        condition: called with no argument when the module is patched; a returned text is the reason to skip.
-        order: of what calls the original, where another file patches the target too: the higher, the further
-            out (default: 0). Those of one file lie as they stand there, the last outermost.
-        upstream: the upstream it is for (default: that of the registry or recorder; empty means any).
+        early: whether other modules use the target while they are imported (such as a decorator), so that
+            applying it late fails.
+        condition: called without arguments when the module is patched; a returned text is the reason to skip
+            the patch.
+        order: order among patches of the target in different files that call the original: a higher value is
+            further outside (default: 0). Those of one file are in the order of the file, the last one
+            outermost.
+        upstream: the upstream to which it applies (default: that of the registry or recorder; empty: any).
     """
 
     until: str
@@ -200,11 +203,11 @@ class _Decorators:
 
 @dataclass
 class Recorder(_Decorators):
-    """The decorators of a registry with ``upstream`` filled in; adaptors use those of their upstream.
+    """The decorators of a registry with ``upstream`` set; adaptors use those of their upstream.
 
     Args:
-        registry: where the patches go.
-        upstream: the upstream of patches that do not name one.
+        registry: where the patches are recorded.
+        upstream: the default upstream of patches.
     """
 
     registry: Registry
@@ -220,18 +223,18 @@ class Registry(_Decorators):
     """The recorded patches, in order of registration.
 
     Args:
-        upstream: the upstream of patches that do not name one; empty means any.
+        upstream: the default upstream of patches; empty: any.
     """
 
     upstream: str = ""
     patches: list[Patch] = field(default_factory=list)
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch``. The same record again (its adaptor was imported again) takes its own place.
+        """Record ``patch``. Recording it again (because its adaptor was imported again) replaces the earlier
+        record.
 
         Raises:
-            PatchConflict: another patch of the target could be in force at the same time, and the two do not
-                go together.
+            PatchConflict: another patch of the target could also be in force, and the two cannot be combined.
             ValueError: the record is malformed.
         """
         _validate(patch)
@@ -258,12 +261,13 @@ class Registry(_Decorators):
         return list(dict.fromkeys(patch.module for patch in self.patches))
 
     def keep(self, wanted: Callable[[Patch], bool]) -> None:
-        """Forget the patches that are not wanted, so that upstream's own code can be compared with ours."""
+        """Remove unwanted patches, so that upstream's own code can be compared with ours."""
         self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
 def in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches of one target from the inside out: a replacement, then what calls the original."""
+    """Return the patches of one target from the inside out: a replacement, then those that call the
+    original."""
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 

@@ -1,7 +1,7 @@
 """Rebind names that a module imported with ``from module import f`` before the patch.
 
-That happens in a circular import, in which a sibling's body runs before that of ``module`` has ended, and
-when upstream was imported before the plug-in. Such names are found by identity.
+This happens in a circular import, in which a sibling module is executed before ``module`` has ended, and if
+upstream was imported before the plug-in. Such names are found by identity.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass(frozen=True)
 class Offer:
-    """A new object that importers take by value from now on.
+    """A new object that importing modules may import by value from now on.
 
     Attributes:
-        name: the name under which they find it.
+        name: the name under which they import it.
         new: the object.
-        old: what they get back on undo.
+        old: the object that they get back on undo.
     """
 
     name: str
@@ -38,13 +38,13 @@ def find_repairs(
     """Find which modules imported old objects of ``module`` by value, and which they may import later.
 
     Args:
-        made: the changes that patching ``module`` has made.
-        slots: the slots that are patched at all (see ``ChangeLog.slots``).
-        covers: tells whether a module of that name belongs to upstream.
+        made: the changes made by patching ``module``.
+        slots: all patched slots (see ``ChangeLog.slots``).
+        covers: returns whether a module with the given name belongs to upstream.
 
     Returns:
-        The changes that repair the names, and the new objects to take back on undo. A new object that has
-        a home of its own in upstream is not among the latter: a module that holds it may mean it.
+        The changes that rebind the names, and the new objects to take back on undo. The latter exclude new
+        objects defined in upstream itself, which a module may hold for another reason.
     """
     changes = list(made)
     own = [change for change in changes if change.owner is module]
@@ -62,7 +62,7 @@ def find_repairs(
 
 
 def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
-    """Give the old objects to the modules that took the new ones by value."""
+    """Restore the old objects in modules that imported the new ones by value."""
     originals: dict[int, dict[str, Any]] = {}
     for offer in offers:
         originals.setdefault(id(offer.new), {}).setdefault(offer.name, offer.old)
@@ -74,14 +74,14 @@ def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
 def is_shared_by_identity(value: Any, module: str) -> bool:
     """Return whether other modules that hold ``value`` hold it because ``module`` defines it.
 
-    True of functions and classes that ``module`` itself defines. Never of plain values, which may be equal
-    by chance, nor of what ``module`` imported: others may have it from its true home.
+    True for functions and classes that ``module`` itself defines; false for plain values, which may be equal
+    by chance, and for objects that ``module`` imported, which others may have imported from their origin.
     """
     return callable(value) and getattr(value, "__module__", None) == module
 
 
 def holders(values: Set[int], covers: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield every (module, name, value) of upstream and the main module whose value has one of the ids."""
+    """Yield (module, name, value) for upstream and the main module if the value has one of the ids."""
     # copy() is atomic, list(….items()) is not: other threads import in the meantime
     for module_name, module in sys.modules.copy().items():
         if not isinstance(module, ModuleType):

@@ -48,8 +48,8 @@ class SourceTree:
     """The sources under a folder, each read once.
 
     Args:
-        root: the folder that holds upstream's top-level package, and a folder ``tasks`` with what the script
-            in it imports.
+        root: the folder that contains upstream's top-level package, and possibly a folder ``tasks`` of a
+            script.
     """
 
     def __init__(self, root: Path) -> None:
@@ -71,7 +71,7 @@ class SourceTree:
         """Pin the targets of ``patches``.
 
         Returns:
-            The pins, and the targets that are not there.
+            The pins, and the targets that were not found.
         """
         pinned, missing = PinFile(upstream, version), []
         for patch in patches:

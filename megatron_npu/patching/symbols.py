@@ -1,4 +1,4 @@
-"""Find where a module's source binds a symbol, from the syntax tree."""
+"""Find the statements in a module's source that define a symbol."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SCOPES = (*FUNCTIONS, ast.ClassDef)
 
 
 def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
-    """Return every statement of ``tree`` that binds ``qualname``, in source order.
+    """Return every statement of ``tree`` that defines ``qualname``, in source order.
 
-    Conditional definitions (``if``, ``try``, ``with``, loops) all count. An import is narrowed to the name
-    in question; a star import stands for names that nothing else binds. A method that a class inherits
-    is found in a base class of the same file; where a base class comes from elsewhere, the header of
-    the class stands for it. An empty list means that the symbol is gone.
+    Conditional definitions (``if``, ``try``, ``with``, loops) are included. An import is reduced to the name
+    in question; a star import counts for names that nothing else defines. An inherited method is found in a
+    base class of the same file; if a base class is defined elsewhere, the class header represents it. An
+    empty list means that the symbol does not exist.
     """
     *path, name = qualname.split(".")
     scopes: list[Any] = [tree]

@@ -13,16 +13,17 @@ from megatron_npu.patching.sources import Source
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a target.
+    """The result of comparing a target.
 
     Attributes:
         status: ``same``, ``body_changed``, ``signature_changed``, ``gone`` or ``no_pin``.
         kind: the kind of the patch.
         file: the source file, or the module if there is none.
-        line: where the target is bound now; 0 if it is not.
-        detail: what changed, in words.
-        pin: the version whose pin it equals or, if it equals none, was judged by; empty without a pin.
-        fits: the signature has changed, but nothing that our function takes of it.
+        line: the line of the current definition; 0 if there is none.
+        detail: a description of the change.
+        pin: the version whose pin it equals or, if it equals none, with which it was compared; empty without
+            a pin.
+        fits: whether the changed signature does not affect our function.
         ours: ``file:line`` of the patch.
     """
 
@@ -38,14 +39,14 @@ class Verdict:
 
     @property
     def drifted(self) -> bool:
-        """Whether upstream is not what the patch was written against."""
+        """Whether upstream differs from the version for which the patch was written."""
         return self.status in ("body_changed", "signature_changed", "gone")
 
     @property
     def fails(self) -> bool:
         """Whether the patch must not be applied.
 
-        One that calls the original survives a changed body, ``around`` also a signature that ``fits``.
+        A patch that calls the original survives a changed body, ``around`` also a signature that ``fits``.
         """
         survives = self.fits or (self.status == "body_changed" and self.kind not in REPLACEMENTS)
         return self.drifted and not survives
@@ -105,7 +106,7 @@ def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, 
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Return the verdicts of each target together, the worst first; targets in order of their first one."""
+    """Return the verdicts grouped by target, the worst first; targets in order of their first verdict."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.target, []).append(verdict)

@@ -1,4 +1,4 @@
-"""PEP 440 specifiers of upstream versions: matching a version, and overlap of two specifiers."""
+"""PEP 440 specifiers of upstream versions: match a version, and check whether two overlap."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @cache  # asked for each patch of each module, twice where a run asks for backports
 def admits(versions: str, version: str) -> bool:
-    """Return whether the specifier ``versions`` admits ``version``; an empty one admits everything.
+    """Return whether the specifier ``versions`` accepts ``version``; an empty one accepts everything.
 
-    A version that is not PEP 440 (a commit) is admitted only by an empty specifier.
+    A version that is not PEP 440 (a commit) is accepted only by an empty specifier.
     """
     if not versions:
         return True
@@ -29,8 +29,8 @@ def admits(versions: str, version: str) -> bool:
 def versions_overlap(first: str, second: str) -> bool:
     """Return whether some version satisfies both specifiers.
 
-    A specifier set is an interval (with holes from ``!=``), so a common version, if there is one, can be
-    found at zero, at a version that one of the two names, or just above such a version.
+    A specifier set is an interval (with holes from ``!=``), so if there is a common version, it is zero, a
+    version named in one of the two, or just above such a version.
     """
     if not first or not second or first == second:
         return True

@@ -42,7 +42,7 @@ _TEXTS = (
 
 
 def texts(special_tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, with each special token alone, repeated, and inside and between words."""
+    """Yield the texts; each special token occurs alone, repeated, and inside and between words."""
     yield from _TEXTS
     tokens = sorted(set(special_tokens))
     for token in tokens:

@@ -27,10 +27,10 @@ _LITERAL_END = f"{END_OF_TEXT} written inside a text is ordinary characters to i
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tokenizer for the driver.
+    """A tokenizer for the built-in trainer.
 
     Attributes:
-        flags: that name it and the size of the model's vocabulary.
+        flags: flags for the tokenizer and the size of the model's vocabulary.
         said: lines for the user.
     """
 
@@ -44,17 +44,17 @@ class Chosen:
 def choose(
     source: Path, folder: Path, vocabulary: int, *, kind: str | None = None, end: str | None = None
 ) -> Chosen:
-    """Return the tokenizer of a model, which reads and writes what that of transformers does.
+    """Return the model's tokenizer, verified to encode and decode like that of transformers.
 
     Args:
-        source: the folder of Hugging Face, for messages.
-        folder: where its files have been copied to; what they leave open is written into them.
-        vocabulary: tokens that the model knows.
-        kind: the tokenizer, by Megatron's name; None: what the files are for.
-        end: the token that ends a text; None: what the files say.
+        source: the Hugging Face folder, for messages.
+        folder: folder with copies of its files; missing settings are written to them.
+        vocabulary: number of tokens of the model.
+        kind: Megatron's name of the tokenizer; None: determined from the files.
+        end: the end-of-text token; None: from the files.
 
     Raises:
-        UsageError: the files do not say all of it, or another than transformers reads.
+        UsageError: the files are incomplete, or transformers reads another tokenizer from them.
     """
     names = carried_files.vocabularies(folder)
     if kind == "NullTokenizer" or (kind is None and not names):
@@ -239,9 +239,9 @@ def copy_from_checkpoint(
     """Copy a checkpoint's tokenizer into a Hugging Face folder; return keys for its ``config.json``.
 
     Args:
-        root: the checkpoint's directory, which has the files of Hugging Face if it was converted itself.
+        root: the checkpoint's directory, which contains Hugging Face files if it was converted.
         args: its flags.
-        tokenizer: what the flags name.
+        tokenizer: the tokenizer that the flags name.
         destination: the folder.
     """
     origin = _hf_folder(root, args)
@@ -290,10 +290,10 @@ def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
-    """Check that transformers reads a written folder as the checkpoint's tokenizer does; yield lines.
+    """Check that transformers reads the checkpoint's tokenizer from a written folder; yield log lines.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it reads another one.
     """
     if not isinstance(tokenizer, GPT2Tokenizer | HuggingFaceTokenizer):
         yield "NullTokenizer: texts are numbers, so no tokenizer was written"
@@ -315,7 +315,7 @@ def _proven(tokenizer: tokenizer_proof.Tokenizer, folder: Path) -> str:
 
 
 def model_type(root: Path, args: Namespace) -> str | None:
-    """Return the ``model_type`` that a checkpoint was converted from; None if it was not."""
+    """Return the ``model_type`` from which a checkpoint was converted, or None."""
     folder = _hf_folder(root, args)
     kind = None if folder is None else config.read(folder).get("model_type")
     return kind if isinstance(kind, str) else None

@@ -1,6 +1,6 @@
 """Check that the trainer's tokenizer and transformers' encode and decode alike.
 
-A model whose weights are right bit for bit talks gibberish, or never ends, if its text becomes other ids.
+With other token ids, even a model with bitwise identical weights generates gibberish or never stops.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SHOWN = 12
 
 
 def reference(folder: Path) -> Any:
-    """Return the tokenizer that transformers makes of a folder; nothing in the folder is executed.
+    """Return the tokenizer that transformers creates from a folder, without executing code in it.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: transformers cannot.
     """
     import transformers
 
@@ -48,7 +48,7 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
     """Check that both tokenizers are equal, and return a log line about it.
 
     Raises:
-        UsageError: they are not; with an example.
+        UsageError: they differ; an example is given.
     """
     found = difference(ours, theirs)
     if found is not None:
@@ -66,11 +66,12 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
 def difference(ours: Tokenizer, theirs: Any) -> str | None:
     """Return an example on which two tokenizers differ, or None.
 
-    Megatron's GPT2BPETokenizer never takes ``<|endoftext|>`` inside a text for the token: that is left out.
+    Megatron's GPT2BPETokenizer never treats ``<|endoftext|>`` inside a text as the token, so this is not
+    compared.
 
     Args:
-        ours: the driver's.
-        theirs: what ``reference`` returned.
+        ours: the trainer's tokenizer.
+        theirs: the result of ``reference``.
     """
     return next(_differences(ours, theirs), None)
 

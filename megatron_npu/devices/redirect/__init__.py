@@ -1,11 +1,11 @@
 """Map ``torch.cuda``, ``"cuda"`` and ``nccl`` to a device that is not CUDA.
 
-Megatron names CUDA in some 750 lines (core 0.16.1), so patching each is hopeless; torch itself is told
-once what is meant. Three rules keep the lie small: only devices of type cuda are mapped; torch's own
-frames see the truth where they probe for hardware (``callers.py``); everything is undone by ``off``.
+Megatron names CUDA in some 750 lines (core 0.16.1), too many to patch, so torch's names are remapped instead.
+Three rules keep this safe: only devices of type cuda are mapped; torch's own code gets real values when it
+probes the hardware (``callers.py``); ``off`` undoes everything.
 
 Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields owner, name and new value
-of every attribute of torch that it replaces. It sees what the modules before it have replaced.
+of every replaced attribute of torch. It sees the replacements of the previous modules.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collecti
 
 
 class Redirection:
-    """Gives torch's CUDA names the meaning of ``device``; ``off`` restores each of them."""
+    """Maps torch's CUDA names to ``device``; ``off`` restores them."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Switch the redirection on; on the cuda device, and when it is on already, nothing changes."""
+        """Enable the redirection; no effect on the cuda device, or if it is already enabled."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:
@@ -46,5 +46,5 @@ class Redirection:
             raise
 
     def off(self) -> None:
-        """Put everything back."""
+        """Restore all names."""
         self._replaced.undo()

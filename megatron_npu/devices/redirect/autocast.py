@@ -1,4 +1,4 @@
-"""Autocast for ``"cuda"``, and the functions that read and set its state."""
+"""Autocast for ``"cuda"``, and the functions that get and set its state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Translate = Callable[[Any], Any]  # from a device type to the one that it means
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield what makes autocast of ``cuda`` that of ``device``.
+    """Yield the replacements that map autocast of ``cuda`` to ``device``.
 
-    ``torch.amp.custom_fwd`` and ``custom_bwd`` need nothing of their own: they look these names up when they
-    are called. So functions decorated before the redirection follow it, and those decorated during it leave
-    it when it ends. Megatron's linear layers are such functions
+    ``torch.amp.custom_fwd`` and ``custom_bwd`` need no replacement, because they look these names up when
+    called. So functions decorated before the redirection use it, and those decorated during it stop using it
+    when it ends. Megatron's linear layers are such functions
     (``LinearWithGradAccumulationAndAsyncCommunication``).
 
-    Without a dtype, autocast takes the default of ``device``: bfloat16 on the CPU, float16 on the others.
+    Without a dtype, autocast uses the default of ``device``: bfloat16 on the CPU, float16 elsewhere.
     """
     here = device.name
 

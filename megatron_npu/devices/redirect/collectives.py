@@ -23,7 +23,7 @@ _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield what makes process groups, and the collectives with which the backend needs help."""
+    """Yield the replacements for process groups, and for collectives that need help of the backend."""
     yield dist, "init_process_group", _init_process_group(device)
     yield from _in_both_modules("new_group", _new_group(device))
     for name in version_counters.WITHOUT_BUMP:

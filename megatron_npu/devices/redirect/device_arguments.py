@@ -17,7 +17,7 @@ from megatron_npu.devices.device_names import Target, means_cuda, target_on
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield what takes a device in these places."""
+    """Yield the replacements for these functions."""
     target = target_on(device)
     yield serialization, "default_restore_location", _restore_location(target)
     yield torch.UntypedStorage, "to", _storage_to(target)

@@ -29,7 +29,7 @@ _NEW = ("new_tensor", "new_empty", "new_empty_strided", "new_full", "new_zeros",
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the factories of torch, ``Tensor.new_*`` and ``with torch.device(...)``."""
+    """Yield the replacements for torch's factories, ``Tensor.new_*`` and ``with torch.device(...)``."""
     target, can_pin = target_on(device), not device.is_host
     device_contexts._device_constructors()  # is called once, and must not find our replacements then
     yield device_contexts.DeviceContext, "__init__", _context_initializer(target)

@@ -13,7 +13,9 @@ from megatron_npu.devices.redirect import callers
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield ``get_rng_state``, ``set_rng_state`` and ``manual_seed``, which know the host's generator."""
+    """Yield the replacements for ``get_rng_state``, ``set_rng_state`` and ``manual_seed``, which use the
+    host's generator.
+    """
     if not isinstance(device, CpuDevice):
         return
     get, put, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed

@@ -19,7 +19,7 @@ _DRAWING = (
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the methods of torch's loaders that draw random numbers in this process."""
+    """Yield the replacements for methods of torch's loaders that use random numbers in this process."""
     if device.is_host:
         for owner, name in _DRAWING:
             yield owner, name, _on_host(device, getattr(owner, name))

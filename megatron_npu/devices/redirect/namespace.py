@@ -25,7 +25,7 @@ _PROBES = {
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield what ``device.cuda_namespace`` lists."""
+    """Yield the replacements in ``device.cuda_namespace``."""
     for path, value in device.cuda_namespace().items():
         *parents, name = path.split(".")
         owner = functools.reduce(getattr, parents, torch.cuda)

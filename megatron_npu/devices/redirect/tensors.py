@@ -16,7 +16,7 @@ from megatron_npu.devices.redirect import callers
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the methods of ``torch.Tensor`` and ``torch.nn.Module``."""
+    """Yield the replacements for methods of ``torch.Tensor`` and ``torch.nn.Module``."""
     target, tensor_to = target_on(device), torch.Tensor.to
     for owner, private in ((torch.Tensor, _private_tensor), (torch.nn.Module, _private_module)):
         original_to = owner.to

@@ -16,12 +16,12 @@ NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
 
 
 def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch.Tensor:
-    """Return one token for each row, [b], int64; ``NO_NUMBER`` where the logits are not numbers.
+    """Return one token per row, [b], int64; ``NO_NUMBER`` if the logits are NaN or infinite.
 
     Args:
         logits: [b, vocabulary], fp32 on the host.
-        options: the rules.
-        draws: [b], fp64, a number from 0 up to but not 1 for each row; it alone decides what is drawn.
+        options: sampling options.
+        draws: [b], fp64, a random number in [0, 1) per row, which determines the selected token.
     """
     if options.greedy:
         tokens = logits.argmax(-1)
@@ -70,16 +70,16 @@ def _checked(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Return what the model itself thought of its choice: no temperature, no limits.
+    """Return the model's own log-probabilities of the selected tokens, without temperature and limits.
 
     Args:
         logits: [b, vocabulary], fp32 on the host.
-        tokens: [b], those that were chosen.
-        alternatives: n.
+        tokens: [b], the selected tokens.
+        alternatives: the number n of alternatives.
 
     Returns:
-        [b, 1 + 2n], fp32: natural logarithm of the token's probability, ids of the n likeliest tokens,
-        and theirs.
+        [b, 1 + 2n], fp32: log-probability of the token, ids of the n most likely tokens, and their
+        log-probabilities.
     """
     values = logits.double().log_softmax(-1)
     likeliest, ids = values.topk(min(alternatives, values.size(-1)))

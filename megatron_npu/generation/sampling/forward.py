@@ -1,7 +1,7 @@
 """Compute the next-token logits for a batch of texts, over all stages and ranks of a model.
 
-Three ways to get them, chosen by how the model is laid out: with keys and values of the past kept (the fast
-one), without (``--recompute``), and whole texts as in training, for models whose sequence is cut among ranks.
+There are three ways, depending on the model's layout: with a KV cache (fast), without it (``--recompute``),
+and whole texts as in training, for models whose sequence is partitioned over ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_npu.data.sequence_parts import part_of_this_rank
 
 
 def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool) -> Forward:
-    """Return what gives the logits of a batch.
+    """Return an object that computes the logits of a batch.
 
     Args:
-        chunks: this process's GPTModels, without wrappers, in their order.
-        batch: texts that are read together.
-        longest: tokens of the longest of them when it is complete.
-        recompute: keep nothing of the past.
+        chunks: this process's GPTModels, unwrapped and in order.
+        batch: number of texts in a batch.
+        longest: number of tokens of the longest completed text.
+        recompute: do not use a KV cache.
     """
     config = chunks[0].config
     if config.sequence_parallel or config.context_parallel_size > 1:
@@ -34,10 +34,10 @@ def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool)
 
 
 class Forward(ABC):
-    """Reads texts token by token.
+    """Processes texts token by token.
 
     Args:
-        chunks, batch, longest: of ``forward_of``.
+        chunks, batch, longest: as in ``forward_of``.
     """
 
     def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
@@ -46,13 +46,13 @@ class Forward(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the logits of what follows, [b, padded vocabulary], fp32 on the host.
+        """Return the next-token logits, [b, padded vocabulary], fp32 on the host.
 
-        All ranks of the model must call this. None on those without the output layer.
+        All ranks of the model must call this. None on ranks without the output layer.
 
         Args:
-            tokens: [b, s], int64 on the host: the texts so far, from their first token on. The first call
-                gives one token or more, each further call one more than the call before.
+            tokens: [b, s], int64 on the host: the texts so far, from their first token. Each call after the
+                first has one token more than the previous one.
         """
 
 
@@ -116,14 +116,14 @@ class _Whole(Forward):
 
 
 def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
-    """Return the logits behind every token of a batch, [b, s, padded vocabulary], on the device.
+    """Return the logits at every token of a batch, [b, s, padded vocabulary], on the device.
 
-    All ranks of the model must call this. None on those without the output layer. Not for a model whose
+    All ranks of the model must call this. None on ranks without the output layer. Not supported if the
     sequence is partitioned over ranks.
 
     Args:
-        chunks: this process's GPTModels, without wrappers, in their order.
-        tokens: [b, s], int64 on the host; what stands behind a token has no influence on it.
+        chunks: this process's GPTModels, unwrapped and in order.
+        tokens: [b, s], int64 on the host; later tokens do not influence earlier ones.
     """
     inputs = tokens.to(devices.current().torch_device())
     positions = torch.arange(inputs.size(1), device=inputs.device).expand_as(inputs)

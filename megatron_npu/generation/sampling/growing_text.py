@@ -11,10 +11,10 @@ _WINDOW = 8  # tokens that are decoded again with a new one: what joins or separ
 
 
 class GrowingText:
-    """The text behind a prompt.
+    """The text generated after a prompt.
 
-    A token alone has no text: characters can be spread over several tokens, and some tokenizers put a blank
-    between two. So a few tokens are decoded together, before and after.
+    A single token has no definite text: a character may consist of several tokens, and some tokenizers insert
+    spaces between two. So a few tokens are decoded together, with and without the new one.
 
     Args:
         tokenizer: the model's.
@@ -27,16 +27,16 @@ class GrowingText:
         self._start, self._told = 0, len(self._ids)  # decoded from, told up to
 
     def added(self, tokens: Sequence[int]) -> str:
-        """Return the characters that are new and complete.
+        """Return the new complete characters.
 
         Args:
-            tokens: all that were added behind the prompt so far, one more than in the call before.
+            tokens: all tokens added after the prompt so far, one more than in the previous call.
         """
         self._ids.append(tokens[-1])
         return self._new(complete=True)
 
     def rest(self) -> str:
-        """Return the characters that never became complete, when the text has ended."""
+        """Return characters that remained incomplete at the end of the text."""
         return self._new(complete=False)
 
     def _new(self, complete: bool) -> str:

@@ -8,14 +8,14 @@ import torch
 
 
 def lay_out_for_vectors(gpt: Any) -> None:
-    """Store the matrices of a GPTModel's linear layers by columns; their shapes stay as they are.
+    """Store the weights of a GPTModel's linear layers by columns; their shapes do not change.
 
-    One token at a time is a product of matrix and vector, which takes as long as the matrix takes to be read:
-    with fp32 on one core half as long so, as each row of the transposed matrix is added to the result. No
-    memory is needed beside a copy of one matrix. Not for a model that is trained.
+    Generating one token is a product of a matrix and a vector, whose time is that of reading the matrix. With
+    fp32 on one core this layout halves it, because each row of the transposed matrix is added to the result.
+    It temporarily needs a copy of one matrix. Not for training.
 
     Args:
-        gpt: on the host.
+        gpt: the model, on the host.
     """
     for name, parameter in gpt.named_parameters():
         if parameter.dim() == 2 and parameter.dtype == torch.float32 and "position_embeddings" not in name:

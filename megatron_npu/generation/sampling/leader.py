@@ -19,7 +19,7 @@ PATIENCE = timedelta(days=365)
 
 
 class Leader:
-    """What rank 0 draws texts with; the other ranks draw the same ones behind it.
+    """The sampler of rank 0, whose requests the other ranks execute too.
 
     Args:
         sampler: this rank's.
@@ -37,10 +37,10 @@ class Leader:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return what ``Sampler.sample`` returns. Called on rank 0 alone.
+        """Return the result of ``Sampler.sample``. Call it only on rank 0.
 
         Raises:
-            UsageError: of ``Sampler.sample``.
+            UsageError: see ``Sampler.sample``.
         """
         for prompt in prompts:
             self.sampler.check(prompt)
@@ -54,10 +54,10 @@ class Leader:
         alternatives: int = 0,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return what ``Sampler.score`` returns. Called on rank 0 alone.
+        """Return the result of ``Sampler.score``. Call it only on rank 0.
 
         Raises:
-            UsageError: of ``Sampler.score``.
+            UsageError: see ``Sampler.score``.
         """
         for text in texts:
             self.sampler.check_text(text)
@@ -65,11 +65,11 @@ class Leader:
         return self.sampler.score(texts, firsts, alternatives, batch)
 
     def end(self) -> None:
-        """Have the other ranks end. Called on rank 0 alone."""
+        """Stop the other ranks. Call it only on rank 0."""
         self._tell(None)
 
     def follow(self) -> None:
-        """Do what rank 0 does, until it ends. Called on the other ranks."""
+        """Execute rank 0's requests until it ends. Call it on the other ranks."""
         while (task := self._tell(None)) is not None:
             name, arguments = task
             with contextlib.suppress(UsageError):  # of the model's numbers: rank 0 tells it
@@ -86,7 +86,7 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(sampler: Sampler) -> Iterator[Leader | None]:
-    """Give rank 0 a Leader inside the block; the other ranks follow it here and are given None."""
+    """Return a Leader to rank 0 inside the block; the other ranks follow it here and get None."""
     leader = Leader(sampler)
     if dist.get_rank() > 0:
         leader.follow()

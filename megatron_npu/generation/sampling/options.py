@@ -9,23 +9,23 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """How a continuation is drawn.
+    """Sampling options.
 
-    With both limits, ``top_p`` counts what ``top_k`` has left.
+    With both limits, ``top_p`` applies to the tokens that ``top_k`` keeps.
 
     Attributes:
-        num_tokens: tokens to add at most.
-        longest: tokens of prompt and continuation together at most; None: as many as the model has positions.
-        temperature: logits are divided by it; 0 takes the likeliest token, as ``top_k`` 1 does.
-        top_k: draw among so many likeliest tokens; 0: all.
-        top_p: draw among the fewest tokens whose probabilities sum to it, from 0 to 1; 0: all.
-        seed: of the draws. The prompt at place i draws with seed + i, so that a text does not depend on what
-            else is in its batch.
-        recompute: read the whole text for every token instead of keeping keys and values of the past.
-        alternatives: for each token keep its log probability and those of so many likeliest ones; None: none.
+        num_tokens: maximum number of tokens to generate.
+        longest: maximum number of tokens in prompt and continuation; None: the model's positions.
+        temperature: divisor of the logits; 0 selects the most likely token, like ``top_k`` 1.
+        top_k: sample from this many most likely tokens; 0: all.
+        top_p: sample from the smallest set of tokens with this total probability, from 0 to 1; 0: all.
+        seed: random seed. Prompt i uses seed + i, so a text does not depend on the rest of its batch.
+        recompute: recompute the whole text for every token instead of using a KV cache.
+        alternatives: number of most likely tokens to return with log-probabilities for each position; None:
+            no log-probabilities.
 
     Raises:
-        UsageError: a number out of range.
+        UsageError: a value is out of range.
     """
 
     num_tokens: int = 64
@@ -51,5 +51,5 @@ class Options:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken and nothing drawn."""
+        """Whether decoding is greedy."""
         return self.temperature == 0 or self.top_k == 1

@@ -23,15 +23,15 @@ from megatron_npu.generation.sampling.without_prediction import without_predicti
 
 @dataclass
 class Sample:
-    """A prompt and what the model has added.
+    """A prompt and its continuation.
 
     Attributes:
-        prompt: its ids; the end token alone if the text begins with nothing.
-        tokens: the ids that were added, without the end token.
-        finished: whether the text came to an end: by the end token, or because ``watch`` ended it.
-        logprobs: of each added token, the natural logarithm of the model's own probability, if asked for;
-            then the end token's, if that has ended the text.
-        alternatives: for each of these the likeliest ones and theirs, if asked for.
+        prompt: its ids; only the end token for unconditional text.
+        tokens: the generated ids, without the end token.
+        finished: whether generation ended with the end token or because ``watch`` stopped it.
+        logprobs: the model's own log-probability of each generated token, if requested, followed by that of
+            the end token if it ended the text.
+        alternatives: for each of these, the most likely tokens with their log-probabilities, if requested.
     """
 
     prompt: list[int]
@@ -50,17 +50,17 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Draws texts from a model that lives in this process and others.
+    """Generates text with a model in this process and others.
 
-    Works in any layout: with tensor, sequence, context and pipeline parallelism, interleaved or not. Every
-    rank makes one and calls ``sample`` with the same arguments; every rank gets the same texts. Data-parallel
-    replicas draw the same texts too.
+    It works in any layout: tensor, sequence, context and pipeline parallelism, interleaved or not. Every rank
+    creates one and calls ``sample`` with the same arguments; every rank gets the same texts, including
+    data-parallel replicas.
 
     Args:
-        model: this process's chunk of a GPTModel or all of them in their order, in wrappers or not.
-        tokenizer: of which the end token is asked for.
-        vocabulary: ids that stand for a token; ids from there on only pad the model's vocabulary. None: as
-            many as the tokenizer has.
+        model: this process's GPTModel, or its chunks in order, wrapped or not.
+        tokenizer: the tokenizer, for its end token.
+        vocabulary: number of token ids; higher ids only pad the model's vocabulary. None: the tokenizer's
+            size.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Sampler:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return one text for each prompt, in their order. A collective of all ranks of the model.
+        """Return one sample per prompt, in order. A collective of all ranks of the model.
 
-        The model is put into evaluation mode for it, and back; no random number generator is touched.
+        The model is temporarily in evaluation mode; no global random generator is used.
 
         Args:
-            prompts: of ids, each of one token or more and of any length. ``[sampler.end]`` begins a text with
-                nothing before it.
-            options: how to draw.
-            watch: sees each token when it is there, and may end a text. Given on all ranks or on none; what
-                it returns counts on the model's first rank.
-            batch: texts that are drawn together at most; None: all. Prompts of similar length come together.
+            prompts: ids, at least one token each, of any length. ``[sampler.end]`` gives unconditional text.
+            options: sampling options.
+            watch: called with each new token; it may stop a text. Pass it on all ranks or on none; the result
+                on the model's first rank counts.
+            batch: maximum number of texts generated together; None: all. Prompts of similar length are
+                batched.
 
         Raises:
-            UsageError: a prompt that is empty, has ids that the model does not know, or has no room for one
-                more token; logits that are not numbers.
+            UsageError: a prompt is empty, has unknown ids or leaves no position free, or the logits are NaN
+                or infinite.
         """
         options = options or Options()
         samples = [Sample(list(prompt)) for prompt in prompts]
@@ -117,20 +117,19 @@ class Sampler:
         alternatives: int = 0,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return how likely the tokens of texts that are there are. A collective of all ranks of the model.
+        """Return the log-likelihoods of the tokens of given texts. A collective of all ranks of the model.
 
-        Texts that differ in their last token alone are read once. Not for a model whose sequence is cut among
-        ranks.
+        Texts that differ only in their last token are computed once. Not supported if the sequence is
+        partitioned over ranks.
 
         Args:
-            texts: of ids, each of one token or more and at most one more than the model has positions.
-            firsts: for each text the place, from 1 on, of the first token to be looked at; None: 1 for all.
-            alternatives: as many likeliest tokens are told for each place.
-            batch: texts that are read together at most; None: what fits into a gibibyte of logits.
+            texts: ids, from one token to one more than the model's positions.
+            firsts: for each text the position, from 1, of the first token to score; None: 1 for all.
+            alternatives: number of most likely tokens to return for each position.
+            batch: maximum number of texts computed together; None: as many as fit into 1 GiB of logits.
 
         Raises:
-            UsageError: a text that is empty, too long, or has ids that the model does not know; logits that
-                are not numbers.
+            UsageError: a text is empty, too long or has unknown ids, or the logits are NaN or infinite.
         """
         for text in texts:
             self.check_text(text)
@@ -139,10 +138,10 @@ class Sampler:
             return scoring.run(texts, firsts or [1] * len(texts), batch)
 
     def check_text(self, text: Sequence[int]) -> None:
-        """Refuse a text whose tokens cannot be scored.
+        """Check that the tokens of a text can be scored.
 
         Raises:
-            UsageError: it is empty, has ids that the model does not know, or more tokens than it can read.
+            UsageError: it is empty, too long, or has unknown ids.
         """
         self._require_known(text)
         if len(text) > self.positions + 1:
@@ -167,10 +166,10 @@ class Sampler:
             )
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Reject a prompt that cannot be continued.
+        """Check that a prompt can be continued.
 
         Raises:
-            UsageError: it is empty, has ids that the model does not know, or leaves no position free.
+            UsageError: it is empty, has unknown ids, or leaves no position free.
         """
         self._require_known(prompt)
         if len(prompt) >= self.positions:

@@ -17,13 +17,14 @@ _MOST_LOGITS = 1 << 28  # numbers that one batch may have: 1 GiB in fp32
 
 @dataclass
 class Score:
-    """What a model thinks of the tokens of a text, from one of them on.
+    """The log-likelihoods of the tokens of a text, from a given position.
 
     Attributes:
-        first: that token's place in the text.
-        logprobs: of each token from there on, the natural logarithm of its probability behind those before.
-        greedy: of each, whether it is the likeliest.
-        alternatives: for each place the likeliest tokens and theirs, as many as were asked for.
+        first: that position.
+        logprobs: log-probability of each token from there, given the tokens before it.
+        greedy: for each token, whether it is the most likely one.
+        alternatives: for each position, the requested number of most likely tokens with their
+            log-probabilities.
     """
 
     first: int = 1
@@ -48,13 +49,13 @@ class _Row:
 
 
 class Scoring:
-    """Reads texts in batches, longest first, padded on the right: the attention is causal.
+    """Scores texts in batches, longest first, padded on the right, which causal attention permits.
 
     Args:
-        chunks: this process's GPTModels, without wrappers, in their order.
-        vocabulary: ids from there on only pad the model's vocabulary.
-        padding: an id.
-        alternatives: likeliest tokens to be told for each place.
+        chunks: this process's GPTModels, unwrapped and in order.
+        vocabulary: number of token ids; higher ids only pad the model's vocabulary.
+        padding: a token id used as padding.
+        alternatives: number of most likely tokens to return for each position.
     """
 
     def __init__(self, chunks: Sequence[Any], vocabulary: int, padding: int, alternatives: int) -> None:

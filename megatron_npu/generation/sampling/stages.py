@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Return what the last pipeline stage has; all its tensor-parallel ranks have the same."""
+    """Return the last pipeline stage's value on all ranks; its tensor-parallel ranks have the same."""
     from megatron.core import parallel_state
 
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -22,7 +22,7 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def not_numbers() -> UsageError:
-    """Return the message about logits that are NaN or infinite."""
+    """Return the error for logits that are NaN or infinite."""
     return UsageError(
         "the model's logits are NaN or infinite",
         "a model whose training did not diverge, in sufficient precision",

@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_prediction(chunks: Sequence[Any]) -> Iterator[None]:
-    """Skip the multi-token prediction layers in the block.
+    """Skip the multi-token prediction layers inside the block.
 
     Args:
-        chunks: this process's GPTModels, without wrappers; they share one configuration.
+        chunks: this process's GPTModels, unwrapped; they share one configuration.
     """
     config = chunks[0].config
     layers = config.mtp_num_layers
