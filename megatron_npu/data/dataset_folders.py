@@ -1,7 +1,7 @@
 """Check that the files of a data folder do not make ``datasets`` read from elsewhere.
 
-The head of a ``README.md`` names data files, ``state.json`` those that ``save_to_disk`` has written. The
-package takes paths out of the folder and addresses there too.
+The header of a ``README.md`` names data files, and ``state.json`` the files written by ``save_to_disk``. The
+package also accepts paths outside the folder and web addresses there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``stat
 
 
 def require_own_files(folder: Path, given: str) -> None:
-    """Check that a folder of ``save_to_disk``, or of several, names files and folders of its own alone.
+    """Check that a folder of ``save_to_disk``, or of several, names only files and folders inside it.
 
     Args:
-        folder: with a ``state.json`` or a ``dataset_dict.json``; one that is not one is left to the package.
+        folder: a folder with ``state.json`` or ``dataset_dict.json``; other folders are left to the package.
         given: the flag and its value, for the message.
 
     Raises:
-        UsageError: it names another.
+        UsageError: it names a path outside the folder.
     """
     splits = _texts(_content(folder / "dataset_dict.json").get("splits"))
     for split in splits:
@@ -40,10 +40,10 @@ def require_own_files(folder: Path, given: str) -> None:
 
 @contextlib.contextmanager
 def own_files_alone(name: str, given: str) -> Iterator[None]:
-    """Let ``datasets`` find data files in a folder alone; those of a name of the hub, at addresses alone.
+    """Let ``datasets`` find data files only in a folder; for a name on the hub, only at addresses.
 
     Args:
-        name: the folder, or the name of the hub.
+        name: the folder, or the name on the hub.
         given: the flag and its value, for the message.
     """
     from datasets import data_files

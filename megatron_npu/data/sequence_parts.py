@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def part_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cut tensors ``[b, s]`` to this rank's parts of the sequence, the whole batch where it is not cut.
+    """Return this rank's part of tensors ``[b, s]``; the whole batch without context parallelism.
 
     Returns:
-        The same names, ``[b, s / cp]``: of 2 cp equal parts, those that upstream deals this rank.
+        The same names, ``[b, s / cp]``: the two of 2 cp equal chunks that upstream assigns to this rank.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank

@@ -1,1 +1,1 @@
-"""``megatron-npu bench``: measure the four tables of a document on accelerated training on this machine."""
+"""``megatron-npu bench``: measure the four tables of the PAI-Rapidformer document on this machine."""

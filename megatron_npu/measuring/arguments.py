@@ -12,7 +12,7 @@ at_least_two = Number("a whole number from 2 on", int, 2)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu bench", description=__doc__)
     add = result.add_argument
     add("--suite", required=True, choices=list(SUITES), help="benchmark suite to run")

@@ -13,11 +13,11 @@ _THEIRS = "this machine does not have the document's 4 GPUs of 32 GB"
 
 
 def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
-    """Return why a measured row goes another way than in the document; nothing where it does not.
+    """Return why a measured row differs from the published trend; empty if it does not.
 
     Args:
-        plan: of the table.
-        scheme: of the row.
+        plan: the table's plan.
+        scheme: the row's scheme.
         verdicts: ``peak`` and ``throughput``, as far as the document has numbers, each ``AS_THERE`` or not.
     """
     if scheme.printed.word == "OOM":

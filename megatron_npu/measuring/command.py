@@ -1,8 +1,8 @@
 """``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism and compiled graphs.
 
-Prints one of the four tables of a document about accelerated training: samples per second as mean and
-standard deviation, the peak memory of the largest rank, OOM for what does not fit and NA for what cannot run.
-Each row runs in processes of its own.
+It prints one of the document's four tables: samples per second as mean and standard deviation, the peak
+memory of the largest rank, OOM for rows that do not fit and NA for rows that cannot run. Each row runs in
+separate processes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PACKAGES = ("torch", "torch-npu", "transformers", "megatron-core")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print; return the exit code: 1 if a row failed for another reason than memory.
+    """Measure and print; return the exit code: 1 if a row failed for a reason other than memory.
 
     Raises:
-        UsageError: bad input, before anything is started.
-        KeyboardInterrupt: Ctrl-C, after what was measured has been printed and written.
+        UsageError: bad input, before anything starts.
+        KeyboardInterrupt: Ctrl-C, after the measured rows have been printed and written.
     """
     args = arguments.parser().parse_args(list(argv))
     prepared = plan(args, Machine.here())

@@ -1,7 +1,7 @@
 """Estimate the minimum memory per rank before a row is started, so that the machine does not run out.
 
-A lower bound by arithmetic: a row that exceeds the limit by it cannot fit. A row that it lets pass may still
-end as OOM.
+It is a calculated lower bound: a row whose bound exceeds the limit cannot fit; other rows may still end as
+OOM.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return the bytes of model states and activations on the largest rank, at least.
+    """Return a lower bound of the bytes of model states and activations on the largest rank.
 
     Args:
-        job: the row.
-        family: of its model.
-        host_is_device: whether what is offloaded rests in the same memory.
+        job: the row's job.
+        family: the model's family.
+        host_is_device: whether offloaded data stay in the same memory.
     """
     return states(job, family, host_is_device) + activations(job)
 
@@ -58,10 +58,10 @@ def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
 
 
 def activations(job: Job) -> int:
-    """Return the bytes kept between forward and backward pass, with fused attention, and of the logits.
+    """Return the bytes stored between forward and backward pass, with fused attention, and of the logits.
 
-    After arXiv:2205.05198, equations 1 and 2: s b h (10 + 24 / t) a layer in 16 bits, where 5 a s / h falls
-    away; the first stage of a pipeline keeps as many micro batches as there are stages.
+    According to arXiv:2205.05198, equations 1 and 2: s b h (10 + 24 / t) per layer in 16 bits, without the
+    term 5 a s / h; the first pipeline stage stores as many micro batches as there are stages.
     """
     size, scheme = job.size, job.scheme
     tokens = job.micro_batch_size * size.seq_length

@@ -1,4 +1,4 @@
-"""The training job of one row, as the parent writes it and each rank reads it."""
+"""The training job of one row, written by the parent and read by each rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, all
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all rows of a table have in common.
+    """Settings that all rows of a table share.
 
     Attributes:
-        size: of the model.
-        ranks: processes, one for each device.
-        micro_batch_size, global_batch_size: samples of one forward pass on one rank; of one step on all.
-        steps, repeat: so many steps are timed together, so many times.
-        mixed_precision: what "mixed" means, ``bf16`` or ``fp16``.
-        seed: of weights, tokens and dropout.
-        memory_limit: bytes that a rank may have; None: what the device has.
+        size: the model's size.
+        ranks: number of processes, one per device.
+        micro_batch_size, global_batch_size: samples per forward pass of a rank, and per step of all ranks.
+        steps, repeat: number of steps that are timed together, and of repetitions.
+        mixed_precision: the dtype of "mixed", ``bf16`` or ``fp16``.
+        seed: random seed of weights, tokens and dropout.
+        memory_limit: maximum bytes per rank; None: the device's memory.
     """
 
     size: Size
@@ -38,7 +38,7 @@ class Setting:
     memory_limit: int | None = None
 
     def setting(self) -> dict[str, Any]:
-        """Return these values by their names."""
+        """Return the settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(Setting)}
 
 
@@ -48,7 +48,7 @@ class Job(Setting):
 
     Attributes:
         workload: as in ``Suite``.
-        scheme: of the row.
+        scheme: the row's scheme.
     """
 
     workload: str
@@ -56,22 +56,22 @@ class Job(Setting):
 
     @property
     def steps_in_all(self) -> int:
-        """The steps of a rank, those of warming up among them."""
+        """Number of steps of a rank, including warm-up steps."""
         return WARM_UP + self.steps * self.repeat
 
     @property
     def data_parallel_size(self) -> int:
-        """The ranks that train on samples of their own."""
+        """Number of ranks that train on different samples."""
         return self.ranks // (self.scheme.tensor * self.scheme.pipeline)
 
     @property
     def micro_batches(self) -> int:
-        """The micro batches of one rank in one step."""
+        """Number of micro batches per rank and step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def switches(self) -> Switches:
-        """The words of ``megatron-npu train`` that the row stands for."""
+        """Return the switches of ``megatron-npu train`` for the row."""
         return Switches(
             mixed_precision=self.mixed_precision if self.scheme.mixed else None,
             sharding=self.scheme.sharding,
@@ -80,7 +80,7 @@ class Job(Setting):
         )
 
     def to_json(self) -> str:
-        """Return it as text."""
+        """Return the job as text."""
         return json.dumps(asdict(self))
 
     @classmethod

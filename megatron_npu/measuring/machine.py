@@ -1,4 +1,4 @@
-"""Description of the machine, and the limits of its measurements."""
+"""Description of the machine and of the limits of its measurements."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of this machine, as far as a benchmark is concerned.
+    """The device of this machine, for a benchmark.
 
     Attributes:
         device: its title, such as ``cpu`` or ``simulated npu``.
         kind: ``cpu``, ``cuda`` or ``npu``.
-        count: how many there are; on a CPU there is no such number: None.
-        host_memory: whether device memory is the host's (a CPU, a simulated device).
-        simulated: whether times say nothing.
+        count: number of devices; None on a CPU.
+        host_memory: whether device memory is host memory (a CPU, a simulated device).
+        simulated: whether times mean nothing.
         is_host: whether ranks are processes on the CPU.
-        cores: of the CPU.
-        features: of the CPU's instructions.
-        load: of the machine in the minute before: processes that want a core.
+        cores: number of CPU cores.
+        features: instruction set of the CPU.
+        load: load average of the last minute.
     """
 
     device: str
@@ -57,15 +57,15 @@ class Machine:
         )
 
     def lacks(self, dtype: str) -> bool:
-        """Return whether the CPU has no instructions for ``bf16`` or ``fp16`` products."""
+        """Return whether the CPU lacks instructions for ``bf16`` or ``fp16`` products."""
         return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
 
     def notes(self, ranks: int, dtype: str) -> list[str]:
-        """Return what a reader of the table must know.
+        """Return notes that a reader of the table needs.
 
         Args:
-            ranks: processes of a row.
-            dtype: what mixed precision computes in.
+            ranks: number of processes per row.
+            dtype: dtype of mixed precision.
         """
         notes = [self._memory()]
         if self.simulated:

@@ -24,19 +24,19 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 
 @dataclass
 class Meter:
-    """Times the steps of one rank, and its memory.
+    """Measures step times and memory of one rank.
 
-    On NPU and CUDA the memory is the peak of the device's allocator. On a CPU it is the peak of the
-    process's resident set less what it was before the model was built: Python and its packages do not count.
-    Building is left out of the peak: it counts from the end of the first step on, when all states are there.
+    On NPU and CUDA the memory is the peak of the device's allocator. On a CPU it is the peak of the resident
+    set minus its size before the model was built, so Python and its packages do not count. The peak is
+    measured from the end of the first step on, when all states exist, so building the model does not count.
 
     Attributes:
-        seconds, processor: of each repeat: by the clock, and of processors for all threads of this rank.
+        seconds, processor: wall time, and CPU time of all threads of this rank, of each repetition.
 
     Args:
-        job: the row.
-        steps: a file that grows by a byte with each step, for the parent to follow; None: nobody does.
-        exceeded: called from another thread, with the reason, when a rank on a CPU has more than its limit.
+        job: the row's job.
+        steps: a file that grows by one byte per step, for the parent; None: not needed.
+        exceeded: called in another thread, with the reason, if a rank on a CPU exceeds its limit.
     """
 
     job: Job
@@ -50,7 +50,7 @@ class Meter:
     _before: int = 0
 
     def start(self) -> None:
-        """Note what the process has before its model is built, and limit what it may have."""
+        """Record the memory use before the model is built, and set the limit."""
         device = devices.current()
         if device.is_host:
             malloc.trim()
@@ -94,7 +94,7 @@ class Meter:
         self._mark, self._processor_mark = now, processor
 
     def peak(self) -> int:
-        """Return the most bytes that the rank had."""
+        """Return the peak bytes of the rank."""
         return max(0, devices.current().memory().peak - self._before)
 
 

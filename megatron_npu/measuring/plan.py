@@ -1,4 +1,4 @@
-"""Turn flags into jobs: defaults by device, and the rows that this machine cannot run."""
+"""Convert flags to jobs: defaults by device, and rows that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SHARE = 0.8  # of the available memory of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """What is to be measured; ``memory_limit`` as it was given.
+    """What is measured; ``memory_limit`` as given.
 
     Attributes:
-        suite: whose rows.
-        machine: where.
-        said: lines about what was chosen by itself.
+        suite: the suite.
+        machine: the machine.
+        said: log lines about automatic choices.
     """
 
     suite: Suite
@@ -39,7 +39,7 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return what the ranks of a row are to train, with the memory that each may have now."""
+        """Return the job of a row's ranks, with the memory that each may use now."""
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
@@ -53,7 +53,7 @@ class Plan(Setting):
         return int(_SHARE * host_memory.available() / self.ranks)
 
     def outcome_beforehand(self, job: Job) -> Outcome | None:
-        """Return OOM or NA for a row that need not be started to know it."""
+        """Return OOM or NA for a row whose outcome is known without starting it."""
         reason = self._unfit(job.scheme) or _refused(job, self.machine.kind)
         if reason:
             return Outcome(NA, reason)
@@ -104,8 +104,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
     """Fill in the defaults.
 
     Raises:
-        UsageError: a size or batch that no row could have, devices that are not there, files that cannot be
-            written.
+        UsageError: a size or batch that fits no row, unavailable devices, or files that cannot be written.
     """
     suite, small = SUITES[args.suite], machine.host_memory
     _check_surroundings(args)

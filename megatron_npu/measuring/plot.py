@@ -13,14 +13,14 @@ from megatron_npu.measuring.schemes import SUITES
 def draw(table: dict[str, Any], path: Path) -> None:
     """Write a PNG: samples per second with their deviation on the left, peak memory on the right.
 
-    A row without numbers has its word (OOM, NA) in the place of a bar.
+    Rows without numbers show their word (OOM, NA) instead of a bar.
 
     Args:
-        table: what ``Report.to_json`` returns, or a file of ``--json`` holds.
-        path: of the picture.
+        table: the result of ``Report.to_json``, or the content of a ``--json`` file.
+        path: path of the picture.
 
     Raises:
-        ModuleNotFoundError: matplotlib is absent (``plan.check`` asks before).
+        ModuleNotFoundError: matplotlib is missing (``plan.check`` tests this before).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

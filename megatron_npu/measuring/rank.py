@@ -1,7 +1,7 @@
 """One rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's environment variables.
 
-Reads ``job.json`` in the folder and writes ``rankN.json``: what it measured, or how it ended. Ends when its
-standard input does, that is with the process that has started it.
+It reads ``job.json`` in the folder and writes ``rankN.json`` with its measurements or how it ended. It ends
+when its standard input closes, that is, with the process that started it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OOM, REFUSED, FAILED = "oom", "refused", "failed"
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Return the file that a rank writes at its end."""
+    """Return the result file of a rank."""
     return folder / f"rank{rank}.json"
 
 
@@ -106,12 +106,12 @@ def _kind(error: BaseException) -> str:
 
 
 def short_of_memory(text: str) -> bool:
-    """Return whether a message says that the host has no more memory (torch raises a RuntimeError then)."""
+    """Return whether a message says that host memory is exhausted (torch raises a RuntimeError then)."""
     return any(sign in text for sign in _SHORT)
 
 
 def reason(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return a one-line description of an error."""
     text = str(error).strip().splitlines()
     first = next((line for line in text if line.strip()), "")
     return first if isinstance(error, UsageError) else f"{type(error).__name__}: {first}".rstrip(": ")

@@ -36,13 +36,13 @@ class Outcome:
 
     Attributes:
         kind: ``measured``, ``OOM``, ``NA`` or ``failed``.
-        reason: of all but the first.
-        throughputs: samples per second, of each repeat.
-        processor: seconds of processors for a sample, of each repeat, all ranks together.
-        peaks: bytes, of each rank.
-        parameters: of the whole model.
-        device: the name of the hardware.
-        log: the end of what the ranks printed, of a row that failed.
+        reason: the reason, except for ``measured``.
+        throughputs: samples per second of each repetition.
+        processor: CPU seconds per sample of each repetition, over all ranks.
+        peaks: peak bytes of each rank.
+        parameters: parameters of the whole model.
+        device: name of the hardware.
+        log: last output of the ranks, for a failed row.
     """
 
     kind: str
@@ -56,11 +56,11 @@ class Outcome:
 
 
 def run(job: Job, follow: Callable[[int], None]) -> Outcome:
-    """Train a row in processes of its own, and wait for their end; none is left behind.
+    """Train a row in separate processes and wait for their end; no process is left behind.
 
     Args:
-        job: the row.
-        follow: called with the number of steps that are done, again and again.
+        job: the row's job.
+        follow: called repeatedly with the number of completed steps.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-npu-bench-") as name:
         folder = Path(name)

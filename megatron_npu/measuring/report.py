@@ -22,14 +22,14 @@ LEFT_OUT = "-"
 
 @dataclass
 class Row:
-    """A scheme, and what became of it; None: it is not measured yet, or never was."""
+    """A scheme and its outcome; None: not measured yet."""
 
     scheme: Scheme
     outcome: Outcome | None = None
 
     @property
     def is_measured(self) -> bool:
-        """Whether it has numbers."""
+        """Whether the row has numbers."""
         return self.outcome is not None and self.outcome.kind == MEASURED
 
     @property
@@ -40,37 +40,37 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the repeats' samples per second; 0 for a single one."""
+        """Standard deviation of the repetitions' samples per second; 0 for a single one."""
         assert self.outcome is not None
         values = self.outcome.throughputs
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
     @property
     def uncertainty(self) -> float:
-        """Standard error of the mean, as a part of it."""
+        """Standard error of the mean, as a fraction of it."""
         assert self.outcome is not None
         return self.deviation / math.sqrt(len(self.outcome.throughputs)) / self.throughput
 
     @property
     def processor(self) -> float | None:
-        """Milliseconds of processors for a sample; None: unknown."""
+        """Milliseconds of CPU time per sample; None: unknown."""
         assert self.outcome is not None
         return statistics.fmean(self.outcome.processor) * 1e3 if self.outcome.processor else None
 
     @property
     def peak(self) -> float:
-        """MB of the largest rank."""
+        """Peak MB of the largest rank."""
         assert self.outcome is not None
         return max(self.outcome.peaks) / MB
 
 
 @dataclass
 class Report:
-    """A table in the making.
+    """A table that is being measured.
 
     Attributes:
         plan: what is measured, and where.
-        versions: of the packages that train.
+        versions: versions of the packages used for training.
         rows: in the document's order.
     """
 
@@ -84,7 +84,7 @@ class Report:
         return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
 
     def markdown(self) -> str:
-        """Return head, table, comparison with the document, and footnotes."""
+        """Return heading, table, comparison with the document, and footnotes."""
         footnotes = Footnotes()
         tables = [self._table(footnotes), self._comparison(footnotes)]
         notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
@@ -92,7 +92,7 @@ class Report:
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything, as JSON knows it."""
+        """Return everything as JSON values."""
         plan = self.plan
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -218,7 +218,7 @@ class Report:
         ]
 
     def direction(self, row: Row, base: Row) -> str:
-        """Return whether a row is on the same side of another, here and in the document."""
+        """Return whether a row compares to another in the same way here as in the document."""
         verdicts = self._verdicts(row, base)
         if not verdicts:
             word = row.scheme.printed.word
@@ -267,13 +267,13 @@ def _over(one: float | None, other: float | None) -> str:
 
 
 class Footnotes:
-    """Notes under a table; the same text has the same number."""
+    """Notes under a table; equal texts share a number."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def mark(self, text: str) -> str:
-        """Return the mark that refers to a text; nothing for no text."""
+        """Return the mark of a text; empty for no text."""
         if not text:
             return ""
         if text not in self._texts:
@@ -281,12 +281,12 @@ class Footnotes:
         return f" [{self._texts.index(text) + 1}]"
 
     def text(self) -> str:
-        """Return all of them as one paragraph, a line each (two blanks end a line in Markdown)."""
+        """Return all notes as one paragraph with one line each (two spaces end a line in Markdown)."""
         return "  \n".join(f"[{number}] {text}" for number, text in enumerate(self._texts, 1))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table that can be read as it is; the first row is its head."""
+    """Return a Markdown table with aligned columns; the first row is its header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * width for width in widths]
     return "\n".join(

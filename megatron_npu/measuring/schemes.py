@@ -13,12 +13,12 @@ from megatron_npu.measuring.sizes import BERT, GPT, Family
 
 @dataclass(frozen=True)
 class Printed:
-    """What the document printed in a row.
+    """The document's values of a row.
 
     Attributes:
-        throughput: mean samples per second; None: it has ``word`` instead.
-        peak: MB; None: the same.
-        word: ``OOM``, ``NA``, or nothing for a row that it has not.
+        throughput: mean samples per second; None: see ``word``.
+        peak: MB; None: see ``word``.
+        word: ``OOM``, ``NA``, or empty if the document lacks the row.
     """
 
     throughput: float | None = None
@@ -31,14 +31,14 @@ class Scheme:
     """One row.
 
     Attributes:
-        cells: its first columns, as they are printed.
+        cells: its first columns, as printed.
         printed: the document's numbers.
-        mixed: products in 16 bits, main weights in fp32; else fp32 throughout.
+        mixed: 16-bit products with fp32 main weights; otherwise fp32.
         sharding: one of ``switches.SHARDINGS``.
-        offload: the optimizer's states rest in the host's memory.
-        graph: the blocks are compiled.
-        tensor, pipeline: ranks that share each layer, and the layers.
-        note: what is to be said about it, as a footnote.
+        offload: whether optimizer states are in host memory.
+        graph: whether the blocks are compiled.
+        tensor, pipeline: tensor-parallel size, and number of pipeline stages.
+        note: a remark for a footnote.
     """
 
     cells: tuple[str, ...]
@@ -53,7 +53,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Its first columns in one text."""
+        """Its first columns as one text."""
         return " x ".join(self.cells)
 
 
@@ -62,14 +62,14 @@ class Suite:
     """One table.
 
     Attributes:
-        name: of ``--suite``.
+        name: value of ``--suite``.
         title: what is trained.
-        workload: the function that trains it, ``module:function`` of ``workloads``.
-        family: of its models.
-        columns: the heads of the first columns.
-        micro_batch_size: the document's, on each device.
-        small_micro_batch_size: for a CPU.
-        schemes: the rows, in the document's order.
+        workload: the training function, ``module:function`` of ``workloads``.
+        family: the models' family.
+        columns: headers of the first columns.
+        micro_batch_size: the document's value, per device.
+        small_micro_batch_size: value for a CPU.
+        schemes: the rows in the document's order.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Sizes of the models: by name, or as LAYERSxHIDDEN; and how many parameters they have."""
+"""Model sizes, by name or as LAYERSxHIDDEN, and their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Size:
     """The size of a BERT or a GPT.
 
     Attributes:
-        name: as it was given.
-        layers, hidden, heads: of the transformer; a feed-forward layer is 4 x hidden wide.
-        seq_length: tokens of a sample; there are as many positions.
-        vocabulary: rows of the embedding; 0: as many as the family's documented model has.
+        name: the name as given.
+        layers, hidden, heads: sizes of the transformer; the inner size of a feed-forward layer is 4 x hidden.
+        seq_length: tokens per sample, and number of positions.
+        vocabulary: rows of the embedding; 0: the size of the family's documented model.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Family:
 
     Attributes:
         name: ``bert`` or ``gpt``.
-        seq_length, vocabulary: of the document's own model.
-        sizes: those that have a name, the smallest first.
-        documented: the name of the document's own.
+        seq_length, vocabulary: values of the document's model.
+        sizes: the named sizes, smallest first.
+        documented: name of the document's model.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Family:
     documented: str
 
     def size(self, text: str, seq_length: int | None = None, vocabulary: int | None = None) -> Size:
-        """Return the size that ``text`` means, with its length and vocabulary where they are given.
+        """Return the size for ``text``, with the given length and vocabulary.
 
         Raises:
-            Unfit: it is none of this family.
+            Unfit: it is not a size of this family.
         """
         found = next((size for size in self.sizes if size.name == text), None) or self._shape(text)
         return replace(
@@ -98,12 +98,16 @@ GPT = Family(
 
 
 def layer_parameters(size: Size) -> int:
-    """Return the weights and biases of all layers: attention, feed-forward and two layer norms of each."""
+    """Return the number of weights and biases of all layers: attention, feed-forward and two layer norms
+    each.
+    """
     return size.layers * (12 * size.hidden**2 + 13 * size.hidden)
 
 
 def parameters(family: Family, size: Size) -> int:
-    """Return the parameters of a GPT with tied embeddings, or of a BERT with its two pre-training heads."""
+    """Return the number of parameters of a GPT with tied embeddings, or of a BERT with its two pre-training
+    heads.
+    """
     hidden, vocabulary = size.hidden, size.vocabulary
     embeddings = (vocabulary + size.seq_length) * hidden
     if family is GPT:

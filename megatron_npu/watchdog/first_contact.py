@@ -262,7 +262,7 @@ def _loopback(places: list[_Place]) -> list[str]:
     bad = {each.host: each for each in places if network.is_private_to_the_machine(each.address)}
     if not bad:
         return []
-    named = [f"{host} is {each.address}" for host, each in bad.items()]
+    named = [f"{host} ({each.address})" for host, each in bad.items()]
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     way = next((each.towards for each in bad.values() if each.towards), ("eth0", "ADDRESS"))
     return [

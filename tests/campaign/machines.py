@@ -355,7 +355,7 @@ def loopback(trial: Trial) -> list[str]:
     last = trial.them.machines[-1]
     text = last.hosts.read_text()
     last.hosts.write_text(text.replace(f"10.77.0.{last.number} ", "127.0.1.1 "))
-    return _refused(trial, rf"the name of node{last.number} is 127\.0\.1\.1.*GLOO_SOCKET_IFNAME=eth0")
+    return _refused(trial, rf"the host name of node{last.number} \(127\.0\.1\.1\).*GLOO_SOCKET_IFNAME=eth0")
 
 
 def firewall(trial: Trial) -> list[str]:

@@ -78,9 +78,9 @@ def test_what_is_said_of_an_end(error, how):
     ("first", "has_ended", "expected"),
     [
         (process(0), True, "rank 0 (node, process 100) has ended"),
-        (process(0), False, "perhaps rank 0 (node, process 100) (OSError)"),
+        (process(0), False, "possibly rank 0 (node, process 100) too (OSError)"),
         (None, True, "rank 0 has ended"),
-        (None, False, "perhaps rank 0 (OSError)"),
+        (None, False, "possibly rank 0 too (OSError)"),
     ],
     ids=["known, ended", "known", "unknown, ended", "unknown"],
 )

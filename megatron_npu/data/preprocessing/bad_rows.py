@@ -29,11 +29,11 @@ def add_flag(add: Callable[..., Any]) -> None:
 
 
 class Skipped:
-    """The rows that were left out so far.
+    """The rows that were skipped so far.
 
     Args:
-        prefix: of the dataset; the file beside it ends in ``.skipped.jsonl``.
-        most: rows that may be left out.
+        prefix: prefix of the dataset; the list is beside it and ends in ``.skipped.jsonl``.
+        most: maximum number of skipped rows.
     """
 
     def __init__(self, prefix: str, most: int) -> None:
@@ -41,10 +41,10 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, rows: Sequence[BadRow]) -> None:
-        """Take in the rows of a batch.
+        """Add the skipped rows of a batch.
 
         Raises:
-            UsageError: there are more than may be left out.
+            UsageError: there are more than the maximum.
         """
         self._rows += rows
         if len(self._rows) > self._most:
@@ -56,7 +56,7 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Write the file and log it; without bad rows there is none, not one of an earlier run either."""
+        """Write the list and log it; without skipped rows, remove the list of an earlier run."""
         if not self._rows:
             self.path.unlink(missing_ok=True)
             return

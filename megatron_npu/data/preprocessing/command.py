@@ -33,7 +33,7 @@ _VERIFY = "--verify"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command; Megatron's own flags of the tool, and a few more."""
+    """Return the command's parser: the flags of Megatron's own tool, and a few more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
     result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code (130 after an interrupt, with nothing written).
 
     Raises:
-        UsageError: an input, the tokenizer's files or the place of the output are unfit.
+        UsageError: an input, the tokenizer's files or the output path are invalid.
     """
     if argv[:1] == [_VERIFY]:
         return _verify(argv)
@@ -163,10 +163,10 @@ def preprocess(arguments: argparse.Namespace) -> None:
     """Encode all documents into one dataset per key; write all of them or none.
 
     Args:
-        arguments: what ``parser()`` gives.
+        arguments: the result of ``parser()``.
 
     Raises:
-        UsageError: an input, the tokenizer's files or the place of the output are unfit, or full.
+        UsageError: an input, the tokenizer's files or the output path are invalid, or the disk is full.
     """
     keys = tuple(dict.fromkeys(arguments.json_keys))
     recipe = _recipe(arguments, keys)

@@ -32,7 +32,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
         raw: the file, open.
 
     Raises:
-        UsageError: nothing here can read ``.zst``.
+        UsageError: no module to read ``.zst`` is available.
     """
     suffix = Path(path).suffix
     if suffix == ".gz":
@@ -73,7 +73,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 def zstd_module() -> ModuleType | None:
     """Return the module for .zst: the standard library's from Python 3.14 on, before that its backport.
 
-    The package ``zstandard`` would not do: it takes a truncated file for a whole one.
+    The package ``zstandard`` is not used, because it reads a truncated file without an error.
     """
     for name in ("compression.zstd", "backports.zstd"):
         try:

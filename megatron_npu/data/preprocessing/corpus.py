@@ -20,10 +20,10 @@ _TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
-    """Documents as JSON lines, in an order that is always the same.
+    """Documents as JSON lines, always in the same order.
 
     Attributes:
-        size: bytes on disk; None where nobody can say.
+        size: bytes on disk; None: unknown.
     """
 
     @property
@@ -38,7 +38,7 @@ class Files:
 
     Attributes:
         paths: the files, in order.
-        keys: that hold text; that of a plain file goes under the first.
+        keys: the keys that contain text; a plain file is stored under the first.
     """
 
     paths: tuple[str, ...]
@@ -50,10 +50,10 @@ class Files:
         return sum(Path(path).stat().st_size for path in self.paths)
 
     def batches(self) -> Iterator[jsonl.Batch]:
-        """Yield file after file.
+        """Yield the batches of all files in order.
 
         Raises:
-            UsageError: a file cannot be read, decompressed, or, where it is plain text, decoded.
+            UsageError: a file cannot be read, decompressed, or decoded as plain text.
         """
         for path in self.paths:
             if plain_text.is_plain_text(path):
@@ -65,10 +65,11 @@ class Files:
 
 
 def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
-    """Return the corpus that the flags name.
+    """Return the corpus for the flags.
 
     Raises:
-        UsageError: both or neither of ``--input`` and ``--hf-dataset``, or one that is not there.
+        UsageError: both or neither of ``--input`` and ``--hf-dataset`` are given, or the input does not
+            exist.
     """
     if (arguments.input is None) == (arguments.hf_dataset is None):
         given = "neither" if arguments.input is None else "both"

@@ -1,4 +1,4 @@
-"""``megatron-npu data``: what is in a ``.bin`` and ``.idx``: inspect, decode, count, merge, verify."""
+"""``megatron-npu data``: inspect, decode, count, merge and verify ``.bin`` and ``.idx`` files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PIECE = 4096  # documents that merge copies at a time
 
 @dataclass(frozen=True)
 class Opened:
-    """A sound dataset, mapped.
+    """A valid dataset, memory-mapped.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
-        summary: of it.
-        tokens: all of them.
-        lengths: [S] tokens of each sequence.
+        summary: its summary.
+        tokens: all of its tokens.
+        lengths: [S] number of tokens of each sequence.
         documents: [D + 1] first sequence of each document, and S.
     """
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: no such dataset, or one that is damaged.
+        UsageError: the dataset does not exist, or is damaged.
     """
     parser = Parser("megatron-npu data", description=__doc__)
     parser.epilog = (
@@ -96,10 +96,10 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
 
 
 def opened(prefix: str) -> Opened:
-    """Return a dataset of which files, index and ids have been checked.
+    """Return a dataset after checking its files, index and ids.
 
     Raises:
-        UsageError: it is not there, or damaged.
+        UsageError: it does not exist, or is damaged.
     """
     prefix = _bare(prefix)
     summary = indexed_dataset.validate(prefix)
@@ -116,7 +116,7 @@ def _bare(prefix: str) -> str:
 
 
 def facts(data: Opened) -> dict[str, Any]:
-    """Return what ``inspect`` tells of a dataset."""
+    """Return the values that ``inspect`` prints."""
     lengths, summary = data.lengths, data.summary
     per_document = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[data.documents])
     return {

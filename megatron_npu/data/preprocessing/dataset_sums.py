@@ -1,7 +1,7 @@
 """Checksums of a dataset, ``<prefix>.sums.json``: written with it, verified when it is first read.
 
-A bit that flips in a ``.bin`` is another token, which nothing else notices. They find damage, not malice.
-XXH3 with 64 bits for each block of 4 MiB, so that of a large file a part can be compared.
+A flipped bit in a ``.bin`` is another token, which nothing else detects. Checksums detect damage, not
+tampering. Each block of 4 MiB has a 64-bit XXH3, so that a part of a large file can be verified.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _AT_FIRST = 64  # blocks that are compared when a run begins, evenly spread: 256
 
 
 class Sums(TypedDict):
-    """Of a file: how many bytes it has, and the digest of each block."""
+    """The size of a file and the digest of each block."""
 
     size: int
     blocks: list[str]
 
 
 class Summer:
-    """Takes in the bytes of a file while it is written."""
+    """Computes the checksums of a file while it is written."""
 
     def __init__(self) -> None:
         self._size, self._blocks, self._digest = 0, list[str](), _digest()
 
     def add(self, data: bytes) -> None:
-        """Take in the next bytes."""
+        """Add the next bytes."""
         view = memoryview(data)
         while len(view):
             part = view[: BLOCK - self._size % BLOCK]
@@ -45,7 +45,7 @@ class Summer:
                 self._end_block()
 
     def sums(self) -> Sums:
-        """Return those of all bytes; nothing may be added behind it."""
+        """Return the checksums of all bytes; no bytes may be added afterwards."""
         if self._size % BLOCK:
             self._end_block()
         return {"size": self._size, "blocks": self._blocks}
@@ -62,12 +62,12 @@ def _digest(data: bytes | bytearray = b"") -> Any:
 
 
 def path_of(prefix: str | Path) -> Path:
-    """Return where the checksums of a dataset are."""
+    """Return the path of a dataset's checksums."""
     return Path(f"{prefix}.{ENDING}")
 
 
 def write(prefix: str | Path, sums: Mapping[str, Sums]) -> None:
-    """Write the checksums of a dataset's files, by their endings."""
+    """Write the checksums of a dataset's files, by extension."""
     content = {"algorithm": ALGORITHM, "block": BLOCK, "files": sums}
     files.write(path_of(prefix), json.dumps(content))
     path_of(prefix).chmod(0o640)  # as the files themselves, whatever the umask
@@ -78,10 +78,10 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        whole: all of it, and not of each file 256 MiB at most.
+        whole: verify everything instead of at most 256 MiB of each file.
 
     Raises:
-        UsageError: it has other bytes than were written, or its checksums cannot be read.
+        UsageError: its content has changed, or its checksums cannot be read.
     """
     found = path_of(prefix)
     if not found.is_file():

@@ -35,16 +35,16 @@ _WORDS_CACHED = 200_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a worker needs to know, all of it small.
+    """The settings of a worker, which are small.
 
     Attributes:
-        tokenizer: of the texts.
+        tokenizer: tokenizer of the texts.
         keys: the JSON keys, each of which becomes a dataset.
-        append_eod: end every document that has tokens with ``eod``.
-        dtype: name of the tokens' numpy type.
-        sentences: how texts become sentences; None: a text is one sequence.
-        windows: how documents become windows; None: not at all.
-        skips: whether lines that are no documents are left out.
+        append_eod: whether to end every non-empty document with ``eod``.
+        dtype: name of the tokens' numpy dtype.
+        sentences: how to split texts into sentences; None: a text is one sequence.
+        windows: how to split documents into windows; None: not split.
+        skips: whether to skip malformed lines.
     """
 
     tokenizer: TokenizerFiles
@@ -61,10 +61,10 @@ class Encoded:
     """The documents of one batch under one key.
 
     Attributes:
-        tokens: the tokens' bytes in the dataset's type.
-        lengths: [sequences] int32, tokens of each sequence; a sequence without tokens does not count.
-        sequences: [documents] int64, sequences of each document; 0 for an empty one.
-        unknown: tokens that stand for what the vocabulary does not have.
+        tokens: bytes of the tokens in the dataset's dtype.
+        lengths: [sequences] int32, tokens of each sequence; empty sequences are not counted.
+        sequences: [documents] int64, sequences of each document; 0 for an empty document.
+        unknown: number of unknown tokens.
     """
 
     tokens: bytes
@@ -75,7 +75,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """One batch, done: one ``Encoded`` a key, documents, bytes of text and on disk, rows left out."""
+    """The result of one batch: an ``Encoded`` per key, documents, bytes of text and on disk, skipped rows."""
 
     keys: tuple[Encoded, ...]
     documents: int
@@ -116,10 +116,10 @@ def _text_encoder(
 
 
 class Encoder:
-    """Encodes batches; the tokens depend on the batch alone.
+    """Encodes batches; the tokens depend only on the batch.
 
     Raises:
-        UsageError: the tokenizer's files are unfit, or there is no model of the language's sentences.
+        UsageError: the tokenizer's files are invalid, or the language has no sentence model.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -137,7 +137,7 @@ class Encoder:
         """Return the batch's tokens.
 
         Raises:
-            LineError: a line is not a document, and none is to be left out.
+            LineError: a line is malformed, and lines are not skipped.
         """
         bad: list[jsonl.BadRow] | None = [] if self._recipe.skips else None
         documents = list(jsonl.documents(batch, self._recipe.keys, bad))
@@ -179,10 +179,10 @@ class Encoder:
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
     """Yield the result of each batch in order, from ``workers`` processes (1: this one).
 
-    At most two batches a worker are under way, whatever the length of the input.
+    At most two batches per worker are in progress, whatever the length of the input.
 
     Raises:
-        UsageError: a line is not a document, or a worker was killed.
+        UsageError: a line is malformed, or a worker was killed.
     """
     if workers == 1:
         yield from map(Encoder(recipe).encode, batches)

@@ -1,6 +1,6 @@
 """Read documents from rows of a Hugging Face dataset, or of csv, json, parquet and arrow files.
 
-The library `datasets` reads them as a stream: nothing is downloaded as a whole, nothing is kept in a cache.
+The library `datasets` streams them: nothing is downloaded as a whole or cached.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Rows:
     """The rows of one split.
 
     Attributes:
-        rows: what `datasets` gives; each a mapping of column to value.
-        name: of the dataset and its split, for messages.
-        keys: the columns that hold text.
-        flag: that named it, for messages.
+        rows: the rows from `datasets`, each a mapping of column to value.
+        name: name of the dataset and its split, for messages.
+        keys: the columns that contain text.
+        flag: the flag that named it, for messages.
     """
 
     rows: Any
@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def size(self) -> None:
-        """Nobody knows the size of a stream."""
+        """The size of a stream is unknown."""
         return None
 
     @classmethod
@@ -57,11 +57,11 @@ class Rows:
         """Open a split of a dataset.
 
         Args:
-            name: on the hub; or a file, a folder of files, or a folder that ``save_to_disk`` has written.
-            config: the part of a dataset that has several (``--hf-name``).
+            name: a name on the hub, a file, a folder of files, or a folder written by ``save_to_disk``.
+            config: configuration of a dataset that has several (``--hf-name``).
             split: for example ``train``.
-            keys: the columns that hold text.
-            flag: that names it.
+            keys: the columns that contain text.
+            flag: the flag that names the dataset.
 
         Raises:
             UsageError: `datasets` is not installed, or cannot open it.

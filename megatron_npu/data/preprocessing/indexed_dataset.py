@@ -44,24 +44,23 @@ _REMEDY = "Create the dataset again with `megatron-npu preprocess`."
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return the dtype that Megatron uses for a vocabulary: uint16 below 65500 entries, else int32."""
+    """Return Megatron's token dtype for a vocabulary: uint16 below 65500 entries, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class Writer:
-    """Writes one dataset under temporary names; ``publish`` gives all of several their names.
+    """Writes one dataset under temporary names; ``publish`` renames one or more of them.
 
-    The bytes are those of megatron-core's ``IndexedDatasetBuilder``, which is not used for two reasons: it
-    needs torch, which nothing else here does, and it writes under the final names, so that a run that was
-    killed leaves what looks like a dataset.
+    The bytes equal those of megatron-core's ``IndexedDatasetBuilder``, which is not used because it needs
+    torch, and because it writes under the final names, so that a killed run leaves what looks like a dataset.
 
-    Leaving the ``with`` block without having published removes what was written; what a killed process has
-    left is removed by the next one with the same prefix.
+    Leaving the ``with`` block without publishing removes the files; files of a killed process are removed by
+    the next one with the same prefix.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        dtype: the tokens' type.
-        lazy: with the index of Megatron's ``lazy`` and ``cached``, see ``safe_files.lazy_index``.
+        dtype: dtype of the tokens.
+        lazy: write the index of Megatron's ``lazy`` and ``cached``, see ``safe_files.lazy_index``.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, *, lazy: bool = False) -> None:
@@ -91,7 +90,7 @@ class Writer:
         """Append documents.
 
         Args:
-            tokens: the tokens' bytes.
+            tokens: bytes of the tokens.
             lengths: [sequences] int32, tokens of each sequence.
             sequences: [documents] int64, sequences of each document.
         """
@@ -106,7 +105,7 @@ class Writer:
         return int(np.count_nonzero(np.frombuffer(self._sequence_lengths, dtype=np.int32) < length))
 
     def finish(self) -> None:
-        """Write the index, still under its temporary name; both files are on disk afterwards."""
+        """Write the index under its temporary name, and flush both files to disk."""
         files.sync(self._bin)
         self._bin.close()
         with _create(self._partial_files["idx"]) as stream:
@@ -133,10 +132,10 @@ class Writer:
 def publish(writers: Sequence[Writer]) -> None:
     """Rename finished datasets, all or none; the ``.idx`` comes last.
 
-    Their checksums come behind it: without them nothing is compared.
+    Their checksums are written last; without them nothing is verified.
 
-    An older dataset of the same name is replaced, and is never seen with half of the new one. Should a
-    rename fail, the names that were touched by then are removed, and with them what had been there.
+    An older dataset of the same name is replaced, and is never mixed with the new one. If a rename fails,
+    files that were already renamed are removed, and the older dataset is lost.
     """
     touched: list[Path] = []
     try:
@@ -174,13 +173,13 @@ def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarra
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What a sound dataset holds.
+    """Summary of a valid dataset.
 
     Attributes:
-        dtype: the tokens' type.
+        dtype: dtype of the tokens.
         sequences, documents, tokens: counts.
-        largest_token: the largest id that was seen.
-        sampled: whether only a part of the tokens was looked at for ``largest_token``.
+        largest_token: the largest id found.
+        sampled: whether ``largest_token`` is from a sample of the tokens.
     """
 
     dtype: np.dtype
@@ -192,18 +191,18 @@ class DatasetSummary:
 
 
 def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummary:
-    """Check a dataset before work begins on it; the index is read as a whole.
+    """Check a dataset before it is used; the index is read completely.
 
-    The ids are compared with the vocabulary in all tokens of a ``.bin`` of up to 256 MiB; of a larger one
-    256 blocks, evenly spread and together 256 MiB, are read.
+    Ids are compared with the vocabulary: in a ``.bin`` of up to 256 MiB all of them, in a larger one 256
+    evenly spaced blocks of 256 MiB in total.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        vocab_size: number of ids of the tokenizer; None: any id will do.
+        vocab_size: number of ids of the tokenizer; None: not checked.
 
     Raises:
-        UsageError: a file is missing, truncated, of another kind, or contradicts the other or the checksums
-            beside it; no tokens; an id outside the vocabulary.
+        UsageError: a file is missing, truncated, of another type, or inconsistent with the other file or the
+            checksums; there are no tokens; an id is outside the vocabulary.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
@@ -225,14 +224,14 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
 
 
 def sequence_lengths(prefix: str | Path) -> np.ndarray:
-    """Return the tokens of each sequence of a sound dataset, [S] int32, mapped from its index."""
+    """Return the length of each sequence of a valid dataset, [S] int32, mapped from its index."""
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, _ = _read_header(Path(path))
         return np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
 
 
 def document_boundaries(prefix: str | Path) -> np.ndarray:
-    """Return the first sequence of each document of a sound dataset, and S: [D] int64, mapped."""
+    """Return the first sequence of each document of a valid dataset, and S: [D] int64, mapped."""
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, boundaries = _read_header(Path(path))
         at = HEADER.size + 12 * sequences

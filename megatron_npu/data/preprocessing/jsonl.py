@@ -14,7 +14,7 @@ _BEGINS = 200  # bytes of a line that is left out which are told
 
 
 class LineError(UsageError):
-    """A line that is not a document. Unlike its base class it can be pickled, by a worker process."""
+    """A malformed line. Unlike its base class it can be pickled by a worker process."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.given, self.expected, self.remedy)
@@ -28,7 +28,7 @@ class Batch:
         path: the file.
         first_line: number of the first line, counted from 1.
         text: the lines as UTF-8.
-        read: bytes of the file on disk that were read for this batch (compressed ones where it is).
+        read: bytes of the file on disk read for this batch (compressed bytes of a compressed file).
     """
 
     path: str
@@ -38,7 +38,7 @@ class Batch:
 
 
 def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
-    """Yield a file in batches of about ``size`` bytes of text; a longer line is a batch of its own.
+    """Yield a file in batches of about ``size`` bytes of text; a longer line is a separate batch.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -60,7 +60,7 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A line that was left out: its file and number, what is wrong with it, and how it begins."""
+    """A skipped line: its file, its number, the problem, and its beginning."""
 
     file: str
     line: int
@@ -75,11 +75,11 @@ def documents(
 
     Args:
         batch: the lines.
-        keys: those that hold text.
-        bad: takes the lines that are no documents; None: the first one is an error.
+        keys: the keys that contain text.
+        bad: receives malformed lines; None: the first one is an error.
 
     Raises:
-        LineError: a line is not UTF-8 or not JSON, lacks a key, or holds something else than text there.
+        LineError: a line is not UTF-8 or not JSON, lacks a key, or has no text there.
     """
     lines = batch.text.split(b"\n")
     if not lines[-1]:

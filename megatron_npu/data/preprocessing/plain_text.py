@@ -13,9 +13,9 @@ _HEAD = 1 << 20  # bytes that are looked at
 
 
 def is_plain_text(path: str) -> bool:
-    """Say whether a file is one document: a ``.txt`` whose first line is no JSON object.
+    """Return whether a file is one document: a ``.txt`` whose first line is not a JSON object.
 
-    Megatron's own tools never look at a name: for them a ``.txt`` may well hold JSON lines.
+    Megatron's own tools ignore file names, so a ``.txt`` may contain JSON lines for them.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -34,7 +34,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def batch(path: str, key: str) -> Batch:
-    """Return a whole file as one line of JSON with the text under ``key``; the mark of UTF-8 is left out.
+    """Return a whole file as one JSON line with the text under ``key``, without a UTF-8 byte-order mark.
 
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.

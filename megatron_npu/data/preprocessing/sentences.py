@@ -1,4 +1,4 @@
-"""Splitting texts into sentences (``--split-sentences``), as Megatron's tool does: with nltk's Punkt."""
+"""Split texts into sentences (``--split-sentences``) like Megatron's tool, with nltk's Punkt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Sentences:
-    """Which model splits, and whether line ends between sentences stay with the sentence before.
+    """The sentence model, and whether line breaks between sentences are kept.
 
     Attributes:
-        language: the name of Punkt's model (``--lang``).
+        language: name of the Punkt model (``--lang``).
         keep_newlines: ``--keep-newlines``.
     """
 
@@ -22,10 +22,10 @@ class Sentences:
     keep_newlines: bool
 
     def splitter(self) -> Callable[[str], list[str]]:
-        """Return a function: a text -> its sentences.
+        """Return a function that splits a text into sentences.
 
         Raises:
-            UsageError: nltk, its data, or the language is not there.
+            UsageError: nltk, its data, or the language is not available.
         """
         punkt = _punkt()
         try:

@@ -28,7 +28,7 @@ class GPT2Files:
         """Return the tokenizer.
 
         Raises:
-            UsageError: the files are unfit.
+            UsageError: the files are invalid.
         """
         return GPT2Tokenizer(self.vocab_file, self.merge_file)
 
@@ -44,7 +44,7 @@ class BertFiles:
         """Return the tokenizer.
 
         Raises:
-            UsageError: the file is unfit.
+            UsageError: the file is invalid.
         """
         return BertWordPieceTokenizer(self.vocab_file, lower_case=self.lower_case)
 
@@ -55,7 +55,7 @@ class HuggingFaceFiles:
 
     Attributes:
         folder: where it is.
-        special_tokens: with the tokens that it puts around every text, such as ``<s>``.
+        special_tokens: whether to keep the tokens that it adds to every text, such as ``<s>``.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""Overlapping windows of a document (``--seq-length L --stride S``), each of which becomes a document."""
+"""Overlapping windows of a document (``--seq-length L --stride S``); each becomes a document."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``length`` tokens that begin every ``stride`` tokens.
+    """Windows of ``length`` tokens that start every ``stride`` tokens.
 
-    The last window ends with the document, so it may overlap more; no token is lost. A document of fewer
-    tokens than ``length`` is one shorter window.
+    The last window ends with the document and may overlap more, so no token is lost. A document with fewer
+    than ``length`` tokens is one shorter window.
     """
 
     length: int
     stride: int
 
     def starts(self, tokens: int) -> list[int]:
-        """Return where the windows of a document of so many tokens begin."""
+        """Return the start positions of the windows of a document with the given number of tokens."""
         last = max(tokens - self.length, 0)
         return [*range(0, last, self.stride), last]
 
@@ -29,18 +29,18 @@ class Windows:
         """Yield the windows of a document.
 
         Args:
-            tokens: its tokens' bytes.
-            itemsize: bytes of a token.
+            tokens: bytes of its tokens.
+            itemsize: bytes per token.
         """
         for start in self.starts(len(tokens) // itemsize):
             yield tokens[start * itemsize : (start + self.length) * itemsize]
 
 
 def named_by(arguments: argparse.Namespace) -> Windows | None:
-    """Return the windows that the flags name.
+    """Return the windows for the flags.
 
     Raises:
-        UsageError: one flag without the other, gaps between the windows, or together with sentences.
+        UsageError: only one of the flags is given, windows would have gaps, or sentences are split too.
     """
     length, stride = arguments.seq_length, arguments.stride
     if length is None and stride is None:

@@ -1,8 +1,8 @@
 """BERT's WordPiece from ``vocab.txt``: the ids of Megatron's BertWordPieceLowerCase and BertWordPieceCase.
 
-A text is cut into words as BERT's authors published it (Devlin et al., 2018), with Python's tables of
-Unicode, as Megatron cuts it; the tables inside the ``tokenizers`` library are of another version. Each word
-is then encoded by that library.
+Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
+in Megatron; the tables of the ``tokenizers`` library are of another version. That library then encodes each
+word.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _is_punctuation(letter: str) -> bool:
 
 
 class BertWordPieceTokenizer:
-    """Text to ids and back. ``[SEP]`` and the like written in a text are ordinary characters, as in Megatron.
+    """Text to ids and back. ``[SEP]`` and similar tokens in a text are ordinary characters, as in Megatron.
 
     Args:
-        vocab_file: ``vocab.txt``, a token a line; a token's id is the number of its line, counted from 0.
-        lower_case: in lower case and without accents (BertWordPieceLowerCase).
+        vocab_file: ``vocab.txt``, one token per line; a token's id is its line number, counted from 0.
+        lower_case: convert to lower case and remove accents (BertWordPieceLowerCase).
 
     Raises:
         UsageError: the file is missing, not UTF-8, or lacks a special token.
@@ -112,15 +112,15 @@ class BertWordPieceTokenizer:
         return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return a text of the ids; the blanks, accents and capitals that were dropped do not come back."""
+        """Return the text of ids; removed spaces, accents and capitals are not restored."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return token to id of a ``vocab.txt``; for a repeated token the last id counts.
+    """Return the map from tokens to ids of a ``vocab.txt``; for a repeated token the last id counts.
 
     Raises:
-        UsageError: not a vocabulary of BERT.
+        UsageError: it is not a BERT vocabulary.
     """
     remedy = "Give the vocab.txt of a BERT model with --vocab-file."
     try:

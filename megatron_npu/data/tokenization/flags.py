@@ -1,4 +1,4 @@
-"""Flags for a tokenizer and its files: Megatron's, the same in every command."""
+"""Flags for a tokenizer and its files, with Megatron's names, the same in every command."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def add_tokenizer(
     """Add ``--tokenizer-type`` and the files of all tokenizers.
 
     Args:
-        add: ``add_argument`` of a parser or of a group.
-        kinds: the tokenizers that the command knows, by Megatron's names; the first is the default.
+        add: ``add_argument`` of a parser or group.
+        kinds: supported tokenizers, by Megatron's names; the first is the default.
         meaning: help text of ``--tokenizer-type``.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: what that is, for its help text.
+        vocab_file: what the file is, for its help text.
     """
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
     add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
@@ -53,10 +53,10 @@ def add_gpt2_files(
     """Add ``--vocab-file`` and ``--merge-file``.
 
     Args:
-        add: ``add_argument`` of a parser or of a group.
-        note: what the help texts end with.
+        add: ``add_argument`` of a parser or group.
+        note: the end of the help texts.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: what that is.
+        vocab_file: what the file is.
     """
     add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"{vocab_file}{note}")
     add("--merge-file", metavar="FILE", help=f"GPT-2's merges.txt{note}")

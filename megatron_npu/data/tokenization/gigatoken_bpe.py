@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE with the package gigatoken, if installed: the ids of ``gpt2_bpe``, faster.
 
-Texts are cut by two tables of Unicode, that of ``regex`` and that of gigatoken. The tests encode every
-character of the planes that have letters by both, between letters, digits, blanks and itself.
+``regex`` and gigatoken use different Unicode tables. The tests encode every character of the planes with
+letters in both, between letters, digits, spaces and itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def said() -> str:
 
 
 def encoder(tokenizer: GPT2Tokenizer) -> Callable[[str], np.ndarray]:
-    """Return a function: a text that has a UTF-8 form -> its ids, [tokens] uint32.
+    """Return a function that encodes a UTF-8 text to ids, [tokens] uint32.
 
     Raises:
         ModuleNotFoundError: it is not installed.

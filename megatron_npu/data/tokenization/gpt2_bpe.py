@@ -1,8 +1,8 @@
 """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``: the ids of Megatron's GPT2BPETokenizer.
 
-A text is cut into words by GPT-2's pattern, and each word is encoded by the ``tokenizers`` library. The cut
-is made with the ``regex`` package, as Megatron makes it: the Unicode tables inside ``tokenizers`` are older,
-and thousands of newer letters would be cut differently.
+Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. They are
+split with the ``regex`` package, as in Megatron: the Unicode tables of ``tokenizers`` are older, so thousands
+of newer letters would be split differently.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ASCII_WORDS = re.compile(
 class GPT2Tokenizer:
     """Text to ids and back.
 
-    ``<|endoftext|>`` written in a text is encoded as ordinary characters, as in Megatron; the id ``eod`` is
-    only ever put there by a program.
+    ``<|endoftext|>`` in a text is encoded as ordinary characters, as in Megatron; only programs add the id
+    ``eod``.
 
     Args:
-        vocab_file: ``vocab.json``, token to id. All ids must lie below the number of entries.
-        merge_file: ``merges.txt``, a version line and then one merge a line, best first.
+        vocab_file: ``vocab.json``, token to id. All ids must be below the number of entries.
+        merge_file: ``merges.txt``, a version line followed by one merge per line, highest priority first.
 
     Raises:
-        UsageError: a file is missing or broken, the two do not belong together, ``<|endoftext|>`` or the
-            symbol of a byte is absent.
+        UsageError: a file is missing or invalid, the two do not belong together, or ``<|endoftext|>`` or the
+            symbol of a byte is missing.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -77,7 +77,7 @@ class GPT2Tokenizer:
         """Return the ids of a text; no ``eod`` is added.
 
         Raises:
-            UsageError: the text has no UTF-8 form.
+            UsageError: the text cannot be encoded as UTF-8.
         """
         try:
             return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
@@ -86,7 +86,7 @@ class GPT2Tokenizer:
             raise
 
     def as_json(self) -> str:
-        """Return the same tokenizer as a ``tokenizer.json``, whose reader has to cut texts into words."""
+        """Return the same tokenizer as a ``tokenizer.json`` for texts that are already split into words."""
         whole = Tokenizer(self._tokenizer.model)
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         whole.decoder = decoders.ByteLevel()
@@ -95,8 +95,8 @@ class GPT2Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids.
 
-        Bytes that are not UTF-8 become U+FFFD; ids past the vocabulary, such as a model with a padded
-        vocabulary can draw, are left out.
+        Bytes that are not UTF-8 become U+FFFD; ids beyond the vocabulary, which a model with a padded
+        vocabulary can generate, are skipped.
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 

@@ -20,14 +20,14 @@ CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, which holds all of a tokenizer; transformers is not needed.
+    """A ``tokenizer.json``, which contains the whole tokenizer; transformers is not needed.
 
     Args:
-        folder: with ``tokenizer.json``, and with ``tokenizer_config.json`` or ``special_tokens_map.json``,
-            which names the end of a text.
+        folder: folder with ``tokenizer.json``, and ``tokenizer_config.json`` or ``special_tokens_map.json``
+            for the end-of-text token.
 
     Raises:
-        UsageError: a file is missing or broken, or no end of a text is named.
+        UsageError: a file is missing or invalid, or there is no end-of-text token.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -65,17 +65,17 @@ class HuggingFaceTokenizer:
 
     @property
     def added_tokens(self) -> list[str]:
-        """The tokens beside the model's own, special ones among them, by their ids."""
+        """Added tokens, including special ones, by id."""
         added = self._model.get_added_tokens_decoder()
         return [added[token].content for token in sorted(added)]
 
     def token(self, token: int) -> str | None:
-        """Return how a token is written; None if there is no such id."""
+        """Return the text of a token; None if the id does not exist."""
         return self._model.id_to_token(token)
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of tokens that are marks and no text."""
+        """The ids of special tokens."""
         added = self._model.get_added_tokens_decoder()
         return frozenset(token for token, content in added.items() if content.special)
 
@@ -84,10 +84,10 @@ class HuggingFaceTokenizer:
 
         Args:
             text: any.
-            special_tokens: with those that the tokenizer puts around every text (``<s>``).
+            special_tokens: include the tokens that the tokenizer adds to every text (``<s>``).
 
         Raises:
-            UsageError: the text has no UTF-8 form.
+            UsageError: the text cannot be encoded as UTF-8.
         """
         try:
             return self._model.encode(text, add_special_tokens=special_tokens).ids
@@ -98,12 +98,12 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, special tokens included.
 
-        Those that ``encode`` begins every text with are left out, once: they were in no text.
+        Tokens that ``encode`` adds at the beginning of every text are removed once.
         """
         return self._model.decode(self.without_beginning(list(ids)), skip_special_tokens=False)
 
     def without_beginning(self, ids: list[int]) -> list[int]:
-        """Return ids without the special tokens that ``encode`` begins every text with."""
+        """Return ids without the special tokens that ``encode`` adds at the beginning of every text."""
         length = len(self._before)
         return ids[length:] if ids[:length] == self._before else ids
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def special_token(folder: Path, role: str) -> str | None:
-    """Return the token that a folder names for a role such as ``eos_token``; None if it names none."""
+    """Return a folder's token for a role such as ``eos_token``, or None."""
     for name in (CONFIG, SPECIAL_TOKENS):
         token = read_object(folder / name).get(role)
         token = token.get("content") if isinstance(token, dict) else token

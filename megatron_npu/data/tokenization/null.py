@@ -10,14 +10,14 @@ _SHOWN = 60  # characters of a text in a message
 
 
 class NullTokenizer:
-    """A text is numbers with blanks between; the end of document is the last id, or another one.
+    """Texts are numbers separated by spaces; the end-of-document token is the last id, or another one.
 
     Args:
-        size: number of ids; ``vocab_size`` has one more, the end of document if no other is named.
+        size: number of ids; ``vocab_size`` is one larger unless another end-of-document id is given.
         end: ``--null-tokenizer-eod-id``: the id that ends a document.
 
     Raises:
-        UsageError: there is no such id.
+        UsageError: the id does not exist.
     """
 
     def __init__(self, size: int, end: int | None = None) -> None:
@@ -35,7 +35,7 @@ class NullTokenizer:
         """Return the numbers of a text.
 
         Raises:
-            UsageError: a word that is not an id.
+            UsageError: a word is not an id.
         """
         words = text.split()
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):

@@ -12,7 +12,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids.
         eod: the id that ends a text.
-        unknown: the id of what the vocabulary does not have; None: it has no such id, or it is ``eod``.
+        unknown: the id of the unknown token; None: there is none, or it is ``eod``.
     """
 
     vocab_size: int

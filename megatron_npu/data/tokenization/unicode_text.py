@@ -6,13 +6,13 @@ from megatron_npu.base.errors import UsageError
 
 
 def require(text: str) -> None:
-    """Check that a text has a UTF-8 form.
+    """Check that a text can be encoded as UTF-8.
 
-    Python keeps each byte of a command line that is not UTF-8 as half of a surrogate pair, and JSON can write
-    such a half as well.
+    Python stores each byte of a command line that is not UTF-8 as a lone surrogate, and JSON can contain lone
+    surrogates too.
 
     Raises:
-        UsageError: it has none.
+        UsageError: it cannot.
     """
     try:
         text.encode("utf-8")

@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 def bert_pretraining(job: Job, meter: Meter) -> int:
-    """Train masked words and next sentences; return the parameters."""
+    """Train on masked words and next sentences; return the number of parameters."""
     from transformers import BertConfig, BertForPreTraining
 
     def batch() -> Batch:
@@ -41,7 +41,7 @@ def bert_pretraining(job: Job, meter: Meter) -> int:
 
 
 def bert_finetuning(job: Job, meter: Meter) -> int:
-    """Train classes of sentences; return the parameters."""
+    """Train a sentence classification; return the number of parameters."""
     from transformers import BertConfig, BertForSequenceClassification
 
     def batch() -> Batch:

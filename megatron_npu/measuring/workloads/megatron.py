@@ -12,7 +12,7 @@ PAD = 128  # the vocabulary is the same for every tensor-parallel size
 
 
 def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train; return the parameters of the whole model."""
+    """Train; return the number of parameters of the whole model."""
     initialize.silence_known_warnings()
     plugin.install()
     import megatron.core.models.gpt  # so that its import is no part of the memory that is measured

@@ -1,7 +1,7 @@
 """Write checkpoints while training continues (``--async-save``), one at a time.
 
-megatron-core copies the state to the host and forks a process on each rank, which writes it. When all have
-ended, the ranks complete the checkpoint together: until then it has no name, and nobody takes it for one.
+megatron-core copies the state to the host and forks a process on each rank to write it. When all have ended,
+the ranks complete the checkpoint together; until then it has no final name and cannot be loaded.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
 
 
 class AsyncSaves:
-    """The checkpoint that is being written, if there is one. A context: an error abandons it.
+    """The checkpoint that is being written, if any. As a context manager it abandons the checkpoint on an
+    error.
 
     Args:
-        args: what ``validation.check`` returned.
-        saved: called on every rank when a checkpoint is whole, with its directory and iteration.
+        args: the result of ``validation.check``.
+        saved: called on every rank when a checkpoint is complete, with its directory and iteration.
     """
 
     def __init__(self, args: Namespace, saved: Callable[[Path, int], None]) -> None:
@@ -48,11 +49,11 @@ class AsyncSaves:
 
     @watchdog.phase(watchdog.SAVING)
     def begin(self, state: State, position: Position) -> None:
-        """Begin to write the checkpoint of ``position``, when the one before is whole. Collective.
+        """Start writing the checkpoint of ``position`` after completing the previous one. Collective.
 
         Raises:
-            UnsavedError: the one before could not be written.
-            OSError: this one cannot.
+            UnsavedError: the previous one could not be written.
+            OSError: this one cannot be written.
         """
         self.finish()
         self._written = position
@@ -97,7 +98,7 @@ class AsyncSaves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End this rank's writer where the run ends with an error: other ranks may not be there any more."""
+        """End this rank's writer if the run ends with an error, because other ranks may no longer exist."""
         if kind is None or self._written is None:
             return
         for call in self._queue.async_calls:

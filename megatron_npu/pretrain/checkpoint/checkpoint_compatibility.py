@@ -62,14 +62,14 @@ _EXPERT_PARALLEL_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_
 
 
 def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
-    """Check that a checkpoint holds the model that the flags describe.
+    """Check that a checkpoint contains the model that the flags describe.
 
     Args:
         found: the checkpoint.
-        args: the flags of the run that is to load it, with what follows from them.
+        args: the flags of the loading run, with derived values.
 
     Raises:
-        UsageError: naming the flags that differ.
+        UsageError: names the flags that differ.
     """
     names = list(_SAME_MODEL)
     if args.num_experts is not None:
@@ -105,7 +105,7 @@ def _shown(value: object) -> object:
 
 
 def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
-    """Return whether a run has the sizes that share the model, with which a checkpoint was saved."""
+    """Return whether a run has the model-parallel sizes of a checkpoint."""
     return all(found.arguments.get(size) == getattr(args, size) for size in _sizes_of_sharing(args))
 
 
@@ -114,15 +114,15 @@ def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
 
 
 def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
-    """Check that what Megatron's FSDP has saved, and this alone, is to be read into it.
+    """Check that a checkpoint of Megatron's FSDP is loaded by a run with it, and by no other run.
 
     Args:
         found: the checkpoint.
-        args: the flags of the run that is to load it, ``load_optim`` among them.
+        args: the flags of the loading run, including ``load_optim``.
 
     Raises:
-        UsageError: only one of checkpoint and run is of Megatron's FSDP, or they differ in precision or the
-            padding of the vocabulary.
+        UsageError: only one of checkpoint and run uses Megatron's FSDP, or their precision or vocabulary
+            padding differ.
     """
     of_fsdp, into_fsdp = is_of_fsdp(found.path), args.fully_sharded == "megatron"
     if into_fsdp and not of_fsdp:
@@ -176,14 +176,14 @@ def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
 
 
 def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
-    """Check that the optimizer of a checkpoint can continue in a run's layout.
+    """Check that the optimizer state of a checkpoint can be loaded in a run's layout.
 
     Args:
-        found: the checkpoint, which has an optimizer.
-        args: the flags of the run that is to load it, with what follows from them.
+        found: a checkpoint with optimizer state.
+        args: the flags of the loading run, with derived values.
 
     Raises:
-        UsageError: it is of another kind, or sharded for other sizes.
+        UsageError: it is of another type, or sharded for other sizes.
     """
     saved = found.arguments.get("optimizer", "adam")
     if saved != args.optimizer:

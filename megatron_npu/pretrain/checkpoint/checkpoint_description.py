@@ -1,8 +1,8 @@
 """The description of a checkpoint, ``arguments.json``: flags, position and format.
 
-Neither torch nor Megatron is needed to read it. A field may be added without harm: versions that do not know
-it pass over it, and newer ones have a default for descriptions without it. What an older version would read
-wrongly raises the first number of the format.
+Reading it needs neither torch nor Megatron. Fields may be added: older versions ignore them, and newer ones
+have defaults for descriptions without them. A change that older versions would misread raises the first
+number of the format.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class CheckpointInfo:
     """A checkpoint on disk.
 
     Attributes:
-        path: its own directory.
-        iteration: the iterations that it has seen.
+        path: its directory.
+        iteration: number of trained iterations.
         consumed_train_samples, consumed_valid_samples: position in the data.
-        has_optimizer, has_rng: whether it holds them.
-        optimizer_sharding: megatron-core's name for how a distributed optimizer was cut; else None.
-        arguments: the flags of the run that wrote it, with what followed from them.
+        has_optimizer, has_rng: whether it contains them.
+        optimizer_sharding: megatron-core's name for the sharding of a distributed optimizer, or None.
+        arguments: the flags of the run that wrote it, with derived values.
     """
 
     path: Path
@@ -53,15 +53,16 @@ class CheckpointInfo:
 
     @property
     def is_own(self) -> bool:
-        """Whether the driver has saved it, not one of Megatron-LM's own scripts."""
+        """Whether the built-in trainer saved it, and not a script of Megatron-LM."""
         return (self.path / checkpoint_files.DESCRIPTION).is_file()
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, None if there is none; or that of an iteration.
+    """Return the newest checkpoint under ``root`` (None if there is none), or that of an iteration.
 
     Raises:
-        UsageError: the one that tracker or ``step`` names is not there, or has no readable description.
+        UsageError: the checkpoint named by the tracker or ``step`` does not exist, or has no readable
+            description.
     """
     place = checkpoint_files.newest(root, step)
     return None if place is None else _read(place)
@@ -71,7 +72,7 @@ def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
     """Return the newest checkpoint under ``root``, or that of an iteration.
 
     Raises:
-        UsageError: there is none, or it cannot be read.
+        UsageError: it does not exist, or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -97,15 +98,15 @@ def _read(path: Path) -> CheckpointInfo:
 
 
 def require_known_format(description: Path, values: object) -> None:
-    """Check that this version can read a description: the first number of its format is known.
+    """Check that this version can read a description, from the first number of its format.
 
     Args:
-        description: where it is.
-        values: what is in it.
+        description: its path.
+        values: its content.
 
     Raises:
-        UsageError: a newer version has written it.
-        ValueError, TypeError: what is there is no description.
+        UsageError: a newer version wrote it.
+        ValueError, TypeError: it is not a description.
     """
     if not isinstance(values, Mapping):
         raise TypeError("it does not describe a run")
@@ -149,12 +150,12 @@ def _require_sound(found: CheckpointInfo) -> None:
 
 
 def describe(path: Path, found: CheckpointInfo) -> None:
-    """Write the description of a checkpoint into ``path``."""
+    """Write the description of a checkpoint to ``path``."""
     values = {name: value for name, value in vars(found).items() if name != "path"}
     files.write(path / checkpoint_files.DESCRIPTION, json.dumps({FORMAT: VERSION, **values}, indent=1))
 
 
 def plain_arguments(args: Namespace) -> dict[str, Any]:
-    """Return the flags that JSON can hold, without those of this machine and process."""
+    """Return the flags that JSON can represent, without those of this machine and process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
     return {name: value for name, value in sorted(vars(args).items()) if name not in local}

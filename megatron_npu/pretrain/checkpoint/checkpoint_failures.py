@@ -21,16 +21,16 @@ _STUMBLES = (TypeError, KeyError, AttributeError, IndexError)  # over what a fil
 
 
 class UnsavedError(RuntimeError):
-    """A checkpoint could not be written: the disk is full, say. Those before it are as they were."""
+    """A checkpoint could not be written, for example because the disk is full. Earlier ones are unchanged."""
 
 
 def unsaved(error: BaseException, iteration: int, folder: str | Path) -> UnsavedError:
-    """Return what to raise where the checkpoint of an iteration could not be written.
+    """Return the error for a checkpoint that could not be written.
 
     Args:
         error: one of ``FAILURES``.
-        iteration: of the checkpoint.
-        folder: that of all checkpoints.
+        iteration: iteration of the checkpoint.
+        folder: folder of all checkpoints.
     """
     return UnsavedError(
         f"the checkpoint of iteration {iteration} could not be written into {folder}: {reason(error)}. "
@@ -39,9 +39,10 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return what went wrong in the first process that failed, in one line, without stacks.
+    """Return a one-line reason from the first process that failed, without stacks.
 
-    Its further lines name the weights that are missing, say; of very many the number of characters left out.
+    Further lines of the error, such as names of missing weights, are included; of a very long text the rest
+    is counted.
     """
     if isinstance(error, CheckpointException) and error.failures:
         failure = next(iter(error.failures.values()))
@@ -61,11 +62,10 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Let what is read in the block be the checkpoint in ``path``.
+    """Read the checkpoint in ``path`` inside the block.
 
     Raises:
-        UsageError: files of it are missing or broken, or name code; it is of a newer megatron-core than this
-            one can read.
+        UsageError: files are missing or damaged, or name code; or it needs a newer megatron-core.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 

@@ -1,7 +1,7 @@
 """Names of checkpoint files, and the tracker. Imports neither torch nor Megatron.
 
-``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Beside
-what ``megatron.core.dist_checkpointing`` writes, each has ``arguments.json`` (``checkpoint_description``).
+``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Besides
+the files of ``megatron.core.dist_checkpointing``, each has ``arguments.json`` (``checkpoint_description``).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that ca
 
 
 def directory(root: str | Path, iteration: int) -> Path:
-    """Return where the checkpoint of an iteration lies."""
+    """Return the directory of an iteration's checkpoint."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def unfinished(root: str | Path) -> list[Path]:
-    """Return where checkpoints were being written when their run was killed."""
+    """Return the directories of checkpoints that a killed run left incomplete."""
     return sorted(Path(root).glob(files.partial_folder(Path("iter_*")).name))
 
 
 def missing(path: Path) -> list[str]:
-    """Return which of megatron-core's files a checkpoint's own directory lacks."""
+    """Return megatron-core's files that a checkpoint's directory lacks."""
     wanted = FILES[2:] if is_of_fsdp(path) else FILES
     absent = [name for name in wanted if not (path / name).is_file()]
     if COMMON in absent and common_lies_among_shards(path):
@@ -45,7 +45,7 @@ def missing(path: Path) -> list[str]:
 
 
 def is_of_fsdp(path: Path) -> bool:
-    """Return whether the driver has saved a checkpoint of Megatron's FSDP: it has torch's files alone."""
+    """Return whether the trainer saved a checkpoint of Megatron's FSDP, which has only torch's files."""
     try:
         values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -54,16 +54,16 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return whether what is not sharded is an object beside the weights, as 0.19 and newer write it.
+    """Return whether unsharded values are an object among the shards, as in 0.19 and newer.
 
-    The index of a checkpoint's parts is a pickle: the name is looked for in its bytes, nothing is loaded.
+    The index is a pickle: the name is searched in its bytes, nothing is unpickled.
     """
     index = path / INDEX
     return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
 
 
 def no_checkpoint(root: str | Path) -> UsageError:
-    """Return the error for a directory that was to have a checkpoint."""
+    """Return the error for a directory without a checkpoint."""
     return UsageError(
         f"--load {root}: no checkpoint there", f"a directory with {TRACKER}", "Correct the path."
     )
@@ -73,10 +73,10 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     """Return the directory of the newest checkpoint under ``root``, None if there is none.
 
     Args:
-        step: the iteration of the one to be returned instead (``--ckpt-step``).
+        step: return the checkpoint of this iteration instead (``--ckpt-step``).
 
     Raises:
-        UsageError: the tracker or ``step`` names one that is not there.
+        UsageError: the checkpoint named by the tracker or ``step`` does not exist.
     """
     if step is not None:
         return _of_iteration(root, step)
@@ -118,9 +118,9 @@ def iterations(root: str | Path) -> list[int]:
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it is there; else what has its name in the checkpoint's directory, if anything.
+    """Return ``path`` if it exists; else a file of the same name in the checkpoint's directory, if any.
 
-    A converted checkpoint brings its tokenizer along, and may have been moved.
+    A converted checkpoint contains its tokenizer, and may have been moved.
     """
     if path is None or Path(path).exists():
         return path
@@ -129,7 +129,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Make a checkpoint the one that no run has trained here; return its new place."""
+    """Mark a checkpoint as ``release``, that is, not trained here; return its new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")

@@ -19,14 +19,14 @@ _TRIES, _PAUSE = 20, 0.1  # and seconds between them
 
 @contextlib.contextmanager
 def writing(root: str | Path, iteration: int) -> Iterator[Path]:
-    """Give the folder that all ranks write an iteration's checkpoint into. All ranks must call this.
+    """Create the folder for all ranks to write an iteration's checkpoint. All ranks must call this.
 
-    If the block ends well on every rank, the folder has its name behind it and the tracker names it; else it
-    is removed, and the disk that was full has room again.
+    If the block succeeds on every rank, the folder gets its final name and the tracker names it; otherwise it
+    is removed, which frees the disk space.
 
     Args:
-        root: of all checkpoints of the run.
-        iteration: of this one.
+        root: folder of all checkpoints of the run.
+        iteration: iteration of the checkpoint.
     """
     part = hidden(root, iteration)
     try:
@@ -39,7 +39,7 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
 
 
 def begin(root: str | Path, iteration: int) -> Path:
-    """Make the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
+    """Create the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
     part = hidden(root, iteration)
     if disks.leads():
         shutil.rmtree(part, ignore_errors=True)
@@ -49,7 +49,7 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def finish(root: str | Path, iteration: int) -> None:
-    """Give the folder its name, and have the tracker name it: all ranks have written. All must call this."""
+    """Rename the folder and update the tracker, after all ranks have written. All ranks must call this."""
     if disks.leads():
         # there is one if a run went back to an earlier iteration
         files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
@@ -64,7 +64,7 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def hidden(root: str | Path, iteration: int) -> Path:
-    """Return where an iteration's checkpoint lies while it is written."""
+    """Return the hidden folder of an iteration's checkpoint."""
     return files.partial_folder(checkpoint_files.directory(root, iteration))
 
 

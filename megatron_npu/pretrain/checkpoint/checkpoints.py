@@ -1,7 +1,7 @@
 """Save and load with ``megatron.core.dist_checkpointing``, which allows other layouts on resume.
 
-A checkpoint is written into a hidden directory beside its place and renamed when every rank is done; the
-tracker follows. The keys are those of Megatron-LM's own checkpoints.
+A checkpoint is written to a hidden directory and renamed when every rank is done; then the tracker is
+updated. The keys are those of Megatron-LM's own checkpoints.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where key
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: iterations, and samples of training and validation used by all ranks."""
+    """The progress of a run: iterations, and training and validation samples used by all ranks."""
 
     iteration: int = 0
     train_samples: int = 0
@@ -59,7 +59,7 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """The objects whose state a checkpoint holds."""
+    """The objects whose state a checkpoint contains."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -71,7 +71,7 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
     """Write the checkpoint of ``position``; return its directory. All ranks must call this.
 
     Args:
-        common: plain values to be kept beside the state, the same on all ranks.
+        common: plain values stored with the state, the same on all ranks.
     """
     with checkpoint_folder.writing(args.save, position.iteration) as part:
         _write(args, state, position, part, common or {})
@@ -79,9 +79,10 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
 
 
 def begin_async(args: Namespace, state: State, position: Position, part: Path) -> AsyncRequest:
-    """Return what writes the checkpoint of ``position`` into ``part``, for megatron-core's queue of writers.
+    """Return a request that writes the checkpoint of ``position`` to ``part``, for megatron-core's writer
+    queue.
 
-    The state is copied to the host when the writer is started. All ranks must call this.
+    The state is copied to the host when the writer starts. All ranks must call this.
     """
     return _shards(args, state, position, part, {}, in_background=True)
 
@@ -116,7 +117,7 @@ def _shards(
 
 
 def complete(args: Namespace, position: Position, part: Path) -> None:
-    """Add the description and the checksums to what all ranks have written. All ranks must call this."""
+    """Add description and checksums to the files that all ranks have written. All ranks must call this."""
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_description.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
@@ -141,11 +142,11 @@ def _description(
 
 @watchdog.phase("loading")
 def load(args: Namespace, state: State) -> Position:
-    """Load what the flags ask for into ``state``; return where the run continues. All ranks must call this.
+    """Load the parts that the flags select into ``state``; return where the run continues. All ranks must
+    call this.
 
     Raises:
-        UsageError: files of the checkpoint are missing or broken; the schedule differs from its schedule and
-            no flag says which one counts.
+        UsageError: files are missing or damaged, or the schedules differ and no flag selects one.
     """
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     reading = _load_own if found.is_own else _load_stock
@@ -248,10 +249,10 @@ def _position(args: Namespace, found: checkpoint_description.CheckpointInfo) -> 
 
 @watchdog.phase("loading")
 def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Load the weights alone, whatever the layout that they were saved in. All ranks must call this.
+    """Load only the weights, from any layout. All ranks must call this.
 
     Raises:
-        UsageError: files of the checkpoint are missing or broken; it has weights that the model has not.
+        UsageError: files are missing or damaged, or contain weights that the model lacks.
     """
     from megatron.core import dist_checkpointing
 
@@ -352,7 +353,7 @@ def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
-    """Return the position after so many more iterations and samples."""
+    """Return the position after the given numbers of iterations and samples."""
     return replace(
         position,
         iteration=position.iteration + iterations,

@@ -1,7 +1,7 @@
 """Check the plausibility of a checkpoint's description, which may be untrusted.
 
-It is checked before anything is built of it: a layer number of 10⁹ would take all memory, and a text where a
-number belongs would end deep inside of megatron-core.
+It is checked before anything is built: 10⁹ layers would use all memory, and a text instead of a number would
+fail deep inside megatron-core.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _size = Number("a whole number from 1 on", int, 1, metavar="N")
 
 
 def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
-    """Return the arguments of a checkpoint, with the defaults of flags that were unknown when it was saved.
+    """Return the arguments of a checkpoint, with defaults for flags that did not exist when it was saved.
 
     Raises:
-        UsageError: they cannot be flags of the driver, or speak of more weights than its files hold.
+        UsageError: they are not valid flags of the trainer, or describe more weights than the files contain.
     """
     # --help, --config and --preset leave no value behind
     flags = {a.dest: a for a in arguments.parser()._actions if a.default is not argparse.SUPPRESS}

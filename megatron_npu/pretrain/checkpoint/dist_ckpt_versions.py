@@ -19,7 +19,7 @@ def _version() -> tuple[int, int]:
 
 
 def metadata(args: Namespace) -> Metadata:
-    """Return what describes the cut: saved with the checkpoint, and used to load it."""
+    """Return the metadata of the sharding, which is saved with the checkpoint and used to load it."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.fully_sharded == "megatron":
         return {"distrib_optim_sharding_type": OF_FSDP}
@@ -39,7 +39,7 @@ def _sharding_type(fully_reshardable: bool) -> str:
 
 
 def module_metadata(described: Metadata) -> Metadata:
-    """Return the metadata that modules are asked with: from 0.16 on it names the group too."""
+    """Return the metadata for modules, which from 0.16 on includes the process group."""
     return described | {"dp_cp_group": _group()}
 
 
@@ -50,7 +50,7 @@ def _group() -> dist.ProcessGroup:
 
 
 def optimizer_keywords(described: Metadata) -> dict[str, Any]:
-    """Return the arguments of the optimizer's ``sharded_state_dict`` that say how to cut."""
+    """Return the arguments of the optimizer's ``sharded_state_dict`` that select the sharding."""
     if _version() >= (0, 13):
         return {"metadata": module_metadata(described)}
     name = described.get("distrib_optim_sharding_type")
@@ -58,11 +58,11 @@ def optimizer_keywords(described: Metadata) -> dict[str, Any]:
 
 
 def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[str, Any]:
-    """Return the arguments of ``dist_checkpointing.save`` that keep the description in the checkpoint.
+    """Return the arguments of ``dist_checkpointing.save`` that store the metadata in the checkpoint.
 
     Args:
-        described: what ``metadata`` returned.
-        in_background: it returns a request, which megatron-core's queue of writers takes.
+        described: the result of ``metadata``.
+        in_background: return a request for megatron-core's writer queue.
     """
     result: dict[str, Any] = {"content_metadata": described} if _version() >= (0, 13) else {}
     if in_background:
@@ -73,12 +73,11 @@ def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[s
 
 
 def saved_metadata(path: str, optimizer_sharding: str | None) -> Metadata:
-    """Return the description of the checkpoint in ``path``.
+    """Return the metadata of the checkpoint in ``path``.
 
     Args:
         path: directory of the checkpoint.
-        optimizer_sharding: the optimizer's format as our own description of it says, for 0.12, which
-            keeps none.
+        optimizer_sharding: the optimizer's format in our description, for 0.12, which stores none.
     """
     if _version() >= (0, 13):
         from megatron.core import dist_checkpointing

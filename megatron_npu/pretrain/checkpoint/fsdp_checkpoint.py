@@ -1,9 +1,10 @@
-"""Checkpoints of a model that Megatron's FSDP shards: upstream's format ``fsdp_dtensor``.
+"""Checkpoints of a model sharded by Megatron's FSDP: upstream's format ``fsdp_dtensor``.
 
-``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whatever rows of it each rank
-has: uneven ones, and of most tensors none at all. So a run continues with another number of ranks. Names are
-those of Megatron-LM's own scripts, which give weights as the optimizer has them: in fp32, under the names of
-wrappers (``module.`` for the FSDP, another for 16 bits), a gated MLP's as its two halves (``_w``, ``_v``).
+``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whatever rows each rank has
+(uneven ones, and of most tensors none), so a run can resume with another number of ranks. The names are those
+of Megatron-LM's own scripts, which store weights as the optimizer has them: in fp32, under the names of
+wrappers (``module.`` for the FSDP, another for 16 bits), and the two halves of a gated MLP separately
+(``_w``, ``_v``).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _HALVES = ("_w", "_v")  # gate and input of a gated MLP
 
 
 def sharded(model: Sequence[torch.nn.Module]) -> bool:
-    """Return whether Megatron's FSDP shards a model, whose checkpoints are then these."""
+    """Return whether Megatron's FSDP shards a model, so that it uses this format."""
     return hasattr(model[0], "megatron_fsdp_dist_index")
 
 
 def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-    """Return the weights and the optimizer's state of a run, as upstream arranges them.
+    """Return the weights and optimizer state of a run in upstream's structure.
 
     Args:
-        model: the one chunk, in Megatron's FSDP.
+        model: the only chunk, wrapped in Megatron's FSDP.
         optimizer: None to leave it out.
     """
     content = {"model": model.state_dict_for_save_checkpoint()}
@@ -50,20 +51,20 @@ def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any
 
 
 def write(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Write ``content``, with what ``state_dict`` returned, into ``folder``. All ranks must call this."""
+    """Write ``content``, with the result of ``state_dict``, to ``folder``. All ranks must call this."""
     dcp.save(_cut(model, content), storage_writer=FileSystemWriter(folder))
 
 
 def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Read a checkpoint into ``content``, tensors in place, and use the weights. All ranks must call this.
+    """Read a checkpoint into ``content``, tensors in place, and load the weights. All ranks must call this.
 
     Args:
-        folder: the checkpoint's own.
-        model: in Megatron's FSDP.
-        content: as ``write`` has taken it.
+        folder: the checkpoint's directory.
+        model: the model in Megatron's FSDP.
+        content: as passed to ``write``.
 
     Raises:
-        UsageError: files of the checkpoint are missing or broken.
+        UsageError: files are missing or damaged.
     """
     with checkpoint_failures.reading(folder):
         reader = FileSystemReader(folder)
@@ -104,14 +105,15 @@ def _bare(name: str) -> str:
 
 
 def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Load the weights alone into a model that each process has all of. All ranks must call this.
+    """Load only the weights into an unsharded model. All ranks must call this.
 
     Args:
-        model: the one chunk; in its wrappers, or none.
-        folder: the checkpoint's own.
+        model: the only chunk, wrapped or not.
+        folder: the checkpoint's directory.
 
     Raises:
-        UsageError: the model is cut; files are missing or broken; the weights are another model's.
+        UsageError: the model is partitioned, files are missing or damaged, or the weights are of another
+            model.
     """
     from megatron.core import parallel_state
 

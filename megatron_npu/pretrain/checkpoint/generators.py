@@ -12,7 +12,7 @@ from megatron_npu import devices
 
 
 def state() -> dict[str, Any]:
-    """Return the states of this rank's random generators, under Megatron-LM's names."""
+    """Return the states of this rank's random generators under Megatron-LM's names."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     device = devices.current()
@@ -26,10 +26,10 @@ def state() -> dict[str, Any]:
 
 
 def sharded_state() -> Any:
-    """Return the generators' states, one for each tensor and pipeline rank.
+    """Return the generator states, one per tensor- and pipeline-parallel rank.
 
-    Data-parallel ranks draw the same numbers for other data (as in Megatron), so one copy is enough. Not so
-    with expert parallelism, whose ranks draw others for their experts.
+    Data-parallel ranks use the same random numbers for different data (as in Megatron), so one copy suffices,
+    except with expert parallelism, whose ranks use different ones for their experts.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -51,10 +51,10 @@ def sharded_state() -> Any:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Put the generators into the states that ``state`` returned.
+    """Restore the generator states returned by ``state``.
 
-    The device's, and Megatron's tracker of them, only if they are of such a device: a CPU's generator
-    (mt19937) has 5,056 bytes of state, an NPU's or a GPU's (Philox) 16. If not, rank 0 says so.
+    The device's generator and Megatron's tracker are restored only if the device type matches: a CPU
+    generator (mt19937) has 5,056 bytes of state, that of an NPU or GPU (Philox) 16. Otherwise rank 0 logs it.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

@@ -32,22 +32,23 @@ def restored(
     widened_by_caller: bool = False,
     **changes: object,
 ) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
-    """Hold a trained model in evaluation mode, with its flags and tokenizer.
+    """Load a trained model in evaluation mode inside the block, with its flags and tokenizer.
 
-    Whatever the layout that it was trained in, it is put together here.
+    The weights are assembled from whatever layout they were trained in.
 
     Args:
-        load: directory that a run saved into, the driver's or a stock script's.
-        vocab_file, merge_file: where the tokenizer's files are now, if they have moved.
-        share: flags of the training -> those of the layout in which this and other processes share the model
-            (``layout.of_all_processes``), or have a copy each (``layout.copies``); None: this one process has
-            all of it.
-        widened_by_caller: the weights have the type that they were trained in, and the modules expect fp32:
-            the caller widens each when it is used.
-        changes: flags of the run to be changed, by their names in its arguments.
+        load: directory of checkpoints of the trainer or of a stock script.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
+        share: maps the flags of the training to the layout in which several processes share the model
+            (``layout.of_all_processes``) or have copies (``layout.copies``); None: this process has all of
+            it.
+        widened_by_caller: keep the weights in their trained dtype although the modules expect fp32; the
+            caller converts each when it is used.
+        changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: no such checkpoint; its tokenizer's files, megatron-core, or memory are missing.
+        UsageError: there is no such checkpoint; or its tokenizer's files, megatron-core, or memory are
+            missing.
     """
     plugin.install()
     machine.require_megatron_core()

@@ -1,7 +1,7 @@
 """Settings of optimizer and schedule on resume: those of the current flags, not the checkpoint's.
 
-An optimizer's groups of parameters are saved with their settings (betas, epsilon, highest and least learning
-rate), and torch loads them with its moments. Upstream's schedule then asks the groups first, so that even
+The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
+learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so even
 ``--override-opt_param-scheduler`` would follow the old run's rates.
 """
 
@@ -23,7 +23,7 @@ Settings = list[dict[str, Any]]
 
 
 def of_flags(optimizer: MegatronOptimizer) -> Settings:
-    """Return the settings of each group of an optimizer that nothing has been loaded into yet."""
+    """Return the settings of each parameter group before anything is loaded."""
     return [
         {name: value for name, value in group.items() if name not in _STATE}
         for group in optimizer.param_groups
@@ -31,12 +31,12 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 
 
 def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -> None:
-    """Give the groups their settings of the flags back; those of the schedule only where it is the flags'.
+    """Restore the groups' settings from the flags; those of the schedule only if it is the flags'.
 
     Args:
         args: the flags.
-        optimizer: with a checkpoint's state.
-        settings: what ``of_flags`` returned before.
+        optimizer: the optimizer with a checkpoint's state.
+        settings: the earlier result of ``of_flags``.
     """
     kept = _OF_THE_SCHEDULE if args.use_checkpoint_opt_param_scheduler else frozenset()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -44,10 +44,10 @@ def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -
 
 
 def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
-    """Let a schedule go on where it stood; the learning rate and weight decay of the next update follow.
+    """Resume a schedule; the learning rate and weight decay of the next update follow.
 
     Raises:
-        UsageError: it is not the checkpoint's, and no flag says which one counts.
+        UsageError: it differs from the checkpoint's, and no flag selects one.
     """
     schedule.num_steps = 0  # 'load_state_dict' adds
     schedule.load_state_dict(content)  # an adaptor says what differs (``shared/resumed_schedule.py``)
@@ -57,16 +57,16 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     args: Namespace, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Put the schedule where the run stands, if a flag says which one counts; else it begins again.
+    """Set the schedule to the run's position if a flag selects a schedule; otherwise it starts again.
 
     Args:
         args: the flags, with ``--no-load-optim``.
-        schedule: of the flags.
+        schedule: the flags' schedule.
         content: the checkpoint's schedule; None: it has none.
-        samples: that the run has been trained with.
+        samples: number of samples used by the run.
 
     Raises:
-        UsageError: the checkpoint's schedule is asked for, and there is none.
+        UsageError: the checkpoint's schedule is requested, but it has none.
     """
     if args.finetune or not (args.use_checkpoint_opt_param_scheduler or args.override_opt_param_scheduler):
         return

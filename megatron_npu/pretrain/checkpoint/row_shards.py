@@ -1,8 +1,8 @@
 """Parameters sharded by torch's FSDP in megatron-core's checkpoints: each rank has some rows.
 
-megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so that the checkpoint is the one
-of a run without FSDP: every layout goes on with it. Done here is what it leaves to its own scripts, or gets
-wrong: a gated MLP's weight, and what was read as plain tensors becoming shards again.
+megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so the checkpoint equals that of a
+run without FSDP and every layout can resume from it. This module handles what it leaves to its own scripts or
+gets wrong: the weight of a gated MLP, and converting plain tensors back to shards.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_npu.base.errors import UsageError
 
 
 def require_even(model: Sequence[torch.nn.Module]) -> None:
-    """Check that every rank has as many rows as the others, as parts of megatron-core's checkpoints have.
+    """Check that every rank has the same number of rows, as megatron-core's checkpoints require.
 
     Raises:
-        UsageError: a parameter has rows that the ranks cannot share alike.
+        UsageError: the ranks cannot divide the rows of a parameter equally.
     """
     for chunk in model:
         for name, parameter in chunk.named_parameters():
@@ -37,10 +37,10 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
 
 
 def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``sharded_state_dict`` of a chunk has returned, gated MLPs as the rows that they are.
+    """Return the result of a chunk's ``sharded_state_dict`` with gated MLPs as rows.
 
-    megatron-core (to 0.19) takes the rows of each rank for half gate, half input: with FSDP the first ranks
-    have the gate and the others the input, and the checkpoint would fit that number of ranks alone.
+    megatron-core (to 0.19) treats the rows of each rank as half gate, half input. With FSDP the first ranks
+    have the gate and the others the input, so the checkpoint would fit only that number of ranks.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -69,11 +69,11 @@ def _rows(factory: Any) -> Any:
 
 
 def shared_out(content: Any, current: Any) -> Any:
-    """Return ``content`` with rows that were read as the shards that stand in their place in ``current``.
+    """Return ``content`` with loaded rows converted to the shards at the same place in ``current``.
 
     Args:
         content: dictionaries and lists of tensors and other values.
-        current: the same of the running model or optimizer; it may have more or fewer entries.
+        current: the same structure of the running model or optimizer; it may have more or fewer entries.
     """
     if isinstance(content, dict) and isinstance(current, dict):
         return {name: shared_out(value, current.get(name)) for name, value in content.items()}
@@ -92,7 +92,7 @@ def shared_out(content: Any, current: Any) -> Any:
 
 
 def rows_of_rank(parameter: Tensor) -> tuple[Tensor, slice]:
-    """Return this rank's rows of a parameter, and which of the whole they are; all, if nothing shares it."""
+    """Return this rank's rows of a parameter and their indices; all rows if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.size(0))
     rows = parameter.to_local()

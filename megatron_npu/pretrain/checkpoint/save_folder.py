@@ -18,12 +18,12 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 @contextlib.contextmanager
 def owned(args: Namespace) -> Iterator[None]:
-    """Hold ``--save`` for this run in the block: rank 0 locks it, and removes what killed runs have left.
+    """Lock ``--save`` for this run inside the block: rank 0 locks it and removes leftovers of killed runs.
 
-    A file system without locks gives none, and then nothing is refused and nothing removed.
+    On a file system without locks nothing is rejected and nothing is removed.
 
     Raises:
-        UsageError: another run holds it, or it cannot be made.
+        UsageError: another run has locked it, or it cannot be created.
     """
     if not args.save or args.rank != 0:
         yield
@@ -46,12 +46,12 @@ def owned(args: Namespace) -> Iterator[None]:
 
 
 def require_shared(args: Namespace) -> None:
-    """Check that all ranks save into one folder. All ranks must call this, when they have met.
+    """Check that all ranks save to one folder. All ranks must call this after they have connected.
 
-    With --save-per-machine machines may have one each, which is then held for this run on each.
+    With --save-per-machine each machine may have its own folder, which is then locked on each.
 
     Raises:
-        UsageError: their machines have one each, and no flag allows it; or another run holds one of them.
+        UsageError: machines have separate folders without that flag, or another run has locked one of them.
     """
     disks.forget()
     if args.save and args.save_per_machine:
@@ -61,12 +61,12 @@ def require_shared(args: Namespace) -> None:
 
 
 def hold_on_each_machine(folder: Path) -> None:
-    """Save into a folder of each machine's own from now on, which the first rank there holds.
+    """Save to a separate folder on each machine from now on, locked by the first rank there.
 
-    Rank 0 holds its own already. The lock ends with the process. All ranks must call this.
+    Rank 0 has already locked its own. The lock ends with the process. All ranks must call this.
 
     Raises:
-        UsageError: another run holds one of them.
+        UsageError: another run has locked one of them.
     """
     disks.save_into(folder)
     if disks.leads() and dist.is_initialized() and dist.get_rank():
@@ -75,7 +75,7 @@ def hold_on_each_machine(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints that a killed run was writing, and give back what it was about to replace."""
+    """Remove checkpoints that a killed run was writing, and restore one that it was about to replace."""
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""A model's weights as megatron-core's checkpoints use them, without a second copy in memory.
+"""A model's weights as used by megatron-core's checkpoints, without a second copy in memory.
 
-megatron-core cuts some parameters, such as both halves of a gated MLP, into several tensors of a checkpoint.
-It clones each of these views to write it, and puts new ones together when it has read them: of a Llama that
-is half the model.
+megatron-core splits some parameters, such as the halves of a gated MLP, into several tensors of a checkpoint.
+It clones each of these views when writing, and concatenates new ones after reading: for a Llama that is half
+the model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 def read_in_place(wanted: dict[str, Any]) -> None:
-    """Let what is read into views of a parameter be the parameter, and not be put together again.
+    """Read directly into views of parameters instead of concatenating the parts afterwards.
 
     Args:
-        wanted: what ``sharded_state_dict`` of a model has returned; changed.
+        wanted: the result of a model's ``sharded_state_dict``; changed in place.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -44,23 +44,23 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GivenAway:
-    """A model that is of no use once it is saved: parameters that are cut are given to the checkpoint.
+    """A model that is not needed after saving: parameters that are split are moved to the checkpoint.
 
-    It stands for the model where one is saved.
+    It replaces the model when saving.
 
     Args:
-        model: of megatron-core, on the host.
+        model: a megatron-core model on the host.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the model's."""
+        """Return the model's parameters."""
         return self._model.parameters()
 
     def sharded_state_dict(self, *, metadata: Any = None) -> dict[str, Any]:
-        """Return what the model's method does, every tensor in memory of its own."""
+        """Return the result of the model's method, every tensor in separate memory."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

@@ -1,9 +1,9 @@
 """Describe checkpoints of Megatron-LM's own scripts like the trainer's own.
 
-Where the driver writes ``arguments.json``, they keep their argparse.Namespace in a pickle: in ``common.pt``
-beside shards (``torch_dist``), since 0.19 among them, or in the file of each rank (``torch``). It is read
-with torch's ``weights_only``, and what it names of Megatron and Python is replaced by inert values: nothing
-that the file names is imported or called.
+The trainer writes ``arguments.json``; the scripts store their argparse.Namespace in a pickle: in
+``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in the file of each rank
+(``torch``). It is read with torch's ``weights_only``, and Megatron and Python types become inert values:
+nothing that the file names is imported or called.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from megatron_npu.safe_files import safe_load, torch_readers
 
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, the driver's or a stock script's; None if there is none.
+    """Return the newest checkpoint under ``root``, of the trainer or of a stock script; None if there is
+    none.
 
-    A stock script's is good for its weights alone: optimizer and random numbers are not offered. What follows
-    from its tokenizer is not among its arguments yet.
+    A stock script's checkpoint provides only its weights, no optimizer state and random numbers. Values that
+    follow from its tokenizer are not among its arguments yet.
 
     Raises:
-        UsageError: it cannot be read, or holds a model that the driver does not have.
+        UsageError: it cannot be read, or contains a model that the trainer does not support.
     """
     path = checkpoint_files.newest(root, step) or torch_format.untracked(root)
     if path is None or (path / checkpoint_files.DESCRIPTION).is_file():
@@ -42,10 +43,10 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_description.Ch
 
 
 def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
-    """Return what ``find`` does, which must be there.
+    """Return the result of ``find``, which must exist.
 
     Raises:
-        UsageError: there is none, or it cannot be read.
+        UsageError: it does not exist, or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -54,10 +55,10 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
 
 
 def flags_of(path: Path) -> dict[str, Any]:
-    """Return the flags that a stock script keeps in its checkpoint, those that are plain values.
+    """Return the flags in a stock script's checkpoint that are plain values.
 
     Args:
-        path: of the checkpoint itself, which ``existing`` has found.
+        path: the checkpoint's directory, as found by ``existing``.
 
     Raises:
         UsageError: it cannot be read.
@@ -116,10 +117,10 @@ def _weights_alone(
 
 
 def read_common(file: Path) -> dict[str, Any]:
-    """Return what a ``common.pt`` holds; nothing in it is executed.
+    """Return the content of a ``common.pt``; nothing in it is executed.
 
     Raises:
-        UsageError: it is broken, or names something that is not a plain value.
+        UsageError: it is damaged, or names something that is not a plain value.
     """
     return _values(safe_load.read(file, safe_load.OF_STOCK_SCRIPTS), file)
 

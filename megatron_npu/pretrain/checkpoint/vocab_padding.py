@@ -1,9 +1,9 @@
 """Fill padding rows of the vocabulary if a checkpoint has fewer than the layout needs.
 
-megatron-core fills them with zeros. Their logit is 0 then, which is the likeliest token of a model whose
-other logits are far below, as those of OpenAI's GPT-2 are. Here they are the mean of the real rows: the
-exponential of the mean of all logits is at most the mean of their exponentials, so that a padding row takes
-at most 1/V of what the softmax sums.
+megatron-core fills them with zeros, whose logit is 0. In a model whose other logits are far below, such as
+OpenAI's GPT-2, this is the most likely token. Here they are the mean of the real rows: the exponential of the
+mean of all logits is at most the mean of their exponentials, so a padding row gets at most 1/V of the
+softmax's sum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
     """Return the row that pads a vocabulary, [h] fp32.
 
     Args:
-        rows: [rows, h], the rows of this process that stand for tokens; perhaps none.
-        vocab_size: such rows of all processes together.
-        group: the processes that share them, all of which must call this; None: this one has all.
+        rows: [rows, h], this process's rows that represent tokens; may be empty.
+        vocab_size: number of such rows in all processes.
+        group: the processes that share them, all of which must call this; None: this process has all rows.
     """
     total = rows.float().sum(0)
     if group is not None:
@@ -34,12 +34,12 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
-    """Fill the rows that a checkpoint did not have. All ranks must call this.
+    """Fill the rows that a checkpoint lacks. All ranks must call this.
 
     Args:
         model: this process's chunks.
-        saved_rows: rows of the embedding in the checkpoint, padding included.
-        vocab_size: rows that stand for tokens.
+        saved_rows: rows of the embedding in the checkpoint, including padding.
+        vocab_size: number of rows that represent tokens.
     """
     for chunk in map(unwrap, model):
         for name in ("embedding.word_embeddings", "output_layer"):

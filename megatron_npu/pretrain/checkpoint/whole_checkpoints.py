@@ -11,7 +11,7 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration of the newest checkpoint under ``root`` that is not damaged; None without any."""
+    """Return the iteration of the newest undamaged checkpoint under ``root``; None without any."""
     for iteration in reversed(checkpoint_files.iterations(root)):
         folder = checkpoint_files.directory(root, iteration)
         if not incomplete(folder) and not checksums.damaged(folder):
@@ -26,14 +26,14 @@ def surplus(
     is_whole: Callable[[Path], bool],
     newest: int | None = None,
 ) -> list[Path]:
-    """Return what is older than the newest whole checkpoints. Damaged ones among them do not count, and stay.
+    """Return checkpoints older than the newest valid ones. Damaged ones do not count and are kept.
 
     Args:
-        root: of all checkpoints.
-        keep: how many whole ones stay.
-        every: those of iterations that it divides stay too; None: no others do.
-        is_whole: tells whether one is; asked from the newest on, until enough are.
-        newest: the iteration to begin with; None: the last one. Later ones stay.
+        root: folder of all checkpoints.
+        keep: number of valid checkpoints to keep.
+        every: also keep checkpoints whose iteration is a multiple of it; None: no others.
+        is_whole: returns whether a checkpoint is valid; called from the newest on, until enough are found.
+        newest: the iteration to start with; None: the last one. Later ones are kept.
     """
     older = [each for each in checkpoint_files.iterations(root) if newest is None or each <= newest]
     latest = checkpoint_files.newest(root)
@@ -44,7 +44,7 @@ def surplus(
 
 
 def incomplete(folder: Path) -> list[str]:
-    """Return what a checkpoint lacks to be loaded, in the format that it has."""
+    """Return what a checkpoint lacks to be loaded, in its format."""
     from megatron_npu.pretrain.checkpoint import torch_format  # which needs torch
 
     if not torch_format.holds_ranks(folder):

@@ -1,9 +1,9 @@
 """Checkpoints of the format ``torch``: ``iter_0000010/mp_rank_00_001/model_optim_rng.pt`` per rank.
 
-Megatron-LM 285068c8 knows no other format, and NVIDIA's 345M and Megatron-DeepSpeed's converted models have
-it; megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads them, ``names``
-knows what the weights were called over the years, ``shards`` how ranks share them; ``read`` puts a model
-together, ``write`` cuts one into pieces.
+It is the only format of Megatron-LM 285068c8, NVIDIA's 345M and Megatron-DeepSpeed's converted models;
+megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads the files, ``names``
+maps older names of weights, ``shards`` knows how ranks partition them; ``read`` assembles a model, ``write``
+splits one.
 """
 
 from megatron_npu.pretrain.checkpoint.torch_format.files import holds_ranks, untracked

@@ -47,7 +47,7 @@ class RankFiles:
 def untracked(root: str | Path) -> Path | None:
     """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
 
-    A lone ``model_optim_rng.pt`` counts too, named itself or by its directory: so models are handed on.
+    A single ``model_optim_rng.pt`` is accepted too, given itself or by its directory.
     """
     place = Path(root)
     places = (place / checkpoint_files.RELEASE, place.parent if place.name in NAMES else place)
@@ -55,7 +55,7 @@ def untracked(root: str | Path) -> Path | None:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Return whether a checkpoint's own directory has the form of this format."""
+    """Return whether a checkpoint's directory has this format."""
     return (
         any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*")) or _file_in(path) is not None
     )
@@ -69,7 +69,7 @@ def ranks(path: Path) -> RankFiles:
     """Return the files of all ranks.
 
     Raises:
-        UsageError: there are none, or a rank's is missing.
+        UsageError: there are none, or the file of a rank is missing.
     """
     if alone := _file_in(path):
         return RankFiles(1, 1, {(0, 0): alone})
@@ -95,10 +95,10 @@ def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> None:
-    """Check that the ranks are as many as the arguments in a file say.
+    """Check that the number of ranks equals that in a file's arguments.
 
     Raises:
-        UsageError: the last ones are missing.
+        UsageError: the last ranks are missing.
     """
     tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", found.tensor))
     pipeline = args.get("pipeline_model_parallel_size", found.pipeline)
@@ -117,10 +117,10 @@ def _incomplete(path: Path, what: str) -> UsageError:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what a rank's file holds; tensors stay on disk until they are used.
+    """Return the content of a rank's file; tensors stay on disk until they are used.
 
     Raises:
-        UsageError: it is broken, or names something that is not a plain value.
+        UsageError: it is damaged, or names something that is not a plain value.
     """
     content = safe_load.read(file, safe_load.OF_STOCK_SCRIPTS | _HARMLESS)
     if not isinstance(content, dict):
@@ -129,6 +129,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def arguments(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in a rank's file; None if it has none, as NVIDIA's first ones."""
+    """Return the arguments in a rank's file; None if it has none, like NVIDIA's first ones."""
     args = content.get("args")
     return dict(vars(args)) if isinstance(args, Namespace) else None

@@ -40,9 +40,9 @@ _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(?:weight|bias)")
 
 
 def of_core(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a chunk's weights under megatron-core's names, layers numbered as in the chunk.
+    """Return a chunk's weights under megatron-core's names, with layers numbered within the chunk.
 
-    A name that is not known is left as it is, for whoever asks for the weights to find.
+    Unknown names are kept, so that the caller of the weights finds them.
 
     Args:
         model: ``model`` or ``model0``, … of a rank's file: nested in 285068c8, flat in megatron-core.
@@ -72,7 +72,7 @@ def _of_core(name: str) -> str:
 
 
 def to_285068c8(name: str) -> list[str]:
-    """Return the path of keys at which 285068c8 keeps a weight, from megatron-core's name.
+    """Return the path of keys under which 285068c8 stores a weight, from megatron-core's name.
 
     Raises:
         KeyError: it has no such weight.
@@ -87,13 +87,14 @@ def to_285068c8(name: str) -> list[str]:
 
 
 def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Tensor:
-    """Return a rank's ``linear_qkv`` with query, key and value of a head next to each other; others as is.
+    """Return a rank's ``linear_qkv`` with query, key and value of each head adjacent; other weights
+    unchanged.
 
     Args:
         name: of megatron-core.
-        tensor: [3·np·hn, …] of a rank.
-        version: ``checkpoint_version``; before 1 the three were outermost, before 2 innermost.
-        heads: np, of a rank.
+        tensor: [3·np·hn, …] of one rank.
+        version: ``checkpoint_version``; the three were outermost before 1 and innermost before 2.
+        heads: np of one rank.
     """
     if version >= 2 or not _QKV.fullmatch(name):
         return tensor
@@ -104,11 +105,11 @@ def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Te
 
 
 def layers_in(names: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of the layers that names belong to."""
+    """Return the layer numbers in the given names."""
     found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in names)
     return {int(match[1]) for match in found if match}
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return the name with a layer's number changed, that of another weight as it is."""
+    """Return the name with another layer number; names of other weights unchanged."""
     return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", name)

@@ -39,17 +39,17 @@ def _say(message: str) -> None:
 
 
 class Checkpoint:
-    """The weights of a checkpoint, whole, under megatron-core's names, and what describes them.
+    """The complete weights of a checkpoint under megatron-core's names, and its description.
 
     Args:
-        path: its own directory.
+        path: its directory.
 
     Attributes:
-        args: what ``args`` of the run were when it saved; deduced where a file has none.
-        iteration, train_samples, valid_samples: how far the run had come.
+        args: the ``args`` of the run when it saved; inferred if the file has none.
+        iteration, train_samples, valid_samples: the progress of the run.
 
     Raises:
-        UsageError: files are missing or broken, or name something that is not a plain value.
+        UsageError: files are missing or damaged, or name something that is not a plain value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class Checkpoint:
                 before += len(names.layers_in(weights))
 
     def names(self) -> set[str]:
-        """Return the names of all weights; tied ones have one name."""
+        """Return the names of all weights; tied weights have one name."""
         extra = set() if self.args.get("untie_embeddings_and_output_weights") else {_VOCABULARY[1]}
         return self._parts.keys() - extra
 
@@ -105,7 +105,7 @@ class Checkpoint:
         """Return a weight on the host.
 
         Raises:
-            UsageError: the checkpoint has no such weight, or ranks lack their parts.
+            UsageError: the checkpoint has no such weight, or parts of ranks are missing.
         """
         parts = self._parts.get(name, [])
         if len(parts) != self._tensor or not all(isinstance(part, Tensor) for part in parts):
@@ -172,12 +172,12 @@ def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
-    """Fill this rank's chunks of a model, in any layout, with the weights of a checkpoint.
+    """Load the weights of a checkpoint into this rank's chunks of a model, in any layout.
 
-    Rows of the vocabulary that the checkpoint does not have become zeros.
+    Vocabulary rows that the checkpoint lacks become zeros.
 
     Raises:
-        UsageError: files are missing or broken, or the weights are of another model.
+        UsageError: files are missing or damaged, or the weights are of another model.
     """
     from megatron.core import parallel_state
 

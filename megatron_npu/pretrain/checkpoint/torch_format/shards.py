@@ -1,4 +1,4 @@
-"""Join and split tensor-parallel weights, by their names in megatron-core."""
+"""Join and split tensor-parallel weights by their megatron-core names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
     """Return the whole weight.
 
     Args:
-        name: in megatron-core.
-        parts: of each tensor-parallel rank.
-        gated: whether the MLP is gated: each rank then has its part of the gate above that of the other
-            factor.
+        name: megatron-core's name.
+        parts: the part of each tensor-parallel rank.
+        gated: whether the MLP is gated: each rank then has its part of the gate, followed by that of the
+            other factor.
     """
     if len(parts) == 1 or not (_ROWS.fullmatch(name) or _COLUMNS.fullmatch(name)):
         return parts[0]
@@ -48,7 +48,7 @@ def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
 
 
 def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return a vocabulary's weight [V, h] with so many rows: padding is left out, or zeros are added."""
+    """Return a vocabulary's weight [V, h] with the given number of rows, removing padding or adding zeros."""
     if tensor.size(0) >= rows:
         return tensor[:rows]
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.size(0), tensor.size(1))])

@@ -1,7 +1,7 @@
 """Write one file per rank: a GPT-2 for Megatron-LM 285068c8, others for megatron-core.
 
-285068c8 has neither rotated positions nor RMSNorm nor a gated MLP. The scripts of megatron-core load the
-format, too (``--ckpt-format torch``): weights under its own names, layers counted from 0 in each stage.
+285068c8 has no rotary positions, RMSNorm or gated MLP. The scripts of megatron-core also load the format
+(``--ckpt-format torch``), with weights under their own names and layers counted from 0 in each stage.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _KEPT = """
 
 
 def is_of_285068c8(args: Namespace) -> bool:
-    """Return whether the files are for 285068c8: it has learned positions alone."""
+    """Return whether the files are for 285068c8, that is, the model has learned positions."""
     return args.position_embedding_type == "learned_absolute"
 
 
 def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
-    """Check that the scripts that load the files have such a model, and that it can be cut so.
+    """Check that the scripts that load the files support the model, and that it can be partitioned like this.
 
     Args:
-        args: the driver's arguments of the model.
-        tensor, pipeline: sizes of model parallelism.
+        args: the trainer's arguments of the model.
+        tensor, pipeline: model-parallel sizes.
 
     Raises:
-        UsageError: naming what does not fit.
+        UsageError: names what does not fit.
     """
     if is_of_285068c8(args):
         _require_model_of_285068c8(args)
@@ -112,10 +112,10 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
     """Write ``release/mp_rank_TT[_PPP]/model_optim_rng.pt`` for each rank, and the tracker.
 
     Args:
-        root: what ``--load`` will be.
-        args: the driver's arguments of the model; ``make_vocab_size_divisible_by`` counts all ranks.
+        root: the folder to pass to ``--load``.
+        args: the trainer's arguments of the model; ``make_vocab_size_divisible_by`` includes all ranks.
         weights: the whole model under megatron-core's names.
-        tensor, pipeline: sizes of model parallelism.
+        tensor, pipeline: model-parallel sizes.
     """
     place = root / checkpoint_files.RELEASE
     legacy = is_of_285068c8(args)
