@@ -1,7 +1,7 @@
-"""Training, validation and test samples: megatron-core's datasets, from the run's position on.
+"""Training, validation and test samples: megatron-core's datasets, starting at the run's position.
 
-Each process reads what it needs by itself (the files are mapped into memory), so no broadcast is needed
-between tensor-parallel ranks; stages in the middle of a pipeline read nothing.
+Each process reads its own samples (the files are memory-mapped), so tensor-parallel ranks need no broadcast;
+middle pipeline stages read nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; None where the split leaves nothing or nothing is needed.
+    """The datasets of a run; None if a split is empty or not needed.
 
     Attributes:
-        train, valid, test: of each part.
-        valid_sets: with --multiple-validation-sets those of each prefix, in place of ``valid``.
+        train, valid, test: the dataset of each split.
+        valid_sets: with --multiple-validation-sets the dataset of each prefix, instead of ``valid``.
     """
 
     train: Dataset | None
@@ -43,7 +43,7 @@ class Datasets(NamedTuple):
 def datasets(args: Namespace) -> Datasets:
     """Build the indices on rank 0, then open them on every rank; all ranks must call this.
 
-    As in Megatron the split is by documents, and a split that is too short is gone through again.
+    As in Megatron the split is by documents, and a split that is too short is repeated.
 
     Raises:
         UsageError: the indices cannot be written.
@@ -114,11 +114,11 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
 
     Args:
         kind: a class of dataset.
-        sizes: samples of training, validation and test; a part of 0 is not read; None: all of a part, once.
-        config: of the datasets; its split is changed in place.
+        sizes: number of samples for training, validation and test; 0: not read; None: the whole split, once.
+        config: configuration of the datasets; its split is changed in place.
 
     Raises:
-        UsageError: the indices cannot be written, or are not seen where they have to be read.
+        UsageError: the indices cannot be written, or are not visible on a rank that reads them.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
@@ -163,19 +163,19 @@ def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
 
 
 def evaluation_count(args: Namespace) -> int:
-    """Return the batches that all evaluations of a run need: one at the end, the others in between."""
+    """Return the number of batches for all evaluations of a run, including the one at the end."""
     between = args.train_iters // args.eval_interval if args.eval_interval else 0
     return (between + 1) * args.eval_iters
 
 
 class ResumableBatchSampler:
-    """Sample numbers of the micro batches of one data-parallel rank, from ``consumed`` on.
+    """Sample numbers of the micro batches of one data-parallel rank, starting after ``consumed`` samples.
 
     Args:
-        order: which sample of the dataset comes at a place, counted from 0 since the run first began.
-        consumed: samples that all ranks together have used before.
-        micro_batch: samples of one micro batch.
-        rank, size: of the data-parallel group.
+        order: maps a position, counted from 0 since the start of the run, to a sample of the dataset.
+        consumed: samples already used by all ranks.
+        micro_batch: samples per micro batch.
+        rank, size: rank in, and size of, the data-parallel group.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ResumableBatchSampler:
 
 
 def training_batches(args: Namespace, dataset: Dataset | None, consumed: int) -> Batches:
-    """Return ``batches`` of the training samples, in epochs if the flags say so."""
+    """Return ``batches`` of the training samples, in epochs if the flags request them."""
     order = None if args.epochs is None else Passes(args.epoch_samples, args.seed)
     return batches(args, dataset, consumed, order)
 
@@ -201,11 +201,11 @@ def training_batches(args: Namespace, dataset: Dataset | None, consumed: int) ->
 def batches(
     args: Namespace, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
 ) -> Batches:
-    """Return one endless iterator of micro batches for each chunk of the model; None if none is needed.
+    """Return an endless iterator of micro batches for each model chunk; None for chunks that need no data.
 
     Args:
-        consumed: samples that all ranks together have used before.
-        order: of the samples; None: that of the dataset.
+        consumed: samples already used by all ranks.
+        order: order of the samples; None: the dataset's.
     """
     from megatron.core import parallel_state
 
@@ -226,12 +226,12 @@ def micro_batches(
     order: Callable[[int], int],
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[Batch]:
-    """Give this process's micro batches on its device, without an end.
+    """Yield this process's micro batches on its device, endlessly.
 
     Args:
-        consumed: samples that all ranks together have used before.
-        order: of the samples.
-        collate_fn: makes a batch of a list of samples; None: torch's own.
+        consumed: samples already used by all ranks.
+        order: order of the samples.
+        collate_fn: creates a batch from a list of samples; None: torch's default.
     """
     from megatron.core import parallel_state
 

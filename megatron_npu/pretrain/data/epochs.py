@@ -1,7 +1,7 @@
 """The order of samples, and epochs: each sample once per pass, in a new order.
 
-megatron-core has none: a dataset that is asked for more samples than its documents give shuffles several
-passes together. Here it is asked for one pass, and ``Passes`` says in which order each pass goes through it.
+megatron-core has no epochs: a dataset that must return more samples than its documents contain shuffles
+several passes together. Here it returns one pass, and ``Passes`` defines the order of each pass.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megatron_npu.pretrain.data.sources import blend, sizes_of_parts, split_shar
 
 
 def samples_of_one(args: Namespace) -> int:
-    """Return the samples of one epoch: those that the training documents give once.
+    """Return the number of samples in one epoch: those that the training documents contain.
 
-    The last token of a sample is the first of the next one, as in megatron-core's GPTDataset. Where
-    ``--data-path`` has weights, an epoch is as many samples, drawn with these weights.
+    The last token of a sample is the first of the next one, as in megatron-core's GPTDataset. If
+    ``--data-path`` has weights, an epoch has the same number of samples, sampled with these weights.
     """
     flag = "--train-data-path" if args.train_data_path else "--data-path"
     words = args.train_data_path or args.data_path
@@ -36,22 +36,22 @@ def _training_tokens(args: Namespace, prefix: str) -> int:
 
 
 class RoundAndRound:
-    """Samples in the order of a dataset; after the last one comes the first again."""
+    """The dataset's order, repeated endlessly."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
     def __call__(self, number: int) -> int:
-        """Return which sample comes at a place, counted from 0."""
+        """Return the sample at a position, counted from 0."""
         return number % self.samples
 
 
 class Passes:
-    """The order of samples over epochs. The first is the dataset's own order, which is shuffled already.
+    """The order of samples over epochs. The first epoch uses the dataset's order, which is already shuffled.
 
     Args:
-        samples: of one epoch.
-        seed: of the orders; with an epoch's number it says everything, so that a run can continue anywhere.
+        samples: number of samples per epoch.
+        seed: random seed; with the epoch's number it determines the order, so a run can resume anywhere.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -59,7 +59,7 @@ class Passes:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may lie in two epochs
 
     def __call__(self, number: int) -> int:
-        """Return which sample of the dataset comes at a place, counted from 0 over all epochs."""
+        """Return the sample at a position, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.samples)
         return place if epoch == 0 else int(self._order(epoch)[place])
 

@@ -1,4 +1,4 @@
-"""Sources of samples: prefixes, their weights, and the parts of a split."""
+"""Sources of samples: prefixes, their weights, and the shares of a split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PARTS = ("train", "valid", "test")  # in the order of a split; a flag --PART-dat
 
 
 def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] | None, list[str]]:
-    """Read a flag's value: prefixes alone, or a weight before each; return weights (or None) and prefixes.
+    """Parse a flag's value: only prefixes, or a weight before each; return weights (or None) and prefixes.
 
     Raises:
-        UsageError: weights before some prefixes only, or one that is not above 0.
+        UsageError: only some prefixes have weights, or a weight is not above 0.
     """
     weights = [_number(word) for word in words[::2]]
     if all(weight is None for weight in weights):
@@ -35,14 +35,14 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
 
 
 def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Say on rank 0 which datasets are named more than once, under whatever names.
+    """Log on rank 0 which datasets are named more than once, possibly under different names.
 
-    Each is drawn from on its own, so that a sample comes as often as the weights say, together, and in an
-    epoch several times.
+    Each occurrence is sampled separately, so a sample occurs as often as the sum of the weights implies,
+    several times per epoch.
 
     Args:
-        prefixes: of a blend.
-        flag: that names them.
+        prefixes: prefixes of a blend.
+        flag: the flag that names them.
     """
     places = Counter(os.path.realpath(f"{prefix}.bin") for prefix in prefixes)
     often = [place.removesuffix(".bin") for place, count in places.items() if count > 1]
@@ -62,10 +62,10 @@ def _number(text: str) -> float | None:
 
 
 def split_shares(text: str) -> list[float]:
-    """Return the shares of training, validation and test that ``--split`` names.
+    """Return the shares of training, validation and test in ``--split``.
 
     Raises:
-        UsageError: they are not such numbers.
+        UsageError: they are not valid numbers.
     """
     try:
         shares = [float(part) for part in text.split(",")]
@@ -82,9 +82,9 @@ def split_shares(text: str) -> list[float]:
 
 
 def split_text(text: str) -> str:
-    """Return a split that ``split_shares`` takes as megatron-core reads it: numbers of digits and dots alone.
+    """Return a ``--split`` value in the form that megatron-core reads: numbers of digits and dots only.
 
-    One that has nothing else stays as it is, for it is part of the name of the indices that are kept.
+    A value that already has this form is unchanged, because it is part of the name of cached indices.
     """
     if re.fullmatch(r"[\d.,\s]+", text):
         return text
@@ -92,6 +92,8 @@ def split_text(text: str) -> str:
 
 
 def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:
-    """Return how many sequences of a dataset (mostly a document each) megatron-core gives to each part."""
+    """Return the number of sequences of a dataset (usually one per document) that megatron-core assigns to
+    each split.
+    """
     bounds = [round(sum(shares[:part]) / sum(shares) * sequences) for part in range(4)]
     return [last - first for first, last in itertools.pairwise(bounds)]

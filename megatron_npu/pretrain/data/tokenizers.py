@@ -14,10 +14,10 @@ from megatron_npu.data.tokenization.tokenizer import Tokenizer
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
-    """Return the ids of ``more`` behind ``text``.
+    """Return the ids of ``more`` when it follows ``text``.
 
-    GPT-2's tokenizers cut ``more`` on its own, as Megatron's LAMBADA does. One of Hugging Face may put
-    something before every text, so that it has to see both.
+    GPT-2's tokenizers encode ``more`` separately, as Megatron's LAMBADA does. A Hugging Face tokenizer may
+    add tokens at the beginning of every text, so it must encode both.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.encode(text + more)[len(tokenizer.encode(text)) :]
@@ -25,10 +25,10 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the model knows: as many as its tokenizer, or more if ``--vocab-size`` says so.
+    """Return the model's number of tokens: the tokenizer's, or more if ``--vocab-size`` is larger.
 
     Raises:
-        UsageError: ``--vocab-size`` has no room for the tokenizer.
+        UsageError: ``--vocab-size`` is too small for the tokenizer.
     """
     if args.tokenizer_type == "NullTokenizer" or args.vocab_size is None:
         return tokenizer.vocab_size
@@ -42,10 +42,10 @@ def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
 
 
 def build(args: Namespace) -> Tokenizer:
-    """Return the tokenizer that ``--tokenizer-type`` and its files name.
+    """Return the tokenizer for ``--tokenizer-type`` and its files.
 
     Raises:
-        UsageError: a file or size is missing or broken.
+        UsageError: a file or size is missing or invalid.
     """
     end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
@@ -82,7 +82,7 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 
 
 def hashes(args: Namespace) -> dict[str, str]:
-    """Return the SHA-256 of each file of the tokenizer by its name, to know another vocabulary by."""
+    """Return the SHA-256 of each tokenizer file by name, to detect another vocabulary."""
     if args.tokenizer_type == "NullTokenizer":
         return {}
     if args.tokenizer_type != "HuggingFaceTokenizer":
@@ -100,9 +100,9 @@ def _hash(path: Path) -> str:
 
 
 class DatasetTokenizer:
-    """What megatron-core's datasets ask of a tokenizer: its size, end of document and identity.
+    """The tokenizer interface of megatron-core's datasets: size, end of document and identity.
 
-    The identity enters the name of the cached indices, so it must be the same in every run.
+    The identity is part of the name of cached indices, so it must be the same in every run.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Validation samples: the next ones after the last validation, or all; of one set or several."""
+"""Validation samples: the next ones after the last validation, or all; for one or several sets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megatron_npu.pretrain.data.datasets import Datasets
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A set that has a loss of its own.
+    """A validation set with a separate loss.
 
     Attributes:
-        name: its prefix, where there are several; else nothing.
+        name: its prefix if there are several sets; else empty.
         dataset: its samples.
-        batches: global batches of one validation.
-        is_whole: whether each validation reads all of it; else it continues where the last one has ended.
+        batches: global batches per validation.
+        is_whole: whether each validation reads the whole set; otherwise it continues after the last
+            validation.
     """
 
     name: str
@@ -31,10 +32,10 @@ class ValidationSet:
 
 
 def sets(args: Namespace, datasets: Datasets) -> list[ValidationSet]:
-    """Return what each validation of a run reads; nothing without one.
+    """Return the sets that each validation reads; empty without validation.
 
     Raises:
-        UsageError: a set that is to be read whole has no sample.
+        UsageError: a set to be read completely has no samples.
     """
     found = list(datasets.valid_sets)
     if datasets.valid is not None:
@@ -56,11 +57,11 @@ def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
 
 
 class Padded(Dataset):
-    """A dataset with samples behind its last one that do not count, so that its global batches are whole.
+    """A dataset padded with samples that do not count, so that its global batches are complete.
 
     Args:
-        dataset: of samples with a ``loss_mask``.
-        multiple: of which its length becomes one.
+        dataset: a dataset whose samples have a ``loss_mask``.
+        multiple: pad the length to a multiple of this.
     """
 
     def __init__(self, dataset: Any, multiple: int) -> None:

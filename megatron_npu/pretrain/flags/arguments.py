@@ -1,6 +1,6 @@
 """Flags of ``megatron-npu pretrain``: names, meanings and defaults of megatron-core 0.16, and a few more.
 
-``parse`` only reads them; ``validation.check`` compares them with each other and with the machine.
+``parse`` only parses them; ``validation.check`` checks them against each other and the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags' values.
 
     Raises:
-        UsageError: an unknown flag, a missing required one, or a value of the wrong kind.
+        UsageError: a flag is unknown, a required flag is missing, or a value has the wrong type.
     """
     flags_parser = parser()
     argv = run_config.expanded(argv, flags_parser)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ramp:
-    """How it grows, as megatron-core's calculator of micro-batches has it: by samples, never by iterations.
+    """The growth of the batch size, as in megatron-core's calculator of micro-batches: by samples, not by
+    iterations.
 
     Attributes:
         start: samples of the first global batches.
-        increment: that each step adds.
-        samples: used until the last step.
-        last: the size behind it, ``--global-batch-size``.
+        increment: samples added by each step.
+        samples: samples used until the last step.
+        last: the final size, ``--global-batch-size``.
     """
 
     start: int
@@ -24,7 +25,7 @@ class Ramp:
 
     @staticmethod
     def of(args: Namespace) -> Ramp | None:
-        """Return the ramp that the flags ask for; None: the size is the same in every iteration."""
+        """Return the ramp for the flags; None: the size is constant."""
         words = getattr(args, "rampup_batch_size", None)
         if not words:
             return None
@@ -32,14 +33,14 @@ class Ramp:
         return Ramp(start, increment, samples, args.global_batch_size)
 
     def size(self, consumed: int) -> int:
-        """Return the samples of the global batch that comes when ``consumed`` have been used."""
+        """Return the size of the next global batch after ``consumed`` samples."""
         if consumed > self.samples:
             return self.last
         steps = (self.last - self.start) // self.increment
         return self.start + int(consumed / (self.samples / steps)) * self.increment  # upstream's rounding
 
     def iterations(self, begin: int, end: int) -> int:
-        """Return the whole global batches between two numbers of used samples."""
+        """Return the number of whole global batches between two numbers of used samples."""
         count = 0
         while begin <= self.samples and begin + (size := self.size(begin)) <= end:
             begin += size

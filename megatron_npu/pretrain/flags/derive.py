@@ -1,7 +1,7 @@
-"""Values derived from the flags, as in Megatron. Each function only fills them in.
+"""Values derived from the flags, as in Megatron. Each function only sets values.
 
-Flags are written here alone. The checks of each group (``checks``) call these functions when the values that
-they need are known to fit; at the end ``validation.check`` freezes them.
+Only this module writes flags. The checks of each group (``checks``) call these functions once the required
+values are valid; finally ``validation.check`` freezes them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
 
 def version(args: Namespace, of_core: str) -> None:
-    """Fill in which megatron-core it is."""
+    """Set the megatron-core version."""
     args.megatron_version = of_core
 
 
 def process(args: Namespace) -> None:
-    """Fill in this process's place among the others, and the defaults that depend on the device."""
+    """Set this process's ranks, and defaults that depend on the device."""
     args.rank = int(os.environ.get("RANK", "0"))
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,7 +39,7 @@ def process(args: Namespace) -> None:
 
 
 def model(args: Namespace) -> None:
-    """Fill in sizes of a layer, and flags that are short for others."""
+    """Set layer sizes, and flags for which other flags are shorthands."""
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
@@ -59,29 +59,29 @@ def model(args: Namespace) -> None:
 
 
 def latent(args: Namespace) -> None:
-    """Fill in how multi-latent attention rotates."""
+    """Set the rotary type of multi-latent attention."""
     args.rope_type = args.rope_type or "yarn"
 
 
 def precision(args: Namespace, wanted: str) -> None:
-    """Fill in what ``--mixed-precision`` is short for: ``bf16`` or ``fp16``."""
+    """Set ``bf16`` or ``fp16`` for ``--mixed-precision``."""
     setattr(args, wanted, True)
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Fill in what shards the weights, ``megatron``, ``torch`` or None, and what Megatron's FSDP shards."""
+    """Set what shards the weights (``megatron``, ``torch`` or None), and what Megatron's FSDP shards."""
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
     if wrapper is not None:
         args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
 
 
 def distributed_optimizer(args: Namespace) -> None:
-    """Fill in that the optimizer is sharded."""
+    """Select the distributed optimizer."""
     args.use_distributed_optimizer = True
 
 
 def offloaded_optimizer(args: Namespace, on: bool) -> None:
-    """Fill in whether the optimizer rests on the host, and what megatron-core asks for with that."""
+    """Set whether the optimizer is offloaded to the host, and the values that megatron-core then requires."""
     args.optimizer_cpu_offload, args.optimizer_offload_fraction = on, 1.0
     if on:
         args.use_precision_aware_optimizer = True
@@ -89,13 +89,14 @@ def offloaded_optimizer(args: Namespace, on: bool) -> None:
 
 
 def recompute_all(args: Namespace) -> None:
-    """Fill in what ``--checkpoint-activations`` is short for."""
+    """Set the flags for ``--checkpoint-activations``."""
     if args.recompute_granularity is None:  # not by older_flags
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
 
 
 def experts(args: Namespace) -> None:
-    """Fill in the inner size of an expert, None in a dense model; a loss of no weight is none."""
+    """Set the inner size of an expert (None in a dense model); a balancing loss without weight becomes
+    none."""
     args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
     args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
     if args.num_experts is None:
@@ -109,7 +110,7 @@ def experts(args: Namespace) -> None:
 
 
 def expert_layers(args: Namespace) -> list[bool]:
-    """Return for each layer whether it has experts, as ``--moe-layer-freq`` says."""
+    """Return whether each layer has experts, according to ``--moe-layer-freq``."""
     frequency = args.moe_layer_freq
     if args.num_experts is None:
         return [False] * args.num_layers
@@ -119,19 +120,19 @@ def expert_layers(args: Namespace) -> list[bool]:
 
 
 def expert_layout(args: Namespace) -> None:
-    """Fill in the ranks that share each expert: those that share each dense layer."""
+    """Set the expert-tensor-parallel size to the tensor-parallel size by default."""
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
 
 
 def recompute(args: Namespace) -> None:
-    """Fill in what ``--recompute-activations`` is short for."""
+    """Set the flags for ``--recompute-activations``."""
     if args.recompute_activations:
         args.recompute_granularity = "selective"
 
 
 def layout(args: Namespace) -> None:
-    """Fill in the data-parallel size, and whether there is a sequence to be shared."""
+    """Set the data-parallel size, and whether sequence parallelism has an effect."""
     args.data_parallel_size = args.world_size // model_parallel_size(args)
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1  # as Megatron
 
@@ -142,7 +143,7 @@ def model_parallel_size(args: Namespace) -> int:
 
 
 def interleaving(args: Namespace) -> None:
-    """Fill in the number of chunks of each pipeline stage; None without interleaving."""
+    """Set the number of chunks per pipeline stage; None without interleaving."""
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers is not None:
         chunks = args.num_layers // args.pipeline_model_parallel_size // layers
@@ -150,95 +151,95 @@ def interleaving(args: Namespace) -> None:
 
 
 def global_batch_size(args: Namespace) -> None:
-    """Fill in the global batch size: one micro batch on each data-parallel rank."""
+    """Set the global batch size to one micro batch per data-parallel rank by default."""
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
 
 
 def micro_batches(args: Namespace) -> None:
-    """Fill in the micro batches that each data-parallel rank takes in one iteration."""
+    """Set the number of micro batches per data-parallel rank and iteration."""
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
 
 
 def length(args: Namespace) -> None:
-    """Fill in whether it trains at all, before the data are looked at."""
+    """Set whether the run trains at all, before the data are read."""
     args.trains = args.train_iters != 0
 
 
 def iterations(args: Namespace) -> None:
-    """Fill in the iterations that samples or epochs mean."""
+    """Set the number of iterations for the given samples or epochs."""
     samples = samples_in_all(args)
     if samples is not None:
         args.train_iters = _iterations(args, 0, samples)
 
 
 def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
-    """Fill in where the tokenizer's files are now: a converted checkpoint, which names them, may have moved.
+    """Set the current paths of the tokenizer's files, because a converted checkpoint may have moved.
 
     Args:
-        args: with the files by the names of their flags.
-        root: of the checkpoint.
-        given: of these files, those that a user names himself.
+        args: arguments with the file paths under the names of their flags.
+        root: folder of the checkpoint.
+        given: files that the user named explicitly.
     """
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         setattr(args, name, given.get(name) or checkpoint_files.relocated(root, getattr(args, name)))
 
 
 def vocabulary(args: Namespace, size: int) -> None:
-    """Fill in the number of tokens."""
+    """Set the number of tokens."""
     args.tokenizer_vocab_size = size
 
 
 def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
-    """Fill in the hash of each of the tokenizer's files, which checkpoints keep."""
+    """Set the hash of each tokenizer file, which checkpoints store."""
     args.tokenizer_files = hashes
 
 
 def data(args: Namespace, there: bool) -> None:
-    """Fill in whether there are any, and that nobody has counted them."""
+    """Set whether there are data, and that their samples are not counted yet."""
     args.has_data, args.epoch_samples = there, None
 
 
 def epoch(args: Namespace, samples: int) -> None:
-    """Fill in the samples of one pass."""
+    """Set the number of samples per epoch."""
     args.epoch_samples = samples
 
 
 def last_good(args: Namespace, iteration: int | None) -> None:
-    """Fill in which checkpoint ``--load-last-good`` means."""
+    """Set the checkpoint that ``--load-last-good`` selects."""
     args.ckpt_step = iteration
 
 
 def beginning(args: Namespace, place: Path | None) -> None:
-    """Fill in the checkpoint that the run resumes from; None: it begins again."""
+    """Set the checkpoint to resume from; None: start from scratch."""
     args.load_from = None if place is None else str(place)
 
 
 def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
-    """Fill in what is read of it beside the weights."""
+    """Set which parts of it are loaded besides the weights."""
     args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
     args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
 
 
 def widened(args: Namespace) -> None:
-    """Fill in that a trained model is built of modules of fp32."""
+    """Set that a trained model is built from fp32 modules."""
     args.bf16 = args.fp16 = False
 
 
 def grouped_experts(args: Namespace) -> None:
-    """Fill in whether a trained model's experts are multiplied at once, by 0.16 in bf16 alone."""
+    """Set whether a loaded model uses grouped experts, which 0.16 supports only in bf16."""
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16
 
 
 def samples_in_all(args: Namespace) -> int | None:
-    """Return the samples that a whole run uses; None where its iterations are given."""
+    """Return the total number of samples of a run; None if its iterations are given."""
     if args.epochs is not None:
         return args.epochs * args.epoch_samples
     return args.train_samples
 
 
 def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
-    """Fill in the last iteration of a run by samples that continues with, perhaps, another global batch."""
+    """Set the last iteration of a run in samples that resumes, possibly with another global batch size."""
     samples = samples_in_all(args)
     if samples is not None:
         args.train_iters = iteration + _iterations(args, consumed_samples, samples)
@@ -251,20 +252,20 @@ def _iterations(args: Namespace, begin: int, end: int) -> int:
 
 
 def split(args: Namespace) -> None:
-    """Fill in Megatron's split of the documents where one set of them is for all parts."""
+    """Set Megatron's split of the documents if one dataset serves all splits."""
     if args.split is None and not args.train_data_path:
         args.split = "969, 30, 1"
 
 
 def optimizer(args: Namespace) -> None:
-    """Fill in the type of gradients, and a learning rate where none is needed."""
+    """Set the dtype of gradients, and a learning rate if none is needed."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
 
 
 def schedule(args: Namespace) -> None:
-    """Fill in the end of the learning rate's decay, in what the run's length is given in."""
+    """Set the end of the learning-rate decay in the unit of the run's length."""
     if args.train_samples is not None:
         args.lr_decay_samples = args.lr_decay_samples or args.train_samples
     else:
@@ -272,28 +273,28 @@ def schedule(args: Namespace) -> None:
 
 
 def weight_decay(args: Namespace) -> None:
-    """Fill in the two ends of a weight decay that does not change."""
+    """Set both ends of a constant weight decay."""
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
 
 def plot(args: Namespace) -> None:
-    """Fill in whether there is a plot: where there is a place for it, and what draws it."""
+    """Set whether a plot is written: if it has a destination and matplotlib is installed."""
     if args.plot is None:
         args.plot = has_matplotlib() and bool(args.save or args.tensorboard_dir)
 
 
 def has_matplotlib() -> bool:
-    """Return whether matplotlib, which draws the plot, is installed."""
+    """Return whether matplotlib is installed."""
     return is_installed("matplotlib")
 
 
 def padded_vocab_size(args: Namespace) -> None:
-    """Fill in the rows of the embedding: the vocabulary, padded so that tensor-parallel ranks share it."""
+    """Set the number of embedding rows: the vocabulary, padded for the tensor-parallel ranks."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
 
 
 def no_step_graph(args: Namespace) -> None:
-    """Launch kernels one by one: the device has no CUDA graphs."""
+    """Disable the CUDA graph, because the device has none."""
     args.cuda_graph_impl = "none"

@@ -17,13 +17,13 @@ _EXAMPLE = "a number, or a pattern such as ([0]*1+[1]*3)*2"
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """Return what ``--moe-layer-freq`` says: every how many layers one has experts, or 0 or 1 for each layer.
+    """Return the interval of layers with experts, or 0 or 1 for each layer, from ``--moe-layer-freq``.
 
-    Upstream evaluates the text as Python; here lists of 0 and 1, ``+`` and ``*`` mean the same, and nothing
-    else means anything.
+    Upstream evaluates the text as Python; here only lists of 0 and 1, ``+`` and ``*`` are accepted, with the
+    same meaning.
 
     Raises:
-        Unfit: neither.
+        Unfit: the text is neither.
     """
     if text.isdecimal() and int(text):
         return int(text)
@@ -68,14 +68,14 @@ class _OneOrMany(argparse.Action):
 
 
 def of_a_dense_model() -> dict[str, Any]:
-    """Return the values of all these flags for a model without experts, as an old checkpoint has them."""
+    """Return the values of these flags for a model without experts, as for an old checkpoint."""
     parser = argparse.ArgumentParser(add_help=False)
     add(parser.add_argument)
     return vars(parser.parse_args([])) | {"expert_tensor_parallel_size": 1}
 
 
 def add(add: Add) -> None:
-    """Add the flags; all but ``--num-experts`` mean something together with it alone."""
+    """Add the flags; all except ``--num-experts`` only have an effect together with it."""
     _model(add)
     _router(add)
     _balance(add)

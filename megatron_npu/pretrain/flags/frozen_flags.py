@@ -1,4 +1,4 @@
-"""A run's flags with derived values: filled in once, then read-only."""
+"""A run's flags with derived values: set once, then read-only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 
 class Flags(Namespace):
-    """Values by the flags' names. ``derive`` fills them in; behind ``freeze`` nobody can."""
+    """Values by the names of flags. ``derive`` sets them; after ``freeze`` they are read-only."""
 
     __slots__ = ("_is_frozen",)
 
@@ -16,7 +16,7 @@ class Flags(Namespace):
         self._is_frozen = True
 
     def changed(self, **values: object) -> Flags:
-        """Return a frozen copy with some other values."""
+        """Return a frozen copy with some values changed."""
         result = Flags(**{**vars(self), **values})
         result.freeze()
         return result

@@ -18,7 +18,7 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the flags of the attention; all but the first mean something with it alone, or with yarn."""
+    """Add the attention flags; all except the first only have an effect with it, or with yarn."""
     add_attention(add)
     add(
         "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"
@@ -33,7 +33,7 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add those of them that yarn without this attention does not have."""
+    """Add the attention flags that yarn alone does not have."""
     add(
         "--multi-latent-attention",
         action="store_true",

@@ -35,7 +35,7 @@ ROTATED = ("rope", "yarn")  # values of --position-embedding-type
 
 
 def add(add: Add) -> None:
-    """Add the flags of every rotary embedding."""
+    """Add the flags for every rotary embedding."""
     add(
         "--rotary-percent",
         type=number,
@@ -69,7 +69,7 @@ def add(add: Add) -> None:
 
 
 def add_scaling(add: Add) -> None:
-    """Add the flags that mean something together with ``--use-rope-scaling`` alone."""
+    """Add the flags that only have an effect with ``--use-rope-scaling``."""
     add(
         "--rope-scaling-type",
         choices=[LLAMA3, DYNAMIC],
@@ -97,7 +97,7 @@ def add_scaling(add: Add) -> None:
 
 
 def add_yarn(add: Add) -> None:
-    """Add the flags that mean something together with ``--position-embedding-type yarn`` alone."""
+    """Add the flags that only have an effect with ``--position-embedding-type yarn``."""
     add(
         "--yarn-original-max-position-embeddings",
         type=positive,
@@ -125,7 +125,7 @@ def add_yarn(add: Add) -> None:
 
 
 def concentration(args: Namespace) -> float:
-    """Return by what ``--position-embedding-type yarn`` multiplies queries and keys."""
+    """Return the factor by which ``--position-embedding-type yarn`` scales queries and keys."""
     factor = args.rotary_scaling_factor
     return _stretched(factor, args.mscale) / _stretched(factor, args.mscale_all_dim)
 

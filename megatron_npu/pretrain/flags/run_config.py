@@ -1,9 +1,9 @@
 """``--config FILE`` and ``--preset NAME``: flags from a file, and shapes of known models.
 
-``text_of`` writes such a file: each run saves its own as ``<save>/config.yaml``.
+``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
-The file is the flat part of YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package,
-and nothing in it is executed. The command line wins over the file, and the file over the preset.
+The file is flat YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package, and nothing in
+it is executed. The command line takes precedence over the file, and the file over the preset.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LINE = re.compile(r"(?:--)?(?P<name>[A-Za-z][\w-]*)\s*:(?:\s+(?P<value>.*))?$")
 
 
 def add(group: Add) -> None:
-    """Declare both flags; ``expanded`` takes them out before the others are parsed."""
+    """Declare both flags; ``expanded`` removes them before the others are parsed."""
     group(
         "--config",
         metavar="FILE",
@@ -59,10 +59,10 @@ def add(group: Add) -> None:
 
 
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command line with the flags of its --preset and --config in front of its own.
+    """Return a command line with the flags of --preset and --config inserted before its own.
 
     Raises:
-        UsageError: no such preset or file, or a line of it that is no flag with a value that it takes.
+        UsageError: the preset or file does not exist, or a line of it is not a flag with a valid value.
     """
     typed, files, presets = _taken_out(argv)
     of_file: list[str] = []
@@ -77,12 +77,12 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Return a file for ``--config`` that sets what a command line has set.
+    """Return a ``--config`` file with the flags of a command line.
 
     Args:
-        typed: what ``arguments.parse`` returned.
-        resolved: what ``validation.check`` returned; values that it has filled in follow as comments.
-        parser: of both.
+        typed: the result of ``arguments.parse``.
+        resolved: the result of ``validation.check``; derived values are added as comments.
+        parser: the parser of both.
     """
     given: dict[str, str] = {}
     filled_in: dict[str, str] = {}

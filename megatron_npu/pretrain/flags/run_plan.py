@@ -11,20 +11,20 @@ from megatron_npu.pretrain.flags.batch_ramp import Ramp
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run, as its resolved flags have it.
+    """A run according to its resolved flags.
 
     Attributes:
-        rank, world_size: which of how many processes this one is.
-        data_parallel_size: how many of them have the same part of the model.
-        iterations: the last one of the whole run; of samples or epochs, as many as they are.
-        global_batch_size: sequences of one iteration on all ranks.
-        micro_batch_size, micro_batches: sequences of one forward pass, and passes of one iteration.
-        seq_length: tokens of a sequence.
-        has_data: whether there are any; a model can be saved without.
-        load_from: the checkpoint that the run resumes from; None: it begins again.
-        ramp: of the global batch, which then has its size at the end; None: there is none.
+        rank, world_size: number of this process, and of all processes.
+        data_parallel_size: number of processes with the same part of the model.
+        iterations: the last iteration of the whole run, also if its length is given in samples or epochs.
+        global_batch_size: sequences per iteration on all ranks.
+        micro_batch_size, micro_batches: sequences per forward pass, and passes per iteration.
+        seq_length: tokens per sequence.
+        has_data: whether there are data; a model can be saved without.
+        load_from: the checkpoint to resume from; None: start from scratch.
+        ramp: the batch size ramp, or None.
         fully_sharded: what shards the weights: ``megatron``, ``torch`` or None.
-        vocabulary, padded_vocabulary: tokens, and rows of the embedding.
+        vocabulary, padded_vocabulary: number of tokens, and of embedding rows.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Namespace) -> RunPlan:
-        """Return the plan of resolved flags: what ``validation.check`` returned."""
+        """Return the plan of resolved flags, the result of ``validation.check``."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -63,19 +63,19 @@ class RunPlan:
         )
 
     def batch_behind(self, samples: int) -> int:
-        """Return the sequences of the iteration that comes when so many have been used."""
+        """Return the size of the next global batch after the given number of sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
 
     def micro_batches_of(self, samples: int) -> int:
-        """Return the forward passes of a rank that so many sequences of all ranks take."""
+        """Return the forward passes per rank for the given number of sequences of all ranks."""
         return samples // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one iteration on all ranks."""
+        """Number of tokens per iteration on all ranks."""
         return self.global_batch_size * self.seq_length
 
     @property
     def only_saves(self) -> bool:
-        """Whether no iteration is asked for: the model is made, or loaded, and saved."""
+        """Whether the run has no iterations: the model is initialized, or loaded, and saved."""
         return self.iterations == 0

@@ -1,8 +1,7 @@
 """Convert between the arguments in Megatron-LM's checkpoints and the trainer's flags.
 
-The driver's flags have Megatron-LM's names, so that this is a choice of names and not a translation: those
-that describe the model, its weights and its tokenizer. How it was trained, and on how many devices, is left
-behind.
+The trainer's flags have Megatron-LM's names, so this selects names and translates nothing: those of the
+model, its weights and its tokenizer. Flags of the training and of the layout are dropped.
 """
 
 from __future__ import annotations
@@ -76,13 +75,14 @@ _NOT_OF_THE_MODEL = tuple(
 
 
 def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the driver's arguments for a stock checkpoint's model, without what follows from its tokenizer.
+    """Return the trainer's arguments for a stock checkpoint's model, without those that follow from its
+    tokenizer.
 
     Args:
-        values: what ``args`` held when a stock script saved.
+        values: the ``args`` of the stock script when it saved.
 
     Raises:
-        UsageError: a model, or a tokenizer, that the driver does not have.
+        UsageError: the trainer does not support the model or tokenizer.
     """
     _require_known_model(values)
     required = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
@@ -169,11 +169,11 @@ def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) -> Namespace:
-    """Return what the stock scripts look for in a checkpoint: plain values alone.
+    """Return the plain values that the stock scripts read from a checkpoint.
 
     Args:
-        args: the driver's, after ``validation.check``.
-        train_samples, valid_samples: that the run has used.
+        args: the trainer's arguments, after ``validation.check``.
+        train_samples, valid_samples: samples that the run has used.
     """
     latent = latent_flags.NAMES if args.multi_latent_attention else []
     yarn = rotary_flags.YARN if args.position_embedding_type == "yarn" else []
@@ -195,13 +195,13 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
 
 
 def beyond(args: Namespace) -> list[str]:
-    """Return what the stock scripts cannot be told of a model, each with what it is that they lack.
+    """Return the settings of a model that the stock scripts do not support, each with the reason.
 
-    Without that they would compute another one; ``--use-checkpoint-args`` does not help, as the scripts take
-    neither scaling nor windows from a checkpoint. Windows themselves are flags of the plug-in's.
+    Without them the scripts would compute another model; ``--use-checkpoint-args`` does not help, because the
+    scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of this plug-in.
 
     Args:
-        args: the driver's, after ``validation.check``.
+        args: the trainer's arguments, after ``validation.check``.
     """
     result = []
     factor = args.rotary_seq_len_interpolation_factor

@@ -1,7 +1,7 @@
 """Check the flags against each other and the machine before anything is built.
 
-Bad input ends here, with one line each. ``check`` also fills in what follows from the flags (``derive``), so
-that the rest of the driver reads plain values.
+Bad input ends here with a one-line error. ``check`` also sets derived values (``derive``), so that the rest
+of the trainer reads plain values.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Flags:
-    """Return the flags with everything that follows from them, frozen; the given ones are left as they are.
+    """Return the flags with all derived values, frozen; the given flags are not changed.
 
     Args:
-        args: what ``arguments.parse`` returned.
-        data_check: checks tokenizer and data, and fills in what follows from them.
+        args: the result of ``arguments.parse``.
+        data_check: checks tokenizer and data, and sets values derived from them.
 
     Raises:
-        UsageError: a flag, a file, the machine or a checkpoint does not fit the others.
+        UsageError: a flag, a file, the machine or a checkpoint is inconsistent with the others.
     """
     flags = Flags(**vars(args))
     ranges(flags)
@@ -90,10 +90,10 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
 
 
 def ranges(args: Namespace) -> None:
-    """Check the numbers that have limits by themselves.
+    """Check the numeric flags that have fixed limits.
 
     Raises:
-        UsageError: one is beyond them.
+        UsageError: a value is out of range.
     """
     for flags, fits, expected in _RANGES:
         for flag in flags.split():

@@ -8,14 +8,14 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 
 class BiasedProjection(RowParallelLinear):
-    """A linear layer with a bias, whatever ``config.add_bias_linear`` says."""
+    """A linear layer with a bias, independent of ``config.add_bias_linear``."""
 
     def __init__(self, *args: Any, bias: bool = True, **options: Any) -> None:
         super().__init__(*args, bias=True, **options)
 
 
 def add(layers: Any) -> None:
-    """Add this bias to the layers of a specification, one for all or one per layer."""
+    """Add this bias to the layers of a spec, one for all or one per layer."""
     for layer in getattr(layers, "layer_specs", [layers]):
         attention = layer.submodules.self_attention.submodules
         if attention.linear_proj is not BiasedProjection and attention.linear_proj is not RowParallelLinear:

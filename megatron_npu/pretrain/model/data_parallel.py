@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 def of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
-    """Return the flags that are fields of a megatron-core config: both have the same names."""
+    """Return the flags that have the same name as fields of a megatron-core config."""
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
 
 
 def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
-    """Return a chunk of the model in the wrapper that ``args.fully_sharded`` names.
+    """Wrap a chunk of the model as selected by ``args.fully_sharded``.
 
     Args:
         module: the chunk, on its device and in its precision.
-        stage: number of the interleaved chunk, None without interleaving.
+        stage: number of the interleaved chunk; None without interleaving.
     """
     from megatron.core.distributed import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""Gather all parameters, where they are otherwise gathered during the forward pass."""
+"""Gather all parameters that are otherwise gathered during the forward pass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def gathered(model: list[Any], *, overlaps: bool) -> Iterator[None]:
-    """Have all parameters gathered inside the block.
+    """Gather all parameters inside the block.
 
     Args:
-        model: its chunks.
-        overlaps: whether they are gathered while they run (--overlap-param-gather); else nothing is to do.
+        model: the model's chunks.
+        overlaps: whether they are gathered during the forward pass (--overlap-param-gather); otherwise there
+            is nothing to do.
     """
     if not overlaps:
         yield

@@ -30,7 +30,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype(args: Namespace) -> torch.dtype:
-    """Return the type of weights and activations."""
+    """Return the dtype of weights and activations."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
@@ -53,10 +53,10 @@ def _require_softmax(args: Namespace, known: set[str]) -> None:
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration; the flags of the fused attention are its ``attention_flags``.
+    """Return the model's configuration; the flags of fused attention are in its ``attention_flags``.
 
     Raises:
-        UsageError: megatron-core refuses the combination, or does not have such a softmax.
+        UsageError: megatron-core rejects the combination, or does not support such a softmax.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -98,11 +98,11 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
 
 def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
-    """Return one chunk of the model on the host or device, as ``--use-cpu-initialization`` says.
+    """Return one chunk of the model on the host or device, depending on ``--use-cpu-initialization``.
 
     Args:
-        stage: number of the interleaved chunk, None without interleaving.
-        first, last: whether the chunk has the embedding, and whether the output layer.
+        stage: number of the interleaved chunk; None without interleaving.
+        first, last: whether the chunk has the embedding, and the output layer.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -182,7 +182,7 @@ def _stage(stage: int | None) -> dict[str, int | None]:
 
 
 def mean_stage(stage: int | None) -> None:
-    """Let what follows be of this interleaved chunk, where megatron-core asks a global for it: 0.12."""
+    """Set megatron-core 0.12's global number of the interleaved chunk inside the block."""
     from megatron.core import parallel_state
 
     if stage is not None and not _stage_is_passed():
@@ -190,10 +190,10 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the model's first one, and whether its last one.
+    """Return whether a chunk of this process is the first of the model, and whether it is the last.
 
     Args:
-        stage: number of the interleaved chunk, None without interleaving.
+        stage: number of the interleaved chunk; None without interleaving.
     """
     from megatron.core import parallel_state
 
@@ -203,7 +203,7 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module on the device, in half precision (with outputs in fp32) if the flags say so."""
+    """Return the module on the device, in half precision (with outputs in fp32) if the flags select it."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
@@ -223,10 +223,10 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
 def wrapped(
     args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
 ) -> DistributedDataParallel:
-    """Return a chunk of a model on the device, in its precision and in the wrapper of data parallelism.
+    """Return a chunk on the device, in its precision and in its data-parallel wrapper.
 
     Args:
-        stage: number of the interleaved chunk, None without interleaving.
+        stage: number of the interleaved chunk; None without interleaving.
     """
     from megatron.core import tensor_parallel
 
@@ -236,7 +236,8 @@ def wrapped(
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return the optimizer as megatron-core builds it: master weights, loss scale, clipping, decay groups."""
+    """Return the optimizer built by megatron-core: main weights, loss scale, clipping, weight-decay
+    groups."""
     from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -260,7 +261,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
 
 
 def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the schedule of learning rate and weight decay, which counts samples as Megatron's does."""
+    """Return the schedule of learning rate and weight decay, which counts samples as in Megatron."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     batch = args.global_batch_size
@@ -306,7 +307,7 @@ def connect(
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
 ) -> None:
-    """Tell the schedules how gradients are scaled, when they are summed, and how a step's are finished."""
+    """Configure for the pipeline schedules how gradients are scaled, reduced and finalized."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(method: str) -> Any:
@@ -324,12 +325,12 @@ def connect(
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of weights in the whole model, each weight counted once.
+    """Numbers of weights of the whole model, each weight counted once.
 
     Attributes:
-        total: all.
-        without_embeddings: of the layers and the last norm.
-        active: those that compute one token: with experts, the ``--moe-router-topk`` of each layer.
+        total: all weights.
+        without_embeddings: weights of the layers and the last norm.
+        active: weights used per token: with experts, ``--moe-router-topk`` of them per layer.
     """
 
     total: int
@@ -338,11 +339,11 @@ class Parameters:
 
 
 def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
-    """Return the numbers of weights of the whole model (padding of the vocabulary included).
+    """Return the numbers of weights of the whole model (including vocabulary padding).
 
-    A collective: all ranks must call it. Each counts its share as megatron-core's norm of the gradients does:
-    without the last stage's copy of a tied embedding, and what all tensor-parallel ranks have on the first.
-    Experts are shared by ranks of their own.
+    A collective: all ranks must call it. Each counts its share as megatron-core's gradient norm does: without
+    the last stage's copy of a tied embedding, and replicated weights only on the first tensor-parallel rank.
+    Experts are counted over their own ranks.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate

@@ -1,8 +1,8 @@
 """Rotary frequencies that megatron-core versions compute differently or not at all.
 
-Llama 3's for another length than 8192, YaRN's (megatron-core has them from 0.15 on, its scripts from 0.19),
-and those that follow the length of the text (dynamic NTK). The formulas and the order of their operations are
-those of Transformers, so that both models turn by the same angles.
+They are Llama 3's for another original length than 8192, YaRN's (in megatron-core since 0.15, in its scripts
+since 0.19), and those that depend on the text length (dynamic NTK). Formulas and order of operations are
+those of Transformers, so that both models use the same angles.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def scale(args: Namespace, gpt: Any) -> None:
 
 
 def is_of_core(args: Namespace) -> bool:
-    """Return whether ``--use-rope-scaling`` is what megatron-core has built in, but for the factor."""
+    """Return whether ``--use-rope-scaling`` is megatron-core's built-in scaling, except for the factor."""
     given = {name: getattr(args, name) for name in rotary_flags.NAMES}
     return given == rotary_flags.OF_CORE
 
 
 def llama3(args: Namespace, plain: Tensor) -> Tensor:
-    """Return Llama 3's frequencies: long waves lowered by the factor, short ones as they are."""
+    """Return Llama 3's frequencies: long wavelengths are lowered by the factor, short ones are kept."""
     length = args.rope_scaling_original_max_position_embeddings
     low, high = args.rope_scaling_low_freq_factor, args.rope_scaling_high_freq_factor
     factor, waves = args.rope_scaling_factor, 2 * math.pi / plain
@@ -57,7 +57,7 @@ def llama3(args: Namespace, plain: Tensor) -> Tensor:
 
 
 def yarn(args: Namespace, plain: Tensor) -> Tensor:
-    """Return YaRN's frequencies: of channels that turn often as they are, of slow ones interpolated."""
+    """Return YaRN's frequencies: fast channels are kept, slow ones interpolated."""
     pairs = plain.numel()
     dim, base, length = 2 * pairs, args.rotary_base, args.yarn_original_max_position_embeddings
 
@@ -77,14 +77,14 @@ def yarn(args: Namespace, plain: Tensor) -> Tensor:
 
 
 class DynamicRotary(RotaryEmbedding):
-    """Frequencies of a base that grows with the text, once that is longer than the original length.
+    """Frequencies whose base grows with texts that are longer than the original length.
 
-    All positions of a text that is read at once are turned by the angles of its length. Where it grows token
-    by token, with keys kept, each token keeps the angles that it was read with, as in Transformers.
+    All positions of a text that is processed at once use the frequencies of its length. If it grows token by
+    token with a KV cache, each token keeps the angles of its first use, as in Transformers.
 
     Args:
-        args: of the model.
-        plain: the embedding that it takes the place of.
+        args: arguments of the model.
+        plain: the embedding that it replaces.
     """
 
     def __init__(self, args: Namespace, plain: RotaryEmbedding) -> None:
@@ -98,7 +98,7 @@ class DynamicRotary(RotaryEmbedding):
         self._growing: Any = None  # the context of a text that grows, from when its length is asked for
 
     def frequencies(self, length: int) -> Tensor:
-        """Return the frequencies of a text of so many tokens."""
+        """Return the frequencies for a text with the given number of tokens."""
         if length <= self.original:
             return self.plain
         dim = 2 * self.plain.numel()
@@ -107,7 +107,9 @@ class DynamicRotary(RotaryEmbedding):
         return 1.0 / base ** (torch.arange(0, dim, 2, device=self.plain.device).float() / dim)
 
     def forward(self, max_seq_len: int, *args: Any, **options: Any) -> Tensor:
-        """Return the angles [s, 1, 1, hn] of a text of so many tokens, as ``RotaryEmbedding`` does."""
+        """Return the angles [s, 1, 1, hn] for a text with the given number of tokens, like
+        ``RotaryEmbedding``.
+        """
         self.inv_freq = self.frequencies(int(max_seq_len))
         angles: Tensor = super().forward(max_seq_len, *args, **options)
         context, self._growing = self._growing, None
@@ -122,7 +124,7 @@ class DynamicRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        """Return the tokens of the text so far, where upstream takes all that there will be."""
+        """Return the number of tokens so far, where upstream uses the final number."""
         if inference_context is None:
             return super().get_rotary_seq_len(
                 inference_context, transformer, transformer_input, *rest, **options

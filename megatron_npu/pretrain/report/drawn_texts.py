@@ -16,17 +16,17 @@ from megatron_npu.pretrain.data import tokenizers
 
 
 class Text(NamedTuple):
-    """A prompt and what the model has added."""
+    """A prompt and its continuation."""
 
     prompt: str
     added: str
 
 
 class Samples:
-    """Draws the same prompts' texts again and again.
+    """Generates samples for the same prompts repeatedly.
 
     Args:
-        args: what ``validation.check`` returned.
+        args: the result of ``validation.check``.
         model: this process's chunks.
     """
 
@@ -38,10 +38,10 @@ class Samples:
         self._sampler = Sampler(model, self._tokenizer, args.tokenizer_vocab_size)
 
     def draw(self) -> list[Text]:
-        """Return a text for each prompt. A collective of all ranks; no random generator is touched.
+        """Return a sample for each prompt. A collective of all ranks; no global random generator is used.
 
         Raises:
-            UsageError: the model gives no numbers.
+            UsageError: the model's logits are NaN or infinite.
         """
         drawn = self._sampler.sample(self._ids, self._options)
         return [
@@ -51,7 +51,7 @@ class Samples:
 
 
 def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's ids; of an empty one the end token, behind which any text begins."""
+    """Return a prompt's ids; for an empty one the end token, which precedes every text."""
     return tokenizer.encode(prompt) or [tokenizer.eod]
 
 
@@ -67,7 +67,7 @@ def check(args: Namespace, tokenizer: Tokenizer) -> None:
     """Check the prompts before anything is built.
 
     Raises:
-        UsageError: one has no room in the model, or is nothing that the tokenizer knows.
+        UsageError: a prompt is too long for the model, or contains text that the tokenizer cannot encode.
     """
     for prompt in args.sample_prompt or []:
         number, most = len(ids_of(tokenizer, prompt)), args.max_position_embeddings - 1

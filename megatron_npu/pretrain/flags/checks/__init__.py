@@ -1,6 +1,6 @@
-"""Checks of the flags by group; derived values are filled in between.
+"""Checks of the flags by group; derived values are set in between.
 
-Each function raises ``UsageError`` with one line. ``validation.check`` calls them in order.
+Each function raises ``UsageError`` with a one-line message. ``validation.check`` calls them in order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def divides(divisor: int, what: str, number: int, of: str) -> None:
-    """Check that ``divisor`` divides ``number``; ``what`` and ``of`` name the two in the message.
+    """Check that ``divisor`` divides ``number``; ``what`` and ``of`` name them in the message.
 
     Raises:
         UsageError: it does not.
@@ -26,13 +26,13 @@ def divides(divisor: int, what: str, number: int, of: str) -> None:
 def nothing_without(
     first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, expected: str, remedy: str
 ) -> None:
-    """Check that no flag of a group is given whose flags mean something together with ``first`` alone.
+    """Check that no flag is given of a group that only has an effect together with ``first``.
 
     Args:
-        first: the flag, which is not given.
+        first: the flag that is not given.
         add: adds the group's flags to a parser.
-        args: of the run.
-        expected, remedy: for the message.
+        args: the run's flags.
+        expected, remedy: texts of the message.
 
     Raises:
         UsageError: one of them is given.

@@ -15,10 +15,10 @@ from megatron_npu.pretrain.report import drawn_texts
 
 
 def check(args: Namespace) -> None:
-    """Check tokenizer and datasets, which are opened; fill in the sizes of the vocabulary.
+    """Check tokenizer and datasets by opening them; set the sizes of the vocabulary.
 
     Raises:
-        UsageError: a file is missing or broken, or a part that is read has no documents.
+        UsageError: a file is missing or damaged, or a split that is read has no documents.
     """
     vocabulary = tokenizer(args).vocab_size
     _one_source(args)
@@ -38,10 +38,10 @@ def check(args: Namespace) -> None:
 
 
 def tokenizer(args: Namespace) -> Tokenizer:
-    """Return the tokenizer; fill in the sizes of the vocabulary.
+    """Return the tokenizer; set the sizes of the vocabulary.
 
     Raises:
-        UsageError: a file of it is missing or broken.
+        UsageError: one of its files is missing or damaged.
     """
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
         derive.tokenizer_files(args, args.load)

@@ -19,10 +19,10 @@ _SINCE: tuple[tuple[str, str, object, str], ...] = (
 
 
 def check(args: Namespace) -> None:
-    """Check the model's part of it; fill in the sizes that follow.
+    """Check the model's expert flags; set derived sizes.
 
     Raises:
-        UsageError: a flag that lacks --num-experts or another, or that this megatron-core does not have.
+        UsageError: a flag requires --num-experts or another flag, or is not supported by this megatron-core.
     """
     if args.num_experts is None:
         nothing_without("--num-experts", expert_flags.add, args, "a mixture of experts", "Add it.")
@@ -169,10 +169,10 @@ def _shown(name: str, value: Any) -> str:
 
 
 def layout(args: Namespace) -> None:
-    """Check how ranks share the experts, once the layout of the rest is known.
+    """Check how ranks share the experts, after the rest of the layout is known.
 
     Raises:
-        UsageError: sizes that do not divide what they share, or a layout that megatron-core does not train.
+        UsageError: sizes do not divide, or megatron-core cannot train the layout.
     """
     derive.expert_layout(args)
     if args.num_experts is None:

@@ -10,10 +10,10 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check both, and fill in the kind of rotation.
+    """Check both, and set the rotary type.
 
     Raises:
-        UsageError: a flag that lacks another, or one that megatron-core would not heed.
+        UsageError: a flag requires another, or megatron-core would ignore it.
     """
     if args.multi_latent_attention:
         derive.latent(args)

@@ -11,10 +11,11 @@ _UNITS = ("--train-iters", "--train-samples", "--epochs")
 
 
 def check(args: Namespace) -> None:
-    """Check that one flag says how long, before the data are looked at; fill in whether it trains at all.
+    """Check that exactly one flag sets the length, before the data are read; set whether the run trains at
+    all.
 
     Raises:
-        UsageError: none does, or two.
+        UsageError: no flag or several flags set it.
     """
     values = (args.train_iters, args.train_samples, args.epochs)
     given = [f"{flag} {value}" for flag, value in zip(_UNITS, values, strict=True) if value is not None]
@@ -30,10 +31,10 @@ def check(args: Namespace) -> None:
 
 
 def iterations(args: Namespace) -> None:
-    """Fill in the iterations that samples or epochs mean, once the sizes of batch and data are known.
+    """Set the number of iterations from samples or epochs, after the sizes of batch and data are known.
 
     Raises:
-        UsageError: they are not enough for one.
+        UsageError: they are not enough for one iteration.
     """
     samples = derive.samples_in_all(args)
     if samples is None:

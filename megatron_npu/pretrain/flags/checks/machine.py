@@ -12,7 +12,7 @@ from megatron_npu.upstream import megatrons
 
 
 def check(args: Namespace) -> None:
-    """Check that there is megatron-core, and a device for each process.
+    """Check that megatron-core is installed, and that each process has a device.
 
     Raises:
         UsageError: one of them is missing.
@@ -29,10 +29,10 @@ def check(args: Namespace) -> None:
 
 
 def require_megatron_core() -> str:
-    """Return the version of the megatron-core that is on the path.
+    """Return the version of the megatron-core on the path.
 
     Raises:
-        UsageError: another Megatron comes first there, or none at all, or an unsupported version.
+        UsageError: another Megatron precedes it, there is none, or its version is not supported.
     """
     found = megatrons.find()
     found.require_supported()

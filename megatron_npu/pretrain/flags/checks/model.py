@@ -15,7 +15,7 @@ def check(args: Namespace) -> None:
     """Check the sizes of the model, its positions and its precision.
 
     Raises:
-        UsageError: they do not fit together.
+        UsageError: they are inconsistent.
     """
     if args.kv_channels is None:
         divides(args.num_attention_heads, "--num-attention-heads", args.hidden_size, "--hidden-size")
@@ -41,10 +41,10 @@ def check(args: Namespace) -> None:
 
 
 def windows(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` has a window, and says of each layer whether it has one.
+    """Check that ``--window-attn-skip-freq`` has a window, and a value for each layer.
 
     Raises:
-        UsageError: one of these is not so.
+        UsageError: the window or values are missing.
     """
     skipped = args.window_attn_skip_freq
     if skipped is None:
@@ -66,10 +66,10 @@ def windows(args: Namespace) -> None:
 
 
 def attention(args: Namespace) -> None:
-    """Check that the attention flags meet an attention that heeds them.
+    """Check that the attention implementation supports the attention flags.
 
     Raises:
-        UsageError: Megatron's own attention, which knows no window and no layout.
+        UsageError: Megatron's own attention is selected, which has no windows and layouts.
     """
     if args.attention_backend in ("unfused", "local") and AttentionFlags.from_args(args) != DEFAULTS:
         *others, last = AttentionFlags.spellings()
@@ -81,10 +81,10 @@ def attention(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Check the flags of recomputation, and of what is moved to the host instead.
+    """Check the flags of recomputation and of activation offloading.
 
     Raises:
-        UsageError: one lacks those that it needs.
+        UsageError: a flag requires others.
     """
     derive.recompute(args)
     if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):

@@ -1,4 +1,4 @@
-"""Checks of the optimizer's flags and of its schedules."""
+"""Checks of the optimizer's flags and its schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check the learning rate, its schedule and that of the weight decay.
+    """Check the learning rate and the schedules of learning rate and weight decay.
 
     Raises:
-        UsageError: they do not fit together.
+        UsageError: they are inconsistent.
     """
     derive.optimizer(args)
     if args.optimizer == "muon":

@@ -22,10 +22,10 @@ from megatron_npu.web.address import require_packages
 
 
 def logging(args: Namespace) -> None:
-    """Check that what a run writes its numbers with is installed, and that they have a place.
+    """Check that the packages for logging are installed, and that the log has a destination.
 
     Raises:
-        UsageError: they have none.
+        UsageError: one of them is missing.
     """
     sinks(args)
     wandb(args)
@@ -41,10 +41,10 @@ def logging(args: Namespace) -> None:
 
 
 def sinks(args: Namespace) -> None:
-    """Check that what writes TensorBoard's files and the plot is installed; fill in whether there is one.
+    """Check that TensorBoard and the plotting package are installed; set whether each is used.
 
     Raises:
-        UsageError: it is not, or the plot has no place.
+        UsageError: a package is not installed, or the plot has no destination.
     """
     if args.tensorboard_dir and not is_installed("tensorboard"):
         raise UsageError(
@@ -58,10 +58,10 @@ def sinks(args: Namespace) -> None:
 
 
 def wandb(args: Namespace) -> None:
-    """Check that Weights & Biases is there, and that its files have a place.
+    """Check that Weights & Biases is installed, and that its files have a destination.
 
     Raises:
-        UsageError: it is not, or they have none; or a flag of it lacks the project.
+        UsageError: one of them is missing, or a flag of it lacks the project.
     """
     if not args.wandb_project:
         nothing_without("--wandb-project", job_flags.add_wandb, args, "both", "Add it.")
@@ -77,10 +77,10 @@ def wandb(args: Namespace) -> None:
 
 
 def ends(args: Namespace) -> None:
-    """Check that a signal is listened for where one is named.
+    """Check that --exit-signal has a signal handler.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it has none.
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
         raise UsageError(
@@ -89,10 +89,10 @@ def ends(args: Namespace) -> None:
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint that the run resumes from; check that it fits, and that no other is written over.
+    """Find the checkpoint to resume from; check that it fits, and that no other checkpoint is overwritten.
 
     Raises:
-        UsageError: there is none, it holds another model, or ``--save`` holds those of another run.
+        UsageError: it does not exist or contains another model, or ``--save`` has checkpoints of another run.
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR with it", "Add --save.")
@@ -241,7 +241,7 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
 
 
 def same_directory(one: str | None, other: str | None) -> bool:
-    """Return whether both name one folder; what is not given names none."""
+    """Return whether both paths name one folder; a missing path names none."""
     return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
 
 
@@ -282,10 +282,10 @@ def _spare_later(args: Namespace) -> None:
 
 
 def places(args: Namespace) -> None:
-    """Check that what is written later can be: after hours of training is no time to find out.
+    """Check at the start that files written later, after hours of training, can be written.
 
     Raises:
-        UsageError: a directory is a file, or cannot be written to.
+        UsageError: a directory is a file, or is not writable.
     """
     if args.rank:  # on other machines there may be no such places, and only the first process writes to all
         return

@@ -13,10 +13,10 @@ from megatron_npu.pretrain.flags.checks import divides
 
 
 def check(args: Namespace) -> None:
-    """Check that the sizes of the model can be shared as the layout says.
+    """Check that the layout can partition the model's sizes.
 
     Raises:
-        UsageError: a size does not divide what it is to share, or a flag lacks another.
+        UsageError: a size does not divide another, or a flag requires another.
     """
     divides(
         derive.model_parallel_size(args),
@@ -115,10 +115,10 @@ def _interleaving(args: Namespace) -> None:
 
 
 def batches(args: Namespace) -> None:
-    """Check that the global batch consists of whole micro batches for all ranks.
+    """Check that the global batch is a multiple of the micro batch times the data-parallel size.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it is not.
     """
     derive.global_batch_size(args)
     _ramp(args)

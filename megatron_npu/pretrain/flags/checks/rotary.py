@@ -15,7 +15,8 @@ def check(args: Namespace) -> None:
     """Check the flags of the rotary embedding.
 
     Raises:
-        UsageError: one that lacks another, two that exclude each other, or a part of a head without pairs.
+        UsageError: a flag requires another, two flags are exclusive, or the rotated part of a head has no
+            pairs.
     """
     if args.position_embedding_type in rotary_flags.ROTATED:
         _channels(args)

@@ -14,11 +14,11 @@ _FLAG = "--cuda-graph-impl local"
 
 
 def check(args: Namespace) -> None:
-    """Check that what a graph would repeat is the same in each step; without CUDA there is no graph.
+    """Check that a CUDA graph would be the same in each step; without CUDA there is no graph.
 
     Raises:
-        UsageError: a flag lets steps differ, or lets the host read what a step computes.
-        FallbackForbiddenError: in strict mode, another device.
+        UsageError: with a flag, steps differ, or the host reads results during a step.
+        FallbackForbiddenError: another device in strict mode.
     """
     if args.cuda_graph_impl == "none":
         return

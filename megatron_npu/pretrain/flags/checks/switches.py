@@ -16,10 +16,10 @@ _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients 
 
 
 def check(args: Namespace) -> None:
-    """Check the switches that are given, and say on rank 0 what each means: Megatron's flags for it.
+    """Check the given switches, and log on rank 0 which Megatron flags each one sets.
 
     Raises:
-        UsageError: a switch that Megatron's models do not have, or that another flag contradicts.
+        UsageError: Megatron models do not support a switch, or it contradicts another flag.
     """
     place = _place(args)
     switches, line = meant(Switches.from_args(args), place)

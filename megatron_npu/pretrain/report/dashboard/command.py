@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu dashboard", description=__doc__)
     result.add_argument(
         "run", metavar="DIR", help=f"folder given to --save, or the log file if it is not named {METRICS}"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until Ctrl-C; return the exit code.
 
     Raises:
-        UsageError: no such run, or the page cannot be served there.
+        UsageError: the run does not exist, or the address cannot be used.
     """
     args = parser().parse_args(argv)
     metrics = find(args.run)
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(run: str) -> Path:
-    """Return the file of JSON lines of a run.
+    """Return the JSON-lines file of a run.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: it does not exist.
     """
     path = Path(run)
     path = path / METRICS if path.is_dir() else path
@@ -64,6 +64,6 @@ def find(run: str) -> Path:
 
 
 def name_of(metrics: Path) -> str:
-    """Return what a run is called on its page: its directory, or its file where that has another name."""
+    """Return the title of a run on its page: its directory, or its file if that has another name."""
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

@@ -17,14 +17,14 @@ _SECONDS = 5.0  # for the server to end after the run
 
 @contextlib.contextmanager
 def shown(metrics: Path, at: Address) -> Iterator[str]:
-    """Have a run's page served inside the block; give its address.
+    """Serve a run's page inside the block; yield its address.
 
-    The server ends when the block does, and when this process is gone, were it by SIGKILL. It gives clients
-    the last state before. Ctrl-C does not reach it.
+    The server ends with the block, or if this process ends, even by SIGKILL. It sends the final state to
+    clients first. Ctrl-C does not reach it.
 
     Args:
-        metrics: the file of JSON lines that the run writes.
-        at: where to listen.
+        metrics: the JSON-lines file that the run writes.
+        at: the address to listen on.
 
     Raises:
         UsageError: it cannot listen there.

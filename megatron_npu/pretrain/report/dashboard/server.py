@@ -39,8 +39,9 @@ class Server(uvicorn.Server):
     """Serves a run until ``should_exit`` is set.
 
     Args:
-        run: what is shown.
-        host: at which it listens; a page of another site that has its name point here is not answered.
+        run: the run to show.
+        host: the address it listens on; requests for other host names are rejected, so that other sites
+            cannot use it.
     """
 
     def __init__(self, run: Run, host: Address) -> None:

@@ -23,11 +23,11 @@ _COUNTS = ("world_size", "train_iters", "global_batch_size", "seq_length")
 
 
 class Run:
-    """A run, through the file of JSON lines that it writes or has written.
+    """A run, read from the JSON-lines file that it writes or has written.
 
     Args:
-        metrics: the file; it may not be there yet.
-        name: of the run, as the page is headed.
+        metrics: the file; it may not exist yet.
+        name: title of the run.
     """
 
     def __init__(self, metrics: Path, name: str) -> None:
@@ -37,12 +37,12 @@ class Run:
         self._text, self._version, self._next = "", 0, 0.0
 
     def snapshot(self, at_once: bool = False) -> tuple[int, str]:
-        """Return the number of the newest state and the state as JSON; a change is one number more.
+        """Return the number of the newest state, which increases with each change, and the state as JSON.
 
-        Whoever calls it, and however often, a long run's curves are not gone through all the time.
+        The curves of a long run are not processed on each call, however often it is called.
 
         Args:
-            at_once: have what was written last, whatever it costs.
+            at_once: include the last lines written, at any cost.
         """
         with self._lock:
             begin = time.monotonic()
@@ -158,15 +158,17 @@ def _samples(history: History) -> list[dict[str, Any]]:
 
 
 def thinned(points: Points, most: int = POINTS) -> dict[str, list[float]]:
-    """Return a curve as lists ``x`` and ``y``; of a longer one means of equal parts, and their extremes.
+    """Return a curve as lists ``x`` and ``y``; a longer one is reduced to means and extremes of equal
+    intervals.
 
     Args:
         points: values by iteration, all finite.
-        most: points that are left.
+        most: maximum number of points.
 
     Returns:
-        ``x``: the last iteration of each part; ``y``: its mean; ``low``, ``high`` (of a longer curve alone):
-        its least and largest value.
+        ``x``: the last iteration of each interval; ``y``: its mean; ``low``, ``high`` (only of a longer
+            curve):
+        its minimum and maximum.
     """
     x = np.fromiter(points, np.int64, len(points))
     y = np.fromiter(points.values(), np.float64, len(points))
