@@ -1,1 +1,1 @@
-"""``megatron-npu serve``: text of a trained model over HTTP, as OpenAI's completions, and a page."""
+"""``megatron-npu serve``: serve a trained model over HTTP with OpenAI's completions API and a web page."""

@@ -44,13 +44,13 @@ def _writable(value: Any) -> Any:
 
 @dataclass
 class Completion:
-    """The answer to one request.
+    """The response to one request.
 
     Attributes:
-        request, job: what was asked for.
-        name: the model's.
-        tokenizer: the model's.
-        echoes: what each text begins with.
+        request, job: the request and its job.
+        name: the model's name.
+        tokenizer: the model's tokenizer.
+        echoes: the beginning of each text, with ``echo``.
     """
 
     request: CompletionRequest
@@ -70,11 +70,11 @@ class Completion:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """What the answer's id begins with, and what a whole answer and a piece of one are called."""
+        """Prefix of the response's id, and object names of a whole response and of a chunk."""
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
-        """Take a piece of a text, or what the model thinks of the prompts."""
+        """Add a piece of a text, or the scores of the prompts."""
         if isinstance(event, Read):
             self.scores = event.scores
             return
@@ -83,7 +83,7 @@ class Completion:
         self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
-        """Return the answer when all pieces are there."""
+        """Return the response when all pieces are there."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
@@ -92,11 +92,11 @@ class Completion:
         return {**self._head(self.kinds[1]), "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[Json]:
-        """Return the pieces that a stream begins with, whatever is drawn: repeated prompts."""
+        """Return the first chunks of a stream: repeated prompts."""
         return self.echo() if self.request.echo and not self.request.scored else []
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return what a stream says of an event: of scored prompts, or of a piece."""
+        """Return the chunks of a stream for an event: scored prompts, or a piece."""
         if isinstance(event, Read):
             return self.echo()
         tokens = range(0)
@@ -111,24 +111,24 @@ class Completion:
         return [self._piece(choice)]
 
     def echo(self) -> list[Json]:
-        """Return the pieces of a stream that repeat the prompts."""
+        """Return the chunks of a stream that repeat the prompts."""
         rows = enumerate(self.echoes)
         return [
             self._piece(self._choice(row, text, None, range(0), None, self._read(row))) for row, text in rows
         ]
 
     def last(self) -> Json:
-        """Return the piece of a stream that has the numbers of tokens."""
+        """Return the chunk of a stream with the numbers of tokens."""
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the numbers of tokens; a prompt counts once, however many texts follow it."""
+        """Return the numbers of tokens; a prompt counts once for all of its completions."""
         prompts = sum(len(prompt) for prompt in self.job.prompts[:: self.request.n])
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
 
     def word(self, token: int) -> str:
-        """Return the text of a token alone."""
+        """Return the text of a single token."""
         return self.tokenizer.decode([token])
 
     def _head(self, kind: str) -> Json:
@@ -175,7 +175,7 @@ class Completion:
         }
 
     def added(self, sample: Sample, place: int) -> int:
-        """Return a token that was added; after the last one the end token, which has ended the text."""
+        """Return a generated token; after the last one, the end token if it ended the text."""
         return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
     def _by_words(self, values: dict[int, float]) -> Json:
@@ -187,10 +187,10 @@ class Completion:
 
 
 class Offsets:
-    """Where the tokens behind a prompt begin, in characters of the text behind it.
+    """Character offsets of the tokens after a prompt.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         prompt: ids before the text.
     """
 
@@ -199,7 +199,7 @@ class Offsets:
         self._places = [0]
 
     def of(self, tokens: Sequence[int], place: int) -> int:
-        """Return where the token at a place begins; ``tokens`` are those of the text so far."""
+        """Return the offset of the token at a position; ``tokens`` are those of the text so far."""
         while len(self._places) <= place:
             new = tokens[len(self._places) - 1 : len(self._places)]
             self._places.append(self._places[-1] + len(self._growing.added(new)))

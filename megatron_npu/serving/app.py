@@ -1,4 +1,5 @@
-"""The HTTP side: routes, limits, and clients that go away. Knows no model but through the engine."""
+"""The HTTP layer: routes, limits, and disconnecting clients. It accesses the model only through the
+engine."""
 
 from __future__ import annotations
 
@@ -42,14 +43,14 @@ _PAGE["/page.js"] = ("page.js", "text/javascript")
 
 
 def build(engine: Engine, name: str, max_body: int, max_texts: int, hosts: Sequence[str]) -> ASGIApp:
-    """Return the application.
+    """Return the web application.
 
     Args:
-        engine: draws the texts.
-        name: what the model is called.
-        max_body: bytes of the largest request.
-        max_texts: texts that one request may ask for.
-        hosts: names by which clients may call the server; ``*``: any.
+        engine: generates the texts.
+        name: the model's name.
+        max_body: maximum size of a request in bytes.
+        max_texts: maximum number of completions per request.
+        hosts: host names that clients may use for the server; ``*``: any.
     """
     site = _Site(engine, name, max_body, max_texts)
     routes = [Route(path, site.page, methods=["GET"]) for path in _PAGE]

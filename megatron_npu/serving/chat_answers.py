@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's chat: answers whole and in pieces."""
+"""The JSON of OpenAI's chat API: whole responses and chunks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
 
 
 class ChatCompletion(Completion):
-    """The answer to one request of a chat; the end token, which no text has, is not told."""
+    """The response to one chat request; the end token, which is not part of the text, is not returned."""
 
     @property
     def kinds(self) -> tuple[str, str, str]:
         return "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Return the pieces that say whose the texts are."""
+        """Return the chunks with the role of the texts."""
         begin: Json = {"role": "assistant", "content": ""}
         rows = range(len(self.texts))
         return [
@@ -29,7 +29,7 @@ class ChatCompletion(Completion):
         ]
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return what a stream says of an event."""
+        """Return the chunks of a stream for an event."""
         told = super().pieces(event)
         for piece in told:
             for choice in piece["choices"]:

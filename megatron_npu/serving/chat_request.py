@@ -1,4 +1,4 @@
-"""What a client may ask of ``/v1/chat/completions``: OpenAI's fields, checked. Knows no HTTP and no model."""
+"""Parse and check requests of ``/v1/chat/completions``, independent of HTTP and the model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request that makes sense; whether it fits the model and its template is not known yet.
+    """A valid request; whether it fits the model and its template is checked later.
 
     Attributes:
-        messages: with ``role`` and ``content``, one or more.
-        request: how to draw; it has no prompt yet.
-        max_tokens: tokens to add at most; None: as many as fit.
+        messages: one or more, each with ``role`` and ``content``.
+        request: sampling options; without a prompt.
+        max_tokens: maximum number of tokens to generate; None: as many as fit.
     """
 
     messages: list[Message]

@@ -1,6 +1,7 @@
-"""``megatron-npu serve``: texts of a checkpoint over HTTP, as OpenAI's completions, with a page to try it.
+"""``megatron-npu serve``: serve a checkpoint over HTTP with OpenAI's completions API and a web page.
 
-Several processes share one model: torchrun --nproc-per-node N -m megatron_npu serve; the first one answers.
+Several processes share one model (torchrun --nproc-per-node N -m megatron_npu serve); the first one answers
+requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CONNECTIONS = 256  # that may be open; one more is told 503
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
+    """Return the command's parser."""
     result = Parser("megatron-npu serve", description=__doc__)
     add = result.add_argument
     trained_model.add_flags(add)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command until SIGINT or SIGTERM; return its exit code.
 
     Raises:
-        UsageError: no such checkpoint, an address that cannot be listened at, or no web library.
+        UsageError: the checkpoint does not exist, the address cannot be used, or the web library is missing.
     """
     given = parser().parse_args(argv)
     require_packages("serve")

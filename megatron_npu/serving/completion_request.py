@@ -1,4 +1,4 @@
-"""What a client may ask of ``/v1/completions``: OpenAI's fields, checked. Knows no HTTP and no model."""
+"""Parse and check requests of ``/v1/completions``, independent of HTTP and the model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BadRequestError(Exception):
     """A request that cannot be answered.
 
     Args:
-        message: what was given, what was expected.
-        param: the field that is wrong, if it is one.
+        message: what was given and what was expected.
+        param: the invalid field, if there is one.
         status: the HTTP status.
     """
 
@@ -40,20 +40,20 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request that makes sense; whether it fits the model is not known yet.
+    """A valid request; whether it fits the model is checked later.
 
     Attributes:
         prompts: one or more.
         model: the model's name, if given.
-        n: texts for each prompt.
-        max_tokens: tokens to add at most.
-        temperature, top_k, top_p, seed: how to draw; top_p 1 and top_k 0 limit nothing.
-        stop: texts that end a text, and are not part of it.
-        stream: whether pieces are sent as they come.
+        n: number of completions per prompt.
+        max_tokens: maximum number of tokens to generate.
+        temperature, top_k, top_p, seed: sampling options; top_p 1 and top_k 0 set no limit.
+        stop: texts that end the generation and are not part of the result.
+        stream: whether chunks are sent as they are generated.
         include_usage: whether a stream ends with the numbers of tokens.
         echo: whether the text begins with the prompt.
-        logprobs: likeliest tokens whose log probabilities are wanted beside the token's own; None: none.
-            With ``echo`` those of the prompt too, and ``max_tokens`` may be 0.
+        logprobs: number of most likely tokens to return with log-probabilities besides the token's own; None:
+            none. With ``echo`` also for the prompt, and ``max_tokens`` may be 0.
     """
 
     prompts: list[Prompt]
@@ -72,7 +72,7 @@ class CompletionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether the log probabilities of the prompts are wanted."""
+        """Whether log-probabilities of the prompts are requested."""
         return self.echo and self.logprobs is not None
 
 
@@ -99,7 +99,7 @@ def parse(body: bytes) -> CompletionRequest:
 
 
 def common(fields: Fields) -> dict[str, Any]:
-    """Return what texts and chats ask alike: which model, how to draw, where a text ends, and how it is sent.
+    """Return the fields that completions and chats share: model, sampling options, stops, streaming.
 
     Raises:
         BadRequestError: a field has the wrong type or value.
@@ -123,14 +123,14 @@ def _no_constant(name: str) -> None:
 
 
 class Fields:
-    """The fields of a request, each taken once."""
+    """The fields of a request, each read once."""
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
         """Return the fields of a body.
 
         Raises:
-            BadRequestError: it is no JSON object.
+            BadRequestError: it is not a JSON object.
         """
         try:
             values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
@@ -144,7 +144,7 @@ class Fields:
         self._rest = dict(values)
 
     def take(self, name: str, kind: type | tuple[type, ...]) -> Any:
-        """Return a field's value; None if it is absent or null."""
+        """Return a field's value; None if it is missing or null."""
         value = self._rest.pop(name, None)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if value is None or type(value) in kinds:
@@ -153,7 +153,7 @@ class Fields:
         raise BadRequestError(f"{name} is {shown(value)}; expected {words}", name)
 
     def number(self, name: str, kind: type, default: Any, least: float, most: float) -> Any:
-        """Return a number between two bounds, which it may have."""
+        """Return a number within inclusive bounds."""
         value = self.take(name, (int, float) if kind is float else int)
         if value is None:
             return default
@@ -162,10 +162,10 @@ class Fields:
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse what was not taken, unless it asks for nothing.
+        """Reject fields that were not read, unless their value requests nothing.
 
         Args:
-            without_meaning: fields that say nothing here, with the values that ask for nothing.
+            without_meaning: unsupported fields, with the values that request nothing.
         """
         self._rest.pop("user", None)
         for name, value in self._rest.items():
@@ -180,7 +180,7 @@ _WORDS |= {float: "a number"}
 
 
 def shown(value: object) -> str:
-    """Return a value as a message names it."""
+    """Return a value as shown in messages."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -230,5 +230,5 @@ def _is_stop(value: Any) -> bool:
 
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
-    """Return what a client is told of a command's error: not what flag to change."""
+    """Return a command's error for a client, without advice about flags."""
     return BadRequestError(f"{error.given}; expected {error.expected}", param)

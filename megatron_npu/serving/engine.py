@@ -1,4 +1,4 @@
-"""The thread that has the model: takes jobs from a queue, draws, and tells each client's task what comes."""
+"""The thread that owns the model: takes jobs from a queue, generates, and sends events to clients' tasks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Piece:
     """New characters of one of a job's texts.
 
     Attributes:
-        row: the text's place.
-        text: the characters; can be empty.
-        sample: all of the text; it may be longer already.
-        token: the place of the piece's token in it; None: the piece has only what was held back.
-        finish: why it has ended: ``stop``, ``length``; None: it continues.
+        row: index of the text.
+        text: the characters; may be empty.
+        sample: the whole text so far; it may be longer.
+        token: index of the piece's token; None: the piece only has text that was held back.
+        finish: why the text ended: ``stop``, ``length``; None: it continues.
     """
 
     row: int
@@ -44,10 +44,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Read:
-    """What the model thinks of a job's prompts.
+    """The scores of a job's prompts.
 
     Attributes:
-        scores: one for each text.
+        scores: one per text.
     """
 
     scores: list[Score]
@@ -58,16 +58,15 @@ Event = Piece | Read | BadRequestError | None
 
 @dataclass
 class Job:
-    """Texts that one client waits for.
+    """The texts that one client requested.
 
     Attributes:
-        prompts: of ids, one for each text.
-        options: how to draw; None: nothing is drawn.
+        prompts: ids of each prompt.
+        options: sampling options; None: nothing is generated.
         stops: texts that end a text.
-        scored: so many likeliest tokens are told for each place of the prompts; None: these are not scored.
-        events: pieces, then None for the end; or an error in place of the end. What the model thinks of the
-            prompts comes before all pieces.
-        loop: of the client's task.
+        scored: number of most likely tokens per prompt position; None: prompts are not scored.
+        events: pieces, then None at the end, or an error instead. Scores of the prompts come first.
+        loop: event loop of the client's task.
         cancelled: set when the client is gone.
     """
 

@@ -8,21 +8,21 @@ from megatron_npu.pretrain.flags.derive import expert_layers
 
 
 def of_step(args: Namespace) -> float:
-    """Return the operations of one global batch: matrix products only, those of the mask left out.
+    """Return the operations of one global batch: matrix products only, without those that the mask hides.
 
-    A product of [m, k] and [k, n] takes 2mnk operations, and training needs three for each: forward, the
-    gradient of the input and that of the weight. With h the hidden size, q the heads' total size, g that of
-    keys (and of values), f the feed-forward size, s the sequence, V the padded vocabulary and L layers, a
-    token costs ::
+    A product of [m, k] and [k, n] takes 2mnk operations, and training needs three: forward, the input's
+    gradient and the weight's gradient. With hidden size h, q the total size of the query heads, g that of the
+    keys (and of the values), f the feed-forward size, s the sequence length, V the padded vocabulary and L
+    layers, a token costs ::
 
         6 · (L · (h(q + 2g) + qh + m·hf + q·s) + hV),    m = 3 with SwiGLU, else 2
 
-    where q·s is scores and weighted values, 2·q·s, of which a causal mask needs half. In a layer with
-    experts f is the size of all that a token takes, the shared one included; the router does not count. The
-    same count as Megatron's ``num_floating_point_operations`` (compare arXiv:2104.04473, equation 3).
-    Multi-latent attention has products of its own; multi-token prediction has a layer more of the last one's
-    kind for each token, with a projection from 2h to h and with logits. Recomputed activations do not count
-    as work; a window (``--pre-tockens``) is not taken off.
+    where q·s are scores and weighted values, 2·q·s, of which a causal mask needs half. In a layer with
+    experts, f is the total size used per token, including the shared expert; the router is not counted. This
+    is the same count as Megatron's ``num_floating_point_operations`` (compare arXiv:2104.04473, equation 3).
+    Multi-latent attention has its own products; multi-token prediction adds, per further token, a layer like
+    the last one, a projection from 2h to h, and logits. Recomputed activations are not counted; a window
+    (``--pre-tockens``) is not subtracted.
     """
     hidden, further = args.hidden_size, args.mtp_num_layers or 0
     matrices = 3 if args.swiglu else 2

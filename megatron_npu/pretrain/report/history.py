@@ -19,18 +19,18 @@ Points = dict[int, float]  # by iteration
 
 @dataclass
 class History:
-    """What has been logged of a run and of those that it went on from.
+    """The logged history of a run and of the runs that it resumed from.
 
     Attributes:
         losses: training loss of every iteration.
-        learning_rates, grad_norms: of the logged iterations.
-        throughput, memory: tokens per second and the most bytes in use, of the logged iterations.
-        utilization: of the device at the logged iterations, from 0 to 1.
+        learning_rates, grad_norms: values at the logged iterations.
+        throughput, memory: tokens per second and peak bytes at the logged iterations.
+        utilization: device utilization at the logged iterations, from 0 to 1.
         validation: validation losses.
-        evaluated: losses of training samples that were evaluated together with them.
-        samples: texts drawn at an iteration, each with its ``prompt`` and ``text``.
-        hosts, stages: of each rank its machine and its stage of the pipeline; empty of a rank that is alone.
-        forward_ms: of each rank, of a forward pass by itself, at the last logged iteration.
+        evaluated: losses of training samples evaluated at the same time.
+        samples: samples generated at an iteration, each with its ``prompt`` and ``text``.
+        hosts, stages: machine and pipeline stage of each rank; empty for a single rank.
+        forward_ms: forward time of each rank at the last logged iteration.
         start, last, end: values of the last ``start``, ``train`` and ``end`` object; empty if there is none.
     """
 
@@ -51,10 +51,11 @@ class History:
     end: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in one JSON object.
+        """Add one JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is none of a run's: it may be a stranger's.
+            KeyError, TypeError, ValueError, OverflowError: it is not an object of a run; the file may be
+                untrusted.
         """
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
             raise ValueError(f"iteration {row['iteration']!r}")
@@ -144,10 +145,10 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reads the file that ``log.Log`` writes, and later what has been added to it.
+    """Reads the file that ``log.Log`` writes, and later its new lines.
 
     Args:
-        path: the file; it may not be there yet.
+        path: the file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,10 +158,10 @@ class Reader:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read what is new; return whether anything was.
+        """Read new lines; return whether there were any.
 
-        A line without its end is left for the next time, one that is not one of a run's is left out. A file
-        that has been replaced is read again.
+        An incomplete line is left for the next time, an invalid one is skipped. A file that has been replaced
+        is read again.
         """
         if not self.path.exists():
             return False
@@ -188,7 +189,7 @@ def draw(history: History, path: Path) -> None:
     """Write a PNG: training and validation loss above, learning rate below.
 
     Raises:
-        ModuleNotFoundError: matplotlib is absent (``validation.check`` asks before).
+        ModuleNotFoundError: matplotlib is missing (``validation.check`` tests this before).
     """
     with _without_old_garbage():
         _draw(history, path)

@@ -13,7 +13,7 @@ class JsonLines:
     """Appends events to a file.
 
     Args:
-        path: the file, which may be there already; None: nothing is written.
+        path: the file, which may exist already; None: nothing is written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -23,7 +23,8 @@ class JsonLines:
             _end_line(path)
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        """Append one JSON object: the event, its iteration and values; NaN and infinite values become
+        null."""
         if self.path is None:
             return
         row = {"event": event, "iteration": iteration, **values}

@@ -1,7 +1,7 @@
 """Log output of a pre-training: lines like Megatron's, JSON lines and TensorBoard curves.
 
-Between two log events a step costs two Python appends: losses stay on the device, and one reduction for the
-whole interval (``loss.means``) brings them together.
+Between two log events a step only costs two Python appends: losses stay on the device, and one reduction per
+interval (``loss.means``) gathers them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Interval:
 
     Attributes:
         losses: for each iteration [2], this process's sum of losses and number of tokens.
-        norms: the norm of each iteration's gradient; None where there was none.
-        batches: the samples of each iteration, of all ranks.
-        skipped: iterations whose update was left out.
+        norms: gradient norm of each iteration; None if it was skipped.
+        batches: number of samples of each iteration, over all ranks.
+        skipped: iterations whose update was skipped.
     """
 
     losses: Rows = field(default_factory=Rows)
@@ -45,14 +45,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Steps:
-    """The iterations of an interval, as they are reported.
+    """The iterations of an interval, as reported.
 
     Attributes:
-        samples: training samples that all ranks together have used since the run first began.
-        interval: what happened in them.
-        losses: their mean training losses over all processes, in nats a token (``loss.means``).
-        seconds: that all of them took together, evaluation and saving left out.
-        learning_rate: of the last one.
+        samples: training samples used by all ranks since the start of the run.
+        interval: the data recorded in the interval.
+        losses: their mean training losses over all processes, in nats per token (``loss.means``).
+        seconds: total training time, without evaluation and saving.
+        learning_rate: learning rate of the last iteration.
         scale: the loss scale after the last one; 1 without fp16.
     """
 
@@ -65,11 +65,11 @@ class Steps:
 
 
 class Log(Sinks):
-    """What is reported of a run, on rank 0.
+    """The log of a run, on rank 0.
 
     Args:
-        args: what ``validation.check`` returned.
-        iteration: where the run begins.
+        args: the result of ``validation.check``.
+        iteration: the first iteration.
     """
 
     def __init__(self, args: Namespace, iteration: int) -> None:
@@ -86,15 +86,16 @@ class Log(Sinks):
         of_predictions: Mapping[str, float] | None = None,
         milliseconds: Sequence[float] = (),
     ) -> None:
-        """Report the iterations of an interval: a line, a JSON object and TensorBoard's curves.
+        """Report the iterations of an interval: a log line, a JSON object and TensorBoard curves.
 
         Args:
-            iteration: the last of them, counted from 1 since the run first began.
-            steps: all of them.
-            of_ranks: each rank's own mean loss (``loss.of_ranks``), to be reported too.
-            of_experts: the losses of each layer with experts (``ExpertLosses.take``), likewise.
-            of_predictions: those of multi-token prediction (``PredictionLosses.take``), likewise.
-            milliseconds: of each rank, of a forward pass by itself (``RankTimes.take``).
+            iteration: the last of them, counted from 1 since the start of the run.
+            steps: the iterations.
+            of_ranks: each rank's own mean loss (``loss.of_ranks``), if it is reported too.
+            of_experts: losses of each layer with experts (``ExpertLosses.take``), if they are reported.
+            of_predictions: losses of multi-token prediction (``PredictionLosses.take``), if they are
+                reported.
+            milliseconds: forward time of each rank (``RankTimes.take``).
         """
         if not self.on_rank_0:
             return
@@ -119,7 +120,7 @@ class Log(Sinks):
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report on which machine each rank is, and which stage of the pipeline it has; nothing of one."""
+        """Report the machine and pipeline stage of each rank; nothing for a single rank."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
@@ -147,11 +148,11 @@ class Log(Sinks):
         """Report an evaluation.
 
         Args:
-            iteration: after which the model was evaluated.
-            loss: mean over the validation samples, in nats a token; its perplexity is reported too.
-                Of several sets the mean of their losses.
-            trained: the same over samples of training, if they were evaluated.
-            of_sets: prefix and loss of each of several sets.
+            iteration: the iteration after which the model was evaluated.
+            loss: mean over the validation samples, in nats per token; its perplexity is reported too. With
+                several sets, the mean of their losses.
+            trained: the same for training samples, if they were evaluated.
+            of_sets: prefix and loss of each set, if there are several.
         """
         for number, (name, own) in enumerate(of_sets):
             self.say(
@@ -176,7 +177,7 @@ class Log(Sinks):
         self.scalars(iteration, curves)
 
     def sample(self, iteration: int, text: Text) -> None:
-        """Report a text that the model has drawn; on the console in one line, whatever it holds."""
+        """Report a generated sample, in one line on the console whatever it contains."""
         self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
         self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
         if self._board is not None:
@@ -184,7 +185,7 @@ class Log(Sinks):
             self._board.add_text(f"sample: {text.prompt}", quoted, iteration)  # Markdown: as it is
 
     def test(self, iteration: int, loss: float) -> None:
-        """Report the evaluation at the end on data that nothing else has seen, as ``validation`` does."""
+        """Report the final evaluation on the test data, like ``validation``."""
         perplexity = perplexity_of(loss)
         self.say(
             f" validation loss at iteration {iteration} on test set | lm loss value: {loss:.6E} | "
@@ -239,7 +240,7 @@ def _spaced(name: str) -> str:
 
 
 def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console's line for one log event: Megatron's fields, then throughput and memory."""
+    """Return the console line of one log event: Megatron's fields, then throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

@@ -1,8 +1,8 @@
-"""How long each rank computes by itself: the forward pass of one micro batch a step, before ranks wait.
+"""The computation time of each rank: the forward pass of one micro batch per step, before ranks wait.
 
-The steps of all ranks take as long as those of the slowest one. What a rank does before it meets others
-differs: data, and the first micro batch through its own part of the model. Each rank measures that, on the
-device's clock where there is one, and one exchange a log event brings the numbers together.
+All ranks' steps take as long as the slowest rank's. Ranks differ in their work before they communicate: data
+loading, and the first micro batch through their part of the model. Each rank measures this, on the device's
+clock if there is one, and one exchange per log event collects the times.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STEPS = 20  # so many in a row are no chance
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The location of a rank.
 
     Attributes:
         host: its machine.
-        stage: of the pipeline, whose ranks compute alike.
+        stage: its pipeline stage; ranks of a stage compute the same.
     """
 
     host: str
@@ -37,10 +37,10 @@ class Place:
 
 
 class RankTimes:
-    """Measures one forward pass a step on this rank, and compares the ranks. Nothing of one that is alone.
+    """Measures one forward pass per step on this rank, and compares the ranks. Disabled for a single rank.
 
     Args:
-        measures: whether to; not where a step's kernels are recorded and replayed.
+        measures: whether to measure; not if a step's kernels are replayed as a graph.
     """
 
     def __init__(self, *, measures: bool) -> None:
@@ -53,11 +53,11 @@ class RankTimes:
             self.places = _places()
 
     def begin(self) -> None:
-        """Let the next forward pass be measured: a step begins."""
+        """Measure the next forward pass, because a step starts."""
         self._due = self._measures
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs a micro batch, measured where it is due."""
+        """Return a function that runs a micro batch and measures it if due."""
 
         @functools.wraps(step)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class RankTimes:
         return measured if self._measures else step
 
     def take(self) -> list[float]:
-        """Return the milliseconds of each rank since the last time; nothing without any. Collective."""
+        """Return the milliseconds of each rank since the last call; empty without any. Collective."""
         if not self._measures:
             return []
         marks, self._marks = self._marks, []
@@ -83,11 +83,11 @@ class RankTimes:
         return torch.cat(every).tolist()
 
     def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
-        """Return a line that names the ranks that have become slow, once each time.
+        """Return a log line that names ranks that have become slow, once each time.
 
         Args:
-            milliseconds: what ``take`` returned.
-            steps: how many they are of.
+            milliseconds: the result of ``take``.
+            steps: the number of steps that they cover.
         """
         found = slow_ranks(milliseconds, [place.stage for place in self.places])
         before = self._slow_steps

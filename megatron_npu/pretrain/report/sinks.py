@@ -19,9 +19,9 @@ class Sinks:
     """The sinks of a run. On ranks other than 0 every method is silent.
 
     Args:
-        args: the flags.
-        iteration: where the run begins.
-        start: what the JSON lines are to begin with, beside the device.
+        args: the run's flags.
+        iteration: the first iteration.
+        start: further values for the first JSON object, besides the device.
     """
 
     def __init__(self, args: Namespace, iteration: int, start: dict[str, Any]) -> None:
@@ -63,12 +63,13 @@ class Sinks:
             print(text, flush=True)
 
     def tick(self) -> None:
-        """Move the bar by one iteration."""
+        """Advance the progress bar by one iteration."""
         if self._bar is not None:
             self._bar.update()
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values; numbers that are not are null."""
+        """Append one JSON object: the event, its iteration and values; NaN and infinite values become
+        null."""
         self._iteration = iteration
         self._lines.write(event, iteration, values)
 
@@ -82,16 +83,16 @@ class Sinks:
             self._wandb.log(iteration, numbers)
 
     def past(self) -> history.History:
-        """Return what has been logged of the run and of those that it went on from; empty without a file."""
+        """Return the history of the run and of the runs that it resumed from; empty without a file."""
         if self._reader is None:
             return history.History()
         self._reader.update()
         return self._reader.history
 
     def draw(self) -> Path | None:
-        """Write the picture of the run up to here, if there is to be one; return its path.
+        """Draw the plot of the run so far, if enabled; return its path.
 
-        A picture that cannot be written is no reason to end a run: that is said, and the run continues.
+        If the plot cannot be written, this is logged and the run continues.
         """
         if not self.args.plot or not (past := self.past()).losses:
             return None
@@ -105,7 +106,7 @@ class Sinks:
         return path
 
     def end(self, reason: str) -> None:
-        """Note that the run has ended: why, or the kind of the error that ended it."""
+        """Record that the run has ended, with the reason or the type of the error."""
         self.write("end", self._iteration, {"ended_by": reason})
         self._went_well = reason in ENDS
 
@@ -119,7 +120,7 @@ class Sinks:
 
 
 def metrics_path(args: Namespace) -> Path | None:
-    """Return where the JSON lines go, None without a place for them."""
+    """Return the path of the JSON lines; None if they have no destination."""
     if args.json_log:
         return Path(args.json_log)
     directory = args.save or args.tensorboard_dir

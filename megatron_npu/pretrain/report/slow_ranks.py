@@ -1,4 +1,4 @@
-"""Which ranks compute more slowly than others that have the same to compute."""
+"""Find ranks that compute more slowly than others with the same work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SLOWER = 1.5  # than the median of ranks with the same layers
 
 
 def slow_ranks(milliseconds: Sequence[float], stages: Sequence[int]) -> Mapping[int, float]:
-    """Return the ranks that are slower than others with the same layers, and how many times."""
+    """Return the ranks that are slower than others with the same layers, with their factor."""
     if len(milliseconds) != len(stages):
         return {}
     found: dict[int, float] = {}

@@ -1,6 +1,6 @@
 """Move log entries after the last checkpoint of a killed run aside, so that each step occurs once.
 
-The lines are moved to ``NAME.superseded.jsonl`` beside the file, where nothing of them is lost.
+The lines are moved to ``NAME.superseded.jsonl`` beside the file, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _COUNTED = ("train", "validation", "sample", "rewind")  # events whose iteration
 
 
 def place_of(path: Path) -> Path:
-    """Return where the superseded lines of a file are."""
+    """Return the path of a file's superseded lines."""
     return path.with_name(f"{path.stem}.superseded{path.suffix or '.jsonl'}")
 
 
 def put_aside(path: Path, iteration: int) -> None:
-    """Move the lines of later iterations than the one at which a run begins out of a file of JSON lines.
+    """Move lines of later iterations than the first one of this run out of a JSON-lines file.
 
-    A line about an interval that ends later is cut there: the losses up to the iteration stay.
+    A line about an interval that ends later is shortened: the losses up to that iteration stay.
     """
     if not path.is_file():
         return

@@ -14,13 +14,13 @@ _PATIENCE = 600.0  # seconds that the end of a run waits for a server that is ou
 
 
 class WandbRun:
-    """The run there, with the flags as its configuration.
+    """The Weights & Biases run, with the flags as its configuration.
 
     Args:
-        args: what ``validation.check`` returned.
+        args: the result of ``validation.check``.
 
     Raises:
-        UsageError: the package cannot begin one: nobody is logged in, or the server is out of reach.
+        UsageError: no run can be started, because nobody is logged in or the server cannot be reached.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -50,16 +50,16 @@ class WandbRun:
 
     @staticmethod
     def of(args: Namespace) -> WandbRun | None:
-        """Return the run that the flags ask for; None: they do not."""
+        """Return the run that the flags request, or None."""
         return WandbRun(args) if getattr(args, "wandb_project", None) else None
 
     def log(self, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Give it the numbers of an iteration."""
+        """Log the values of an iteration."""
         if numbers:
             self._tried(self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Flush the remaining data, for ten minutes at most, and report whether the run has failed."""
+        """Flush remaining data, for at most ten minutes, and report whether the run failed."""
         self._tried(self._run.finish, exit_code=0 if went_well else 1)
 
     def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

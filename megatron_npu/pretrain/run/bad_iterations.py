@@ -1,8 +1,8 @@
 """Detect bad iterations before their update: repeat, skip, or rewind.
 
-``--rerun-mode validate_results`` is that of megatron-core's rerun state machine (0.16): an iteration with an
-unexpected result is computed again from the same state, to tell a device that computes wrongly from data or
-weights that are bad. What then happens is --loss-spike-policy's, which upstream does not have.
+``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
+an unexpected result is computed again from the same state, to distinguish a device that computes wrongly from
+bad data or weights. --loss-spike-policy, which upstream lacks, then selects what happens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ GONE_BACK = 3  # times to the same checkpoint
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with an iteration.
+    """The problem of an iteration.
 
     Attributes:
-        words: for the log and for errors.
-        is_leap: its loss and gradients are finite, and the loss spikes.
+        words: description for logs and errors.
+        is_leap: whether loss and gradients are finite but the loss spikes.
     """
 
     words: str
@@ -42,10 +42,10 @@ class Fault:
 
 
 class Replay(Iterator[Any]):
-    """Gives what an iterator gives, and what it has given since ``begin`` once more.
+    """An iterator that can repeat the items since ``begin``.
 
     Args:
-        source: of micro batches.
+        source: iterator of micro batches.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -58,23 +58,23 @@ class Replay(Iterator[Any]):
         return self._kept[self._at - 1]
 
     def begin(self) -> None:
-        """Forget what was given: an iteration begins."""
+        """Forget earlier items, because an iteration starts."""
         self._kept, self._at = [], 0
 
     def again(self) -> None:
-        """Give it once more."""
+        """Repeat the items."""
         self._at = 0
 
 
 class Guard:
-    """Judges each iteration before its update. Without the two flags it does nothing, and costs nothing.
+    """Judges each iteration before its update. Without the two flags it does nothing and costs nothing.
 
-    Otherwise each iteration waits for its loss: two small collectives, and one look at all gradients.
+    Otherwise each iteration waits for its loss, with two small collectives, and all gradients are checked.
 
     Args:
         args: the run's flags.
-        state: its model and optimizer.
-        spikes: what losses are usual.
+        state: model and optimizer.
+        spikes: the loss-spike detector.
         say: prints a line on rank 0.
     """
 
@@ -89,14 +89,14 @@ class Guard:
         self._data: list[Replay] = []
 
     def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
-        """Return a run's micro batches so that they can be given once more, if that may be needed."""
+        """Return a run's micro batches in a form that can be repeated, if that may be needed."""
         if found is None or not self.reruns:
             return found
         self._data = [Replay(each) for each in found]
         return [*self._data]
 
     def begin(self) -> None:
-        """Begin an iteration: keep what it takes to compute it again."""
+        """Start an iteration: store what is needed to compute it again."""
         if self.reruns:
             self._random = generators.state()
             for each in self._data:
@@ -105,15 +105,15 @@ class Guard:
     def judged(
         self, number: int, sums: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Judge an iteration whose gradients are complete. All ranks must call this, and get the same.
+        """Judge an iteration whose gradients are complete. All ranks must call this and get the same result.
 
         Args:
-            number: of the iteration, from 1.
-            sums: what ``Trainer._forward`` returned, [2].
-            compute: computes its gradients again, and returns the same.
+            number: number of the iteration, from 1.
+            sums: the result of ``Trainer._forward``, [2].
+            compute: computes its gradients again and returns the same kind of result.
 
         Returns:
-            The sums that count, and what is wrong with them.
+            The sums to use, and the problem, if any.
         """
         fault = self._fault(number, sums)
         if fault is not None and self.reruns:
@@ -168,10 +168,10 @@ class Guard:
         return second, self._fault(number, second)
 
     def leave_out(self, fault: Fault) -> None:
-        """Say that an update is left out.
+        """Log that an update is skipped.
 
         Raises:
-            DivergedError: too many were, one after the other.
+            DivergedError: too many consecutive updates were skipped.
         """
         self._left_out += 1
         if self._left_out > LEFT_OUT:
@@ -185,22 +185,22 @@ class Guard:
     def goes_back_to(self) -> int | None:
         """Return the iteration of this run's newest complete checkpoint, or None.
 
-        All ranks must call this, and get the same.
+        All ranks must call this and get the same result.
         """
         found = [whole_checkpoints.newest_whole(self.args.save) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, 0)
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run; return where it continues: behind the samples that it has seen.
+        """Load a checkpoint of this run; return where it continues, after the samples already used.
 
         Args:
-            iteration: of the checkpoint.
-            fault: what is wrong.
-            position: where the run stands, with the samples of the bad iteration.
+            iteration: iteration of the checkpoint.
+            fault: the problem.
+            position: the run's current position, including the samples of the bad iteration.
 
         Raises:
-            DivergedError: the run has been there too often.
+            DivergedError: the run has returned there too often.
         """
         self._gone_back[iteration] = times = self._gone_back.get(iteration, 0) + 1
         if times > GONE_BACK:

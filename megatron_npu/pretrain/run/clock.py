@@ -1,4 +1,4 @@
-"""How long training takes."""
+"""Measure the training time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_npu import devices
 
 
 class Clock:
-    """Seconds of training alone: stopped while a run evaluates, draws and saves. It begins stopped."""
+    """Seconds of training only: stopped while a run evaluates, generates samples and saves. It starts
+    stopped.
+    """
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -18,11 +20,11 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start or go on."""
+        """Start or continue."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Wait for the device, then stop; a stopped clock is unchanged."""
+        """Synchronize the device, then stop; no effect on a stopped clock."""
         if self._since is None:
             return
         devices.current().synchronize()
@@ -33,7 +35,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still inside the block, and then go on, unless it stood before."""
+        """Stop inside the block, and continue afterwards if it was running."""
         stood = self._since is None
         self.stop()
         try:

@@ -18,21 +18,21 @@ _NORMAL = 1.4826  # median absolute deviation -> standard deviation
 
 
 class DivergedError(RuntimeError):
-    """The gradient or the loss is not a number; going on would only spoil the weights."""
+    """The gradient or the loss is NaN or infinite; continuing would only damage the weights."""
 
 
 class Spikes:
-    """Tells losses that spike out of those before them. What is to be done about one is the caller's."""
+    """Detects loss spikes from previous losses. The caller decides what to do about them."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, last: int, losses: Sequence[float]) -> str | None:
-        """Take in the losses up to an iteration; return a line to be logged if one of them spikes.
+        """Add the losses up to an iteration; return a log line if one of them spikes.
 
         Args:
-            last: the number of the last of these iterations.
-            losses: in nats a token.
+            last: number of the last of these iterations.
+            losses: losses in nats per token.
         """
         found = None
         for number, loss in enumerate(losses, last - len(losses) + 1):
@@ -41,12 +41,12 @@ class Spikes:
         return found
 
     def take(self, loss: float) -> None:
-        """Take in the loss of an iteration that counts; one that is not finite does not."""
+        """Add the loss of a valid iteration; non-finite losses are ignored."""
         if math.isfinite(loss):
             self._usual.append(loss)
 
     def leap(self, number: int, loss: float) -> str | None:
-        """Return what is to be said of the loss of an iteration if it spikes; it is not taken in."""
+        """Return a log line if the loss of an iteration spikes; the loss is not added."""
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
@@ -61,7 +61,9 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Names the first module of a step whose output is not finite. Only in verify mode: each look waits."""
+    """Finds the first module of a step with a non-finite output. Only in verify mode, because each check
+    synchronizes.
+    """
 
     def __init__(self) -> None:
         self.watches = bool(settings.verified_operations())
@@ -69,11 +71,11 @@ class FirstNonFinite:
             verify.follow_modules()
 
     def forget(self) -> None:
-        """Begin a step."""
+        """Reset at the start of a step."""
         verify.forget_bad_output()
 
     def words(self) -> str:
-        """Return where it began, as a sentence."""
+        """Return a sentence about where it started."""
         if not self.watches:
             return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
         if (where := verify.first_bad_output()) is None:

@@ -28,20 +28,20 @@ class _TimeIsUpError(Exception):
 
 
 class Evaluation:
-    """Measures a model, leaving generators and training data untouched.
+    """Evaluates a model without affecting random generators and training data.
 
     Args:
-        args: what ``validation.check`` returned.
-        prepared: the model, and the data of training, validation and test.
+        args: the result of ``validation.check``.
+        prepared: the model, and the training, validation and test data.
         log: the run's log.
-        batches: returns micro batches of a dataset, behind so many samples of it.
-        forward: runs one global batch of them; returns this process's sum of losses and tokens, [2].
-        time_is_up: asked before each of them, by all ranks; a validation is given up then.
+        batches: returns micro batches of a dataset, starting after the given number of samples.
+        forward: processes one global batch; returns this process's sum of losses and number of tokens, [2].
+        time_is_up: called before each batch by all ranks; if true, the validation is abandoned.
 
     Attributes:
-        loss: of the last validation, of several sets their mean; None: there was none.
-        losses: of each of several sets, by its prefix.
-        test_loss: on --test-data-path; None: not measured yet.
+        loss: loss of the last validation (with several sets, their mean); None: there was none.
+        losses: loss of each of several sets, by its prefix.
+        test_loss: loss on --test-data-path; None: not measured yet.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Evaluation:
         self.test_loss: float | None = None
 
     def measure(self, position: Position) -> Position:
-        """Run everything that is due every --eval-interval; return the position after it."""
+        """Run everything that is due every --eval-interval; return the position afterwards."""
         try:
             position = self._validate(position)
         except _TimeIsUpError:

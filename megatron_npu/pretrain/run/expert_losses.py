@@ -22,7 +22,7 @@ LOSSES = (*_NAMES.values(), "z_loss")
 
 
 def names(args: Namespace) -> list[str]:
-    """Return megatron-core's names of the losses that a run has."""
+    """Return megatron-core's names of a run's balancing losses."""
     if args.num_experts is None:
         return []
     kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
@@ -39,11 +39,11 @@ def _name(kind: str, version: str) -> str:
 
 @dataclass(frozen=True)
 class ExpertLosses:
-    """The losses of a run.
+    """The balancing losses of a run.
 
     Attributes:
-        names: megatron-core's of those that the run has.
-        layers: whether each layer of the model has experts.
+        names: megatron-core's names of these losses.
+        layers: whether each layer has experts.
     """
 
     names: tuple[str, ...]
@@ -56,13 +56,12 @@ class ExpertLosses:
         return ExpertLosses(tuple(names(args)), layers)
 
     def take(self, micro_batches: int) -> dict[str, list[float]]:
-        """Return each loss of each layer with experts, a mean over what happened since the last time.
+        """Return each loss of each layer with experts, averaged since the last call.
 
-        Unweighted, as Megatron logs them: of the losses of balance 1 is perfect. A collective: all ranks
-        must call it.
+        Unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must call it.
 
         Args:
-            micro_batches: of a rank, since the last time.
+            micro_batches: micro batches per rank since the last call.
         """
         from megatron.core import parallel_state
 
@@ -82,7 +81,7 @@ class ExpertLosses:
         }
 
     def forget(self) -> None:
-        """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+        """Discard values left by an earlier run of this process, possibly with another number of layers."""
         if self.names:
             from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

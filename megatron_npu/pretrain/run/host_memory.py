@@ -14,14 +14,14 @@ _GROUP = Path("/sys/fs/cgroup")  # of a container, where version 2 of control gr
 
 
 def require(needed: int, what: str) -> None:
-    """Check that so much memory is available.
+    """Check that the given memory is available.
 
     Args:
-        needed: bytes.
-        what: what needs them.
+        needed: number of bytes.
+        what: what needs the memory.
 
     Raises:
-        UsageError: there is less.
+        UsageError: less is available.
     """
     free = available()
     if needed > free:
@@ -33,7 +33,7 @@ def require(needed: int, what: str) -> None:
 
 
 def available(group: Path = _GROUP) -> int:
-    """Return the bytes that this process can have before the system swaps or ends it."""
+    """Return the bytes that this process can allocate before the system swaps or kills it."""
     free = min(psutil.virtual_memory().available, _left_of_the_process())
     try:
         limit = int((group / "memory.max").read_text())

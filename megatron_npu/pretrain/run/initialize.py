@@ -20,7 +20,7 @@ from megatron_npu.pretrain.run import step_graph
 
 
 def silence_known_warnings() -> None:
-    """Silence, in this process, warnings that every start of megatron-core gives and no user can act on."""
+    """Silence warnings in this process that megatron-core always prints and users cannot act on."""
     # each module says what it falls back from (the plug-in brings it), and one warns of its own default
     known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
     warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
@@ -31,10 +31,10 @@ def silence_known_warnings() -> None:
 
 @contextlib.contextmanager
 def session(args: Namespace) -> Iterator[None]:
-    """Hold everything that a run needs around it: right numbers, groups, current device, seeds.
+    """Set up a run inside the block: bug fixes, process groups, current device, seeds.
 
     Args:
-        args: what ``validation.check`` returned.
+        args: the result of ``validation.check``.
     """
     from megatron.core import parallel_state
 
@@ -69,10 +69,10 @@ def session(args: Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Make torch use deterministic algorithms in the block if ``asked``.
+    """Use deterministic algorithms in torch inside the block if ``asked``.
 
-    Two variables are set that are not: cuBLAS is deterministic only with such a workspace (torch refuses it
-    otherwise), and NCCL's order of summation depends on its algorithm.
+    Two variables are set if they are unset: cuBLAS is deterministic only with such a workspace (otherwise
+    torch raises an error), and NCCL's order of summation depends on its algorithm.
     """
     before = torch.are_deterministic_algorithms_enabled()
     if asked:
@@ -104,7 +104,9 @@ def _init_process_group(args: Namespace) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, host, device and Megatron's tracker; pipeline stages differ, as in Megatron."""
+    """Seed Python, numpy, host, device and Megatron's tracker; pipeline stages use different seeds, as in
+    Megatron.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()

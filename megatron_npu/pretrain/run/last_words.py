@@ -23,14 +23,14 @@ _MORE = 3.0  # for the first rank of a machine, which is not that of rank 0
 
 
 def tell(command: str, failure: BaseException) -> int:
-    """Say in one line why a run has failed; return its exit code.
+    """Print one line about why a run failed; return its exit code.
 
     Args:
-        command: of this program.
+        command: name of the command.
         failure: one of ``FAILURES``.
 
     Raises:
-        OSError: the failure itself, where a user can do nothing about it and its traceback is needed.
+        OSError: the failure itself, if a user cannot act on it and the traceback is needed.
     """
     if not isinstance(failure, OSError):
         print(f"megatron-npu {command}: {failure}", file=sys.stderr)
@@ -42,10 +42,10 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return where a run that is interrupted can continue, as the end of a sentence.
+    """Return where an interrupted run can be resumed, as the end of a sentence.
 
     Args:
-        save: where its checkpoints are; None: nowhere, or nobody knows yet.
+        save: folder of its checkpoints; None: none, or not known yet.
     """
     if not save:
         return "; nothing was saved"
@@ -56,10 +56,10 @@ def what_is_saved(save: str | None) -> str:
 
 
 def wait_for_rank_0_to_report() -> None:
-    """Wait until rank 0 has failed: a launcher stops all ranks when the first one fails.
+    """Wait until rank 0 has failed, because a launcher stops all ranks when the first one fails.
 
-    Where the mistake is this rank's alone, nobody ends it, and it goes on to tell. So does the first rank of
-    another machine, whose launcher does not hear of rank 0 and ends the others there.
+    If only this rank is wrong, nothing ends it, and it continues to report. So does the first rank of another
+    machine, whose launcher does not notice rank 0 and ends the others there.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
     time.sleep(_SECONDS + (_MORE if os.environ.get("LOCAL_RANK", "0") != "0" else 0))

@@ -1,4 +1,4 @@
-"""Choose the parallel layout for a loaded model from the number of processes."""
+"""Select the parallel layout of a loaded model from the number of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE: dict[str, object] = {
 
 
 def copies(trained: Mapping[str, Any]) -> dict[str, object]:
-    """Return the flags of the layout in which each process that torchrun has started has a whole model."""
+    """Return the flags of a layout in which each process started by torchrun has the whole model."""
     return ALONE | {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "rank": int(os.environ.get("RANK", "0")),
@@ -45,14 +45,15 @@ def copies(trained: Mapping[str, Any]) -> dict[str, object]:
 def of_all_processes(
     trained: Mapping[str, Any], tensor: int | None = None, pipeline: int | None = None
 ) -> dict[str, object]:
-    """Return the flags of the layout in which all processes that torchrun has started share one model.
+    """Return the flags of a layout in which all processes started by torchrun share one model.
 
     Args:
         trained: the flags of the training.
-        tensor, pipeline: sizes; None: what the other leaves, and where both are None as in training.
+        tensor, pipeline: sizes; None: determined by the other; both None: as in training.
 
     Raises:
-        UsageError: the sizes do not multiply to the processes, or the model cannot be shared so.
+        UsageError: the product of the sizes is not the number of processes, or the model cannot be
+            partitioned like this.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if tensor is None and pipeline is None:

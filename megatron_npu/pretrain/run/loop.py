@@ -38,15 +38,15 @@ OnGradients = Callable[[int, list[torch.nn.Module]], None]
 
 
 class Trainer:
-    """Trains a model from a position on.
+    """Trains a model from a given position.
 
     Args:
-        args: what ``validation.check`` returned.
+        args: the result of ``validation.check``.
         prepared: model and data.
         log: the run's log.
-        on_gradients: called in each iteration with its number and the chunks of the model, when every
+        on_gradients: called in each iteration with its number and the model's chunks, when every
             ``main_grad`` is complete and before the optimizer's step.
-        began: when the command began, on the clock of ``time.monotonic``; None: now.
+        began: start time of the command on the clock of ``time.monotonic``; None: now.
     """
 
     # what a user can do about a NaN loss
@@ -86,7 +86,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train to the end, or to where a flag or signal ends it; evaluate and save; return how it went."""
+        """Train to the end, or until a flag or signal ends it; evaluate and save; return the outcome."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -107,15 +107,15 @@ class Trainer:
         return self.outcome
 
     def training_batches(self) -> data.Batches:
-        """Return micro batches of the training data, from where the run stands."""
+        """Return micro batches of the training data from the run's position on."""
         return data.training_batches(self.args, self.datasets.train, self.position.train_samples)
 
     def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
-        """Return micro batches to evaluate on, behind the first ``consumed`` samples."""
+        """Return micro batches for evaluation, starting after ``consumed`` samples."""
         return data.batches(self.args, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
-        """Run one micro batch through one chunk of the model; the signature is megatron-core's."""
+        """Run one micro batch through one model chunk; the signature is megatron-core's."""
         return _forward_step(batches, chunk, loss.wants_tokens_of_all_parts(self.args))
 
     def _iterate(self) -> None:

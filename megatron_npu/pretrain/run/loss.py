@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 
 def wants_tokens_of_all_parts(args: Namespace) -> bool:
-    """Return whether megatron-core wants the tokens of all context-parallel ranks' parts to divide by.
+    """Return whether megatron-core divides by the tokens of all context-parallel ranks.
 
-    Up to 0.12 it multiplies by the number of parts, in a mean over each micro batch.
+    Up to 0.12 it multiplies by the number of parts, with a mean over each micro batch.
     """
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     return args.context_parallel_size > 1 and not args.calculate_per_token_loss and version < (0, 13)
@@ -20,16 +20,16 @@ def wants_tokens_of_all_parts(args: Namespace) -> bool:
 def masked_sum(
     mask: torch.Tensor, output: torch.Tensor, of_all_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses, the number of tokens (int32), and both for the log, [2] fp32.
+    """Return the sum of losses, the number of tokens (int32), and both for the log, [2] fp32.
 
-    The number of tokens tells megatron-core how to average: over the tokens of this process's part of the
-    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients
-    would be counted once for each context-parallel rank.
+    The number of tokens determines megatron-core's average: over the tokens of this process's part of the
+    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients would
+    be counted once per context-parallel rank.
 
     Args:
-        mask: [b, s], 1 for each token that counts and 0 for the others.
-        output: [b, s], the loss of each token in nats.
-        of_all_parts: let the number of tokens be that of all context-parallel ranks.
+        mask: [b, s], 1 for tokens that count, else 0.
+        output: [b, s], loss of each token in nats.
+        of_all_parts: return the number of tokens of all context-parallel ranks.
     """
     mask = mask.view(-1).float()
     loss = torch.dot(output.view(-1).float(), mask)
@@ -44,13 +44,13 @@ def masked_sum(
 
 
 def means(sums: torch.Tensor) -> list[float]:
-    """Return the mean loss of each iteration over the tokens of all processes, in nats a token.
+    """Return the mean loss of each iteration over the tokens of all processes, in nats per token.
 
-    A collective: all ranks must call it, and all get the same.
+    A collective: all ranks must call it and get the same result.
 
     Args:
-        sums: [iterations, 2], this process's sum of losses and number of tokens of each; what processes
-            before the last pipeline stage give does not count.
+        sums: [iterations, 2], this process's sum of losses and number of tokens; values of pipeline stages
+            before the last are ignored.
     """
     from megatron.core import parallel_state
 
@@ -68,13 +68,13 @@ def means(sums: torch.Tensor) -> list[float]:
 
 
 def of_ranks(sums: torch.Tensor) -> dict[int, float]:
-    """Return each rank's own loss, the mean over the iterations of that over its tokens, in nats a token.
+    """Return each rank's mean loss over its tokens, averaged over the iterations, in nats per token.
 
-    Ranks that compute none of their own are left out: those before the last pipeline stage, and of
-    tensor-parallel ranks, which have the same, all but the first. A collective: all ranks must call it.
+    Ranks without a loss of their own are left out: pipeline stages before the last, and all tensor-parallel
+    ranks except the first. A collective: all ranks must call it.
 
     Args:
-        sums: [iterations, 2], this process's sum of losses and number of tokens of each.
+        sums: [iterations, 2], this process's sum of losses and number of tokens.
     """
     from megatron.core import parallel_state
 

@@ -11,12 +11,12 @@ from megatron_npu.pretrain.data.datasets import Datasets
 
 
 class Prepared(NamedTuple):
-    """A model that can be trained, and the data.
+    """A model to train, and its data.
 
     Attributes:
         state: model, optimizer and schedule.
         datasets: of training, validation and test samples.
-        position: where the run begins.
+        position: where the run starts.
     """
 
     state: State
@@ -26,19 +26,19 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How the loop ended.
+    """The outcome of the loop.
 
     Attributes:
-        position: where; until then, where it began.
-        loss_first, loss_last: training loss of the first and last iteration of this process's run.
-        validation_loss: of the last evaluation; of several sets their mean.
-        validation_losses: of each of several sets, by its prefix.
-        test_loss: of the evaluation at the end on --test-data-path.
-        seconds, steps: of training alone.
-        samples: of all ranks, in these steps.
-        first_seconds, first_steps, first_samples: the part of them up to the first log event, which includes
-            warming up.
-        checkpoint: the last one written.
+        position: where it ended.
+        loss_first, loss_last: training loss of the first and last iteration of this process.
+        validation_loss: loss of the last evaluation; with several sets their mean.
+        validation_losses: loss of each of several sets, by its prefix.
+        test_loss: loss of the final evaluation on --test-data-path.
+        seconds, steps: training only.
+        samples: samples of all ranks in these steps.
+        first_seconds, first_steps, first_samples: the part up to the first log event, which includes warming
+            up.
+        checkpoint: the last checkpoint written.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
     """
 
@@ -58,7 +58,7 @@ class Outcome:
     ended_by: str = "iterations"
 
     def samples_per_second(self) -> float | None:
-        """Return how many a step takes, warming up left out where there is more; None without a step."""
+        """Return the samples per second, without warming up if there is more; None without a step."""
         if self.steps > self.first_steps:
             return (self.samples - self.first_samples) / (self.seconds - self.first_seconds)
         return self.samples / self.seconds if self.steps else None

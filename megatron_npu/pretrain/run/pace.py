@@ -14,12 +14,12 @@ REMEMBERED = 500  # stretches between two lines of the log
 
 @dataclass(frozen=True)
 class Load:
-    """What one look at the process and its machine shows.
+    """A snapshot of the process and its machine.
 
     Attributes:
-        threads: of this process.
+        threads: number of threads of this process.
         switches: its voluntary context switches so far.
-        memory: resident, in bytes.
+        memory: resident memory in bytes.
         machine: the load average of the last minute.
     """
 
@@ -30,7 +30,7 @@ class Load:
 
     @staticmethod
     def now() -> Load:
-        """Look at this process."""
+        """Take a snapshot of this process."""
         import psutil
 
         process = psutil.Process()
@@ -51,10 +51,10 @@ class _Stretch:
 
 
 class Pace:
-    """Compares the steps of a run with the run's own median; says so once each time they have become slower.
+    """Compares a run's steps with their median; reports once each time they become slower.
 
     Args:
-        look: where a ``Load`` comes from.
+        look: returns a ``Load``.
     """
 
     def __init__(self, look: Callable[[], Load] = Load.now) -> None:
@@ -64,11 +64,11 @@ class Pace:
         self._slow: deque[_Stretch] = deque(maxlen=REMEMBERED)
 
     def note(self, seconds: float, steps: int) -> str | None:
-        """Take in a stretch of steps; return a line to be logged if they have become slower.
+        """Add a group of steps; return a log line if they have become slower.
 
         Args:
-            seconds: of the whole stretch.
-            steps: how many it had, 1 or more.
+            seconds: duration of the group.
+            steps: number of steps, at least 1.
         """
         load = self._look()
         stretch = _Stretch(steps, seconds / steps, (load.switches - self._before.switches) / steps, load)

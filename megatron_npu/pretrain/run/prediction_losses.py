@@ -20,18 +20,18 @@ class PredictionLosses:
     """The losses of a run.
 
     Attributes:
-        further: tokens that are predicted behind the next one.
+        further: number of further tokens that are predicted.
     """
 
     further: int
 
     @property
     def names(self) -> list[str]:
-        """The losses' names as upstream logs them: one for each further token."""
+        """Upstream's names of the losses, one per further token."""
         return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
 
     def take(self) -> dict[str, float]:
-        """Return each loss, a mean over the tokens since the last time; unweighted, in nats a token.
+        """Return each loss, averaged over the tokens since the last call; unweighted, in nats per token.
 
         A collective: all ranks must call it.
         """
@@ -46,7 +46,7 @@ class PredictionLosses:
         return dict(zip(self.names, (losses / tokens).tolist(), strict=True))
 
     def forget(self) -> None:
-        """Drop what an earlier run of this process has left, perhaps of another number of layers."""
+        """Discard values left by an earlier run of this process, possibly with another number of layers."""
         if self.further:
             _tracker().clear()
 

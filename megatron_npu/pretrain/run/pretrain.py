@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did; also in ``<save>/summary.json``. None: there was no such thing.
+    """The result of a run, also written to ``<save>/summary.json``. None: not applicable.
 
     Attributes:
         device, backend, upstream: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
-        simulated: whether the device is no hardware, so that times and throughput say nothing.
-        ledger: the patches, in one line.
-        world_size: processes.
-        parameters, parameters_without_embeddings: weights of the whole model.
-        active_parameters: those that compute one token; fewer where it does not take every expert.
-        iterations, consumed_samples: since the run first began.
-        loss_first, loss_last: training loss of the first and last iteration since the run first began, in
-            nats a token.
-        validation_loss, validation_perplexity: of the last evaluation; of several sets their mean.
-        validation_losses: of each of several sets, by its prefix.
-        test_loss: of the evaluation at the end on --test-data-path.
-        tokens_per_second, tflops_per_device: of this part of the run, without its first log event; of the
-            last log event of an earlier part if nothing was left to train.
-        peak_memory_bytes: of rank 0.
+        simulated: whether the device is simulated, so that times and throughput mean nothing.
+        ledger: the patch report in one line.
+        world_size: number of processes.
+        parameters, parameters_without_embeddings: numbers of weights of the whole model.
+        active_parameters: weights used per token; fewer with experts.
+        iterations, consumed_samples: since the start of the run.
+        loss_first, loss_last: training loss of the first and last iteration since the start of the run, in
+            nats per token.
+        validation_loss, validation_perplexity: of the last evaluation; with several sets their mean.
+        validation_losses: loss of each of several sets, by its prefix.
+        test_loss: loss of the final evaluation on --test-data-path.
+        tokens_per_second, tflops_per_device: of this part of the run without its first log event; of an
+            earlier part's last log event if nothing was left to train.
+        peak_memory_bytes: peak memory of rank 0.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
         checkpoint, plot, metrics: paths.
     """
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input, on rank 0 first; others tell it where nobody ends them in the meantime.
+        UsageError: bad input, reported by rank 0; other ranks report it if they are not ended meanwhile.
     """
     initialize.silence_known_warnings()
     args = None
@@ -110,17 +110,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summary:
-    """Train as the flags say.
+    """Train as specified by the flags.
 
     Args:
-        args: what ``arguments.parse`` returned.
-        on_gradients: called in each iteration with its number and the chunks of the model, when every
+        args: the result of ``arguments.parse``.
+        on_gradients: called in each iteration with its number and the model's chunks, when every
             ``main_grad`` is complete and before the optimizer's step.
 
     Raises:
         UsageError: bad input; nothing has been written.
-        DivergedError: the gradient is not a number any more.
-        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
+        DivergedError: the gradient is NaN or infinite.
+        ReplicasDifferError: data-parallel ranks have different weights or gradients.
     """
     began = time.monotonic()
     plugin.install()
@@ -147,21 +147,21 @@ def train_chunks(
     journal_of: Callable[[Namespace, int], log.Log] = log.Log,
     own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
-    """Train chunks of a model inside ``initialize.session``; return how it went, and what it was.
+    """Train model chunks inside ``initialize.session``; return the outcome and the summary.
 
     Args:
-        args: what ``validation.check`` returned.
-        config: the model's.
-        chunks: what ``model.wrapped`` returned.
-        datasets: of training, validation and test.
-        trainer: ``loop.Trainer``, or a kind of it.
-        journal_of: makes the log, given the iteration that the run resumes from.
-        own_config: text of ``config.yaml`` in ``--save``; None: this rank writes none.
+        args: the result of ``validation.check``.
+        config: the model's configuration.
+        chunks: the results of ``model.wrapped``.
+        datasets: training, validation and test data.
+        trainer: ``loop.Trainer`` or a subclass.
+        journal_of: creates the log for the first iteration.
+        own_config: text of ``config.yaml`` for ``--save``; None: this rank writes none.
 
     Raises:
-        UsageError: the checkpoint that the run is to resume from does not fit.
-        DivergedError: the gradient is not a number any more.
-        ReplicasDifferError: data-parallel ranks hold different weights or gradients.
+        UsageError: the checkpoint to resume from does not fit.
+        DivergedError: the gradient is NaN or infinite.
+        ReplicasDifferError: data-parallel ranks have different weights or gradients.
     """
     if args.load:
         place = RunPlan.of(args).load_from

@@ -1,7 +1,7 @@
 """Differences between a run and the checkpoint it resumes from, with their effects.
 
-One table: the log's block, docs/how-to/resume.md and the tests read it. What is refused is told by the checks
-(``checkpoint_compatibility``), and stands in the page alone.
+One table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are reported by the
+checks (``checkpoint_compatibility``) and listed only on the page.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SAMPLES = "the data are split into samples of another length, and the run conti
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that may change at a resume.
+    """A flag that may change on resume.
 
     Attributes:
         name: its attribute.
-        flag: as a user writes it.
-        effect: what another value does.
+        flag: its spelling.
+        effect: the effect of another value.
     """
 
     name: str
@@ -79,11 +79,11 @@ _LONGEST = 100  # characters of a value that are shown
 
 
 def since(found: CheckpointInfo, args: Namespace) -> list[str]:
-    """Return the block of the log, a line a difference; none where there is nothing to tell.
+    """Return the log lines, one per difference; empty without any.
 
     Args:
-        found: the checkpoint, which the driver has saved.
-        args: what ``validation.check`` returned.
+        found: a checkpoint of the built-in trainer.
+        args: the result of ``validation.check``.
     """
     lines = [*_differences(found.arguments, args)]
     if args.no_load_optim and found.has_optimizer and not args.finetune:

@@ -13,14 +13,14 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files, whole_checkpoints
 
 
 class Retention:
-    """Removes what is not to be kept, on rank 0, with --save-per-machine on one rank of each machine.
+    """Removes surplus checkpoints, on rank 0, or with --save-per-machine on one rank of each machine.
 
-    The newest, which has just been saved, always stays.
+    The checkpoint just saved is always kept.
 
-    Without --save-keep-last, the one that was the latest before is all that is removed, as upstream does.
+    Without --save-keep-last only the previous checkpoint is removed, as in upstream.
 
     Args:
-        args: what ``validation.check`` returned.
+        args: the result of ``validation.check``.
         say: prints a line.
     """
 
@@ -32,7 +32,7 @@ class Retention:
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
-        """Remove what is not to be kept, now that the checkpoint of an iteration is whole."""
+        """Remove surplus checkpoints after that of an iteration is complete."""
         if not self._acts:
             return
         before, self._before = self._before, path

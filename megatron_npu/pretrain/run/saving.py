@@ -16,16 +16,16 @@ from megatron_npu.pretrain.run.retention import Retention
 
 
 class Saving:
-    """Writes checkpoints into ``--save``. A context: an error abandons the one that is being written.
+    """Writes checkpoints to ``--save``. As a context manager it abandons an unfinished one on an error.
 
     Args:
-        args: what ``validation.check`` returned.
-        state: what they hold.
-        clock: of the training, which stands in the meantime.
+        args: the result of ``validation.check``.
+        state: the state to save.
+        clock: the training clock, which is paused meanwhile.
         log: the run's log.
 
     Attributes:
-        last: the newest that is whole, of those that this has written.
+        last: the newest complete checkpoint written here.
     """
 
     def __init__(self, args: Namespace, state: State, clock: Clock, log: Log) -> None:
@@ -35,10 +35,10 @@ class Saving:
         self._writers = AsyncSaves(args, self._saved) if args.async_save else None
 
     def save(self, position: Position) -> None:
-        """Write the checkpoint of a position, or with --async-save begin to. Collective.
+        """Write the checkpoint of a position, or start writing it with --async-save. Collective.
 
         Raises:
-            UnsavedError: it cannot be written, or the one before could not.
+            UnsavedError: it, or the previous one, could not be written.
         """
         try:
             with self.clock.paused(), gathered(self.state.model, overlaps=self.args.overlap_param_gather):
@@ -50,7 +50,7 @@ class Saving:
         return self._saved(path, position.iteration)
 
     def save_last(self, position: Position) -> None:
-        """Write that of the run's end, unless it has been, and wait for it. Collective.
+        """Write the final checkpoint if it is not written yet, and wait for it. Collective.
 
         Raises:
             UnsavedError: see ``save``.
@@ -60,20 +60,20 @@ class Saving:
             self.wait()
 
     def take_finished(self) -> None:
-        """Complete what others have written in the meantime. Collective.
+        """Complete a checkpoint whose background writers have finished. Collective.
 
         Raises:
-            UnsavedError: they could not.
+            UnsavedError: it could not be written.
         """
         if self._writers is not None and self._writers.busy:
             with self.clock.paused():
                 self._writers.take_finished()
 
     def wait(self) -> None:
-        """Wait for the writing processes. Collective.
+        """Wait for the background writers. Collective.
 
         Raises:
-            UnsavedError: they could not.
+            UnsavedError: the checkpoint could not be written.
         """
         if self._writers is not None:
             with self.clock.paused():

@@ -1,8 +1,8 @@
 """Forward and backward of a step as one CUDA graph: --cuda-graph-impl local.
 
-The host then launches one graph in place of thousands of kernels: steps whose kernels are shorter than the
-Python between them take the time of the kernels. What upstream's wrapper does (``full_cuda_graph.py``,
-megatron-core 0.16.1), for megatron-core of any version and without TransformerEngine.
+The host then launches one graph instead of thousands of kernels, so steps whose kernels are shorter than the
+Python code between them take only the time of the kernels. It does what upstream's wrapper does
+(``full_cuda_graph.py``, megatron-core 0.16.1), for any megatron-core version and without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Compute = Callable[..., list[torch.Tensor]]
 
 @contextlib.contextmanager
 def on_its_stream(args: Namespace) -> Iterator[None]:
-    """Let the run use a stream that can be captured, from before its model is built, if a graph is asked for.
+    """Select a stream that can be captured, before the model is built, if a graph is requested.
 
-    CUDA's default stream cannot, and autograd adds a gradient up on the stream on which the weight was first
-    used.
+    CUDA's default stream cannot be captured, and autograd accumulates a gradient on the stream on which the
+    weight was first used.
     """
     if args.cuda_graph_impl == "none":
         yield
@@ -37,10 +37,10 @@ def on_its_stream(args: Namespace) -> Iterator[None]:
 
 
 class StepGraph:
-    """Stands for megatron-core's ``forward_backward_func`` of a model without a pipeline.
+    """Replaces megatron-core's ``forward_backward_func`` for a model without a pipeline.
 
     A graph is captured after ``WARM_UP`` steps, and again when the number of micro batches changes (a batch
-    ramp). Evaluation runs as it is.
+    ramp). Evaluation is not captured.
 
     Args:
         compute: megatron-core's function.
@@ -61,7 +61,7 @@ class StepGraph:
         forward_only: bool,
         **others: Any,
     ) -> list[torch.Tensor]:
-        """Return what ``compute`` does: of each micro batch, its sum of losses and of tokens, [2]."""
+        """Return the result of ``compute``: for each micro batch, its sum of losses and of tokens, [2]."""
         others |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         if forward_only:
             return self._compute(data_iterator=data_iterator, **others)

@@ -17,13 +17,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Remembers some signals inside the block, so that the loop can end between two iterations.
+    """Records signals inside the block, so that the loop can end between two iterations.
 
-    A second signal of the same kind does what it always does: it ends the process at once.
+    A second signal of the same kind has its default effect and ends the process at once.
 
     Args:
-        enabled: whether it does so at all.
-        signals: which; SIGTERM and Ctrl-C.
+        enabled: whether signals are recorded.
+        signals: the signals; by default SIGTERM and Ctrl-C.
     """
 
     def __init__(self, enabled: bool, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -45,23 +45,25 @@ class Termination:
         signal.signal(number, self._before[signal.Signals(number)])
 
     def requested(self) -> bool:
-        """Return whether any process has received one; all ranks must call this."""
+        """Return whether any process has received a signal; all ranks must call this."""
         return _anywhere(self._received) if self.enabled else self._received
 
 
 class Deadline:
-    """The time that a run may take (``--exit-duration-in-mins``).
+    """The time limit of a run (``--exit-duration-in-mins``).
 
     Args:
-        minutes: None: there is no limit, and nothing is asked.
-        began: when the command began, on the clock of ``time.monotonic``.
+        minutes: the limit; None: no limit, and no communication.
+        began: start time of the command on the clock of ``time.monotonic``.
     """
 
     def __init__(self, minutes: int | None, began: float) -> None:
         self._end = None if minutes is None else began + 60 * minutes
 
     def has_passed(self) -> bool:
-        """Return whether it has on any process, so that all end together; all ranks must call this."""
+        """Return whether the limit has passed on any process, so that all end together; all ranks must call
+        this.
+        """
         return self._end is not None and _anywhere(time.monotonic() > self._end)
 
 
