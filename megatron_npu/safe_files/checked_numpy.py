@@ -1,9 +1,9 @@
 """Check numpy values in a file before they are built.
 
-A checkpoint keeps arrays (the state of numpy's random generator) as calls of numpy's own ``_reconstruct``,
-``scalar`` and ``__setstate__``, and torch's reader makes those calls when told that numpy's names are
-harmless. They are not: ``numpy.dtype.__setstate__`` takes flags, fields and sizes as they come (numpy 2), and
-a changed byte can end the process with a segmentation fault. ``ENTRIES`` are for torch's reader instead.
+A checkpoint stores arrays (the state of numpy's random generator) as calls of numpy's ``_reconstruct``,
+``scalar`` and ``__setstate__``, which torch's reader executes if numpy's names are declared safe. They are
+not safe: ``numpy.dtype.__setstate__`` does not check flags, fields and sizes (numpy 2), so a changed byte can
+cause a segmentation fault. ``ENTRIES`` replace them in torch's reader.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _check(fits: bool, what: str) -> None:
 
 
 class CheckedDtype:
-    """Stands for ``numpy.dtype``: one of a kind of numbers, and its byte order.
+    """Replaces ``numpy.dtype``: a numeric type and its byte order.
 
     Attributes:
-        dtype: what it stands for.
+        dtype: the dtype.
     """
 
     def __init__(self, kind: object, align: object = False, copy: object = True) -> None:
@@ -38,17 +38,17 @@ class CheckedDtype:
         self.dtype = np.dtype(str(kind))
 
     def __setstate__(self, state: Any) -> None:
-        """Take the byte order of ``(version, byte order, None, None, None, …)``; refuse fields."""
+        """Accept the byte order of ``(version, byte order, None, None, None, …)``; reject fields."""
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
         _check(plain and not any(field is not None for field in state[2:5]), "a dtype with several fields")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class CheckedArray(np.ndarray):
-    """Stands for ``numpy.ndarray``: numbers, as many as the shape says."""
+    """Replaces ``numpy.ndarray``: as many numbers as the shape requires."""
 
     def __setstate__(self, state: Any) -> None:
-        """Take ``(version, shape, dtype, whether Fortran's order, bytes)``."""
+        """Accept ``(version, shape, dtype, Fortran order, bytes)``."""
         _check(isinstance(state, tuple) and len(state) == 5, "an array with another layout")
         _, shape, kind, fortran, content = state
         _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "a shape")
@@ -59,7 +59,7 @@ class CheckedArray(np.ndarray):
         super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        """Write a plain array."""
+        """Pickle it as a plain array."""
         return self.view(np.ndarray).__reduce__()
 
 

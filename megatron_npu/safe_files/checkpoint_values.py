@@ -16,15 +16,15 @@ from megatron_npu.safe_files import safe_load
 
 @contextlib.contextmanager
 def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
-    """Restrict upstream's checkpoint loading in the block to tensors, numbers and arguments.
+    """Restrict upstream's checkpoint loading inside the block to tensors, numbers and arguments.
 
     Args:
-        load_dir: the folder of the checkpoint.
-        kinds: classes that this checkout keeps besides (``harmless``).
+        load_dir: folder of the checkpoint.
+        kinds: further classes that this checkout stores (``harmless``).
 
     Raises:
-        UsageError: it holds something else, or cannot be read; upstream prints the error and ends with
-            exit code 0.
+        UsageError: it contains something else, or cannot be read; upstream would print the error and exit
+            with code 0.
     """
     with safe_load.allowing(*harmless(), *kinds), safe_load.weights_only():
         try:
@@ -40,7 +40,7 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
 
 
 def harmless() -> list[Any]:
-    """Return what torch may build of them: arguments, numpy's random state, loss scalers of old."""
+    """Return the types that torch may build: arguments, numpy's random state, old loss scalers."""
     from megatron.fp16_deprecated import loss_scaler
 
     multiarray = getattr(numpy, "_core", None) or numpy.core

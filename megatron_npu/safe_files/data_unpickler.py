@@ -1,8 +1,8 @@
 """A pickle reader that builds only plain data.
 
-C's gives a state to classes and enumerations too, and so changes them for the whole process
-(``PosixPath._str`` is what every path says of itself); and it makes a table (to 3.14) as long as the largest
-number that a value is remembered by: six bytes of a file are 26 GB.
+C's unpickler can set state on classes and enumerations too, which changes them for the whole process
+(``PosixPath._str`` determines what every path prints); and (up to 3.14) it allocates a memo table as long as
+the largest memo number, so six bytes of a file can allocate 26 GB.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Any, ClassVar
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Base of readers that say in ``find_class`` what a file may build, and in ``check_change`` on what."""
+    """Base class of readers: ``find_class`` defines what a file may build, and ``check_change`` on what it
+    may set state.
+    """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise the reader's error if ``made`` was not created by this file, so its state must not be set."""
+        """Raise the reader's error if this file did not create ``made``, so its state must not be set."""
         raise NotImplementedError
 
     def load_build(self) -> None:
-        """Give a state to what this file has made."""
+        """Set the state of an object that this file created."""
         self.check_change(self.stack[-2])
         super().load_build()  # type: ignore[misc]  # typeshed does not know it
 

@@ -1,7 +1,8 @@
-"""The index of ``--dataset-impl lazy`` and ``cached``, Megatron-LM's of 2019 to 2023, read as today's.
+"""The index of ``--dataset-impl lazy`` and ``cached`` of Megatron-LM of 2019 to 2023, converted to the
+current format.
 
-Both have one format, and differ in how upstream reads them. The ``.bin`` is that of ``mmap``: the tokens of
-all sequences. The ``.idx``, little-endian (``megatron/data/indexed_dataset.py`` of 285068c8):
+Both use one format and differ in how upstream reads it. The ``.bin`` is that of ``mmap``: the tokens of all
+sequences. The ``.idx``, little-endian (``megatron/data/indexed_dataset.py`` of 285068c8):
 
 ====================  =====================================================================
 8 bytes               ``TNTIDX`` and two zeros
@@ -52,8 +53,8 @@ def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int)
 
     Args:
         lengths: [S] tokens of each sequence.
-        sequences: [documents] sequences of each document.
-        code, itemsize: of the token type.
+        sequences: [documents] number of sequences of each document.
+        code, itemsize: code and size of the token type.
     """
     count = len(lengths)
     yield HEADER.pack(MAGIC, VERSION, code, itemsize, count, count, len(sequences) + 1)
@@ -67,12 +68,13 @@ def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int)
 
 @contextlib.contextmanager
 def mapped(index: str | Path) -> Iterator[str | Path]:
-    """Give the path of an index of today's format: the file itself, or one that says the same for a while.
+    """Yield the path of an index in the current format: the file itself, or a temporary conversion.
 
-    What has been mapped of it stays when it is gone.
+    Memory maps of a temporary file remain valid after its removal.
 
     Raises:
-        UsageError: an index of ``lazy`` or ``cached`` that is damaged, or tells what today's cannot.
+        UsageError: an index of ``lazy`` or ``cached`` is damaged, or cannot be expressed in the current
+            format.
     """
     if not is_lazy(index):
         yield index

@@ -1,7 +1,7 @@
 """Load files written by torch or pickle without executing code.
 
-``read`` is for files of Megatron-LM: what they name of Megatron and Python is replaced by inert values, and
-a name that is not on a list is refused. ``allowing`` is for upstream's own reading.
+``read`` is for files of Megatron-LM: Megatron and Python types become inert values, and names that are not on
+a list are rejected. ``allowing`` is for upstream's own loading.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ _NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
 
 
 class Inert:
-    """Stands for a value whose class is not imported.
+    """Replaces a value whose class is not imported.
 
     Attributes:
-        given: what the class would have been called with.
+        given: the arguments for the class.
     """
 
     def __init__(self, *given: object) -> None:
         self.given = given
 
     def __setstate__(self, state: object) -> None:
-        """Forget what the class would have been told further."""
+        """Ignore the state."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.given}"
 
 
 def read(file: Path, harmless: frozenset[str]) -> Any:
-    """Return what ``torch.save`` has put into a file; nothing in it is executed.
+    """Return the content that ``torch.save`` wrote to a file; nothing in it is executed.
 
-    Tensors are on the host, mapped from the file where its format allows it.
+    Tensors are on the host, memory-mapped if the format allows it.
 
     Args:
-        harmless: names of classes and functions that may occur. ``argparse.Namespace`` is built, the others
-            are ``Inert`` values.
+        harmless: accepted names of classes and functions. ``argparse.Namespace`` is built, the others become
+            ``Inert`` values.
 
     Raises:
-        UsageError: it is broken, or names something else.
+        UsageError: it is damaged, or names something else.
     """
     return _read(file, file, harmless, mmap=_is_archive(file))
 
@@ -85,7 +85,9 @@ def _is_archive(file: Path) -> bool:
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
-    """Return what ``read`` does of bytes that are a part of ``file``, and in it what ``torch.save`` wrote."""
+    """Return the result of ``read`` for bytes that are a part of ``file``, including nested ``torch.save``
+    content.
+    """
     return _read(io.BytesIO(content), file, harmless, mmap=False)
 
 
@@ -105,14 +107,14 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return what torch refused to build, or why it could not read at all; one line."""
+    """Return the name that torch refused to build, or a one-line reason why it could not read."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"it names {named[1]}" if named else text
 
 
 def names_in_pickle(stream: IO[bytes]) -> set[str]:
-    """Return what a pickle names, without running it; nothing if it is none."""
+    """Return the names in a pickle without executing it; empty if it is not a pickle."""
     found: set[str] = set()
     texts: list[str] = []
     try:
@@ -130,9 +132,9 @@ def names_in_pickle(stream: IO[bytes]) -> set[str]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Make ``torch.load`` read data only, whatever it is called with and the environment asks for.
+    """Make ``torch.load`` read only data, regardless of its arguments and the environment.
 
-    What is numpy's among it is looked at before it is built, see ``checked_numpy``.
+    numpy values are checked before they are built, see ``checked_numpy``.
     """
     names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
     former = {name: os.environ.pop(name, None) for name in names}
@@ -155,7 +157,7 @@ def _is_numpys(entry: Any) -> bool:
 
 
 def refusal(file: Path, reason: str) -> UsageError:
-    """Return the error for a file that is not read."""
+    """Return the error for a rejected file."""
     return UsageError(
         f"{file}: {reason}", "types that Megatron-LM saves", "Do not load it if you do not trust it."
     )
@@ -163,14 +165,14 @@ def refusal(file: Path, reason: str) -> UsageError:
 
 @contextlib.contextmanager
 def allowing(*entries: Any, alone: bool = False) -> Iterator[None]:
-    """Let torch build these, and afterwards what it was allowed before.
+    """Let torch build these types inside the block, and restore its earlier list afterwards.
 
-    ``torch.serialization.safe_globals`` (2.13) forbids afterwards what it was given, even what was allowed
+    ``torch.serialization.safe_globals`` (2.13) removes its entries afterwards, even if they were allowed
     before; megatron-core allows its classes for the whole process when it is imported.
 
     Args:
-        entries: classes and functions, or pairs of one with the name that it has in the file.
-        alone: and nothing else.
+        entries: classes and functions, or pairs with their names in the file.
+        alone: allow nothing else.
     """
     before = serialization.get_safe_globals()
     if alone:

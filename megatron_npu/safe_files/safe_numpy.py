@@ -1,6 +1,6 @@
 """numpy for upstream modules with index files: no pickle, atomic writes.
 
-It stands in those modules' globals under their name for it; every other name is numpy's own.
+It replaces numpy in those modules' globals; all other names are numpy's own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MAGIC = b"\x93NUMPY"
 
 
 class DamagedIndexError(UsageError, ValueError):
-    """An index file that is not what upstream writes.
+    """An index file has content that upstream does not write.
 
     Args:
         file: its path.
-        reason: what is wrong with it.
+        reason: the problem.
     """
 
     def __init__(self, file: str | Path, reason: str) -> None:
@@ -38,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
 
 def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-    """``numpy.load`` that never unpickles.
+    """``numpy.load`` without unpickling.
 
     Raises:
-        DamagedIndexError: it is truncated, or not numpy's.
-        UsageError: it holds Python objects.
+        DamagedIndexError: it is truncated, or not a numpy file.
+        UsageError: it contains Python objects.
     """
     try:
         return numpy.load(file, *args, **{**kwargs, "allow_pickle": False})
@@ -74,10 +74,10 @@ def _pickled(file: Path) -> set[str]:
 
 
 def save(file: str, array: Any, **_: Any) -> None:
-    """``numpy.save`` under a temporary name that is renamed when the array is complete.
+    """``numpy.save`` to a temporary file that is renamed when the array is complete.
 
     Raises:
-        ValueError: the array holds Python objects.
+        ValueError: the array contains Python objects.
     """
     name = file if file.endswith(".npy") else file + ".npy"
     with files.writing(name) as stream:

@@ -1,6 +1,6 @@
 """pickle for upstream modules with pickled arrays: builds only numbers, strings, dicts and arrays.
 
-It stands in those modules' globals under their name for it; every other name is pickle's own.
+It replaces pickle in those modules' globals; all other names are pickle's own.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def __getattr__(name: str) -> Any:
 
 
 def load(stream: IO[bytes]) -> Any:
-    """``pickle.load`` of data.
+    """``pickle.load`` that builds only data.
 
     Raises:
-        UsageError: it is broken, or names something else.
+        UsageError: it is damaged, or names something else.
     """
     try:
         return _ArrayUnpickler(io.BytesIO(stream.read())).load()

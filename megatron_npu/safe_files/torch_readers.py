@@ -1,9 +1,9 @@
 """Restrict the types that torch's distributed checkpoint reader may unpickle.
 
-``torch.distributed.checkpoint`` unpickles two things without restraint: ``.metadata``, and what is no tensor
-inside a ``.distcp`` (states of random generators, for instance). While the guard is on, torch's two modules
-see a ``pickle`` and a ``torch.load`` that build types of a list alone. Every way to such a checkpoint goes
-through them: the driver, the stock scripts of megatron-core, their tools.
+``torch.distributed.checkpoint`` unpickles two things without restrictions: ``.metadata``, and non-tensors
+inside a ``.distcp`` (such as random generator states). While the guard is on, torch's two modules see a
+``pickle`` and a ``torch.load`` that only build listed types. All readers of such checkpoints use them: the
+built-in trainer, the stock scripts of megatron-core, their tools.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _replaced = Replaced()
 
 
 def refusal(what: str, reason: str) -> UsageError:
-    """Return the error for a part of a checkpoint that is not read, and remember it for ``last_refusal``.
+    """Return the error for a rejected part of a checkpoint, and store it for ``last_refusal``.
 
     Args:
         what: the part.
-        reason: why, such as ``it names os.system``.
+        reason: the reason, such as ``it names os.system``.
     """
     error = UsageError(
         f"{what}: {reason[:_MANY]}",
@@ -65,7 +65,7 @@ def refusal(what: str, reason: str) -> UsageError:
 
 
 def last_refusal() -> UsageError | None:
-    """Return what was refused since the last call: torch makes a text of it on the way out."""
+    """Return the error stored since the last call, because torch only passes its text on."""
     return _refusals.pop() if _refusals else None
 
 
@@ -111,24 +111,24 @@ def _load_metadata(stream: IO[bytes]) -> Any:
 
 
 def require_no_code(folder: Path) -> None:
-    """Look at the index of a distributed checkpoint, whether or not it can be used.
+    """Check the index of a distributed checkpoint, whether or not it can be used.
 
     Raises:
-        UsageError: it names what may not be built.
+        UsageError: it names a type that must not be built.
     """
     with contextlib.suppress(OSError, ValueError), (folder / ".metadata").open("rb") as stream:
         _load_metadata(stream)
 
 
 def stored_value(folder: Path, key: str) -> bytes:
-    """Return the bytes that a distributed checkpoint keeps of a value that is no tensor; none is unpickled.
+    """Return the stored bytes of a non-tensor value of a distributed checkpoint, without unpickling.
 
     Args:
-        folder: the checkpoint's own.
-        key: of the value, such as ``common_state/shard_0_1``.
+        folder: the checkpoint's directory.
+        key: name of the value, such as ``common_state/shard_0_1``.
 
     Raises:
-        UsageError: its index cannot be read or has no such value; or the value is in none of its files.
+        UsageError: the index cannot be read or lacks the value, or no file contains it.
     """
     try:
         with (folder / ".metadata").open("rb") as stream:
@@ -148,9 +148,11 @@ def stored_value(folder: Path, key: str) -> bytes:
 
 @functools.cache
 def allow_values() -> None:
-    """Let torch build what scripts of Megatron keep beside tensors, as megatron-core does from 0.14 on.
+    """Let torch build the values that Megatron scripts store beside tensors, as megatron-core does from 0.14
+    on.
 
-    What only a newer Megatron has, an enumeration of 0.18 say, is an inert value: weights do not need it.
+    Types that only a newer Megatron has, such as an enumeration of 0.18, become inert values, because weights
+    do not need them.
     """
     for name in sorted(safe_load.OF_STOCK_SCRIPTS | {"_io.BytesIO"}):
         module, _, kind = name.rpartition(".")
@@ -193,7 +195,8 @@ def guard(of_megatron: bool = True) -> None:
     """Restrict torch's reader to the listed types.
 
     Args:
-        of_megatron: those that scripts of Megatron keep beside tensors too, for which Megatron is imported.
+        of_megatron: also allow the types that Megatron scripts store beside tensors, for which Megatron is
+            imported.
     """
     from torch.distributed.checkpoint import default_planner, filesystem
 
@@ -208,9 +211,9 @@ def _put(place: ModuleType, name: str, **own: Any) -> None:
 
 @contextlib.contextmanager
 def without_logged_tracebacks() -> Iterator[None]:
-    """Keep torch in the block from logging a traceback for a ``.metadata`` that it cannot read.
+    """Prevent torch from logging a traceback for an unreadable ``.metadata`` inside the block.
 
-    The error that it raises then says the same.
+    The error that it raises contains the same information.
     """
     root = logging.getLogger()
     root.addFilter(_not_of_torchs_loader)
@@ -230,5 +233,5 @@ def guarding() -> bool:
 
 
 def release() -> None:
-    """Give torch's reader its own modules back."""
+    """Restore torch's own modules in its reader."""
     _replaced.undo()

@@ -67,7 +67,7 @@ class Job:
         scored: number of most likely tokens per prompt position; None: prompts are not scored.
         events: pieces, then None at the end, or an error instead. Scores of the prompts come first.
         loop: event loop of the client's task.
-        cancelled: set when the client is gone.
+        cancelled: set when the client has disconnected.
     """
 
     prompts: list[list[int]]
@@ -79,20 +79,20 @@ class Job:
     cancelled: bool = False
 
     def tell(self, event: Event) -> None:
-        """Hand an event to the client's task. Called in the engine's thread."""
+        """Send an event to the client's task. Called in the engine's thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Engine:
-    """Draws for one job after another.
+    """Processes one job after another.
 
     Args:
-        model: whose texts they are.
-        leader: of the model's ranks.
-        most_waiting: jobs that may wait; one more is drawn for.
+        model: the model that generates.
+        leader: the sampler of the model's ranks.
+        most_waiting: maximum number of waiting jobs, besides the current one.
 
     Attributes:
-        jobs, tokens: ended and drawn so far.
+        jobs, tokens: numbers of completed jobs and generated tokens.
     """
 
     def __init__(self, model: TrainedModel, leader: Leader, most_waiting: int) -> None:
@@ -104,14 +104,14 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Jobs that are not done, the one that is drawn for included."""
+        """Number of unfinished jobs, including the current one."""
         return len(self._open)
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue.
+        """Add a job to the queue.
 
         Raises:
-            BadRequestError: too many wait already (429), or the server is stopping (503).
+            BadRequestError: too many jobs are waiting (429), or the server is stopping (503).
         """
         self.require_going()
         if len(self._open) > self._most:
@@ -120,7 +120,7 @@ class Engine:
         self._queue.put(job)
 
     def require_going(self) -> None:
-        """Check that the server is to answer.
+        """Check that the server is not stopping.
 
         Raises:
             BadRequestError: it is stopping (503).
@@ -129,12 +129,12 @@ class Engine:
             raise _stopping()
 
     def stop(self) -> None:
-        """End the text that is drawn at its next token, refuse what waits, and have ``run`` return."""
+        """End the current text at its next token, reject waiting jobs, and make ``run`` return."""
         self._stopping = True
         self._queue.put(None)
 
     def run(self) -> None:
-        """Draw until ``stop`` is called; on rank 0, in the thread that has loaded the model."""
+        """Process jobs until ``stop`` is called; on rank 0, in the thread that loaded the model."""
         while (job := self._next()) is not None:
             self._finish(job)
         while not self._queue.empty():
@@ -166,7 +166,7 @@ class Engine:
             job.tell(end)
 
     def ends(self, job: Job) -> bool:
-        """Return whether nobody waits for more of a job."""
+        """Return whether no client waits for more of a job."""
         return job.cancelled or self._stopping
 
 
@@ -215,7 +215,7 @@ def new_job(
     """Return a job whose prompts fit the model; see ``Job``.
 
     Raises:
-        BadRequestError: one does not.
+        BadRequestError: a prompt does not fit.
     """
     positions = model.sampler.positions
     for prompt in prompts:

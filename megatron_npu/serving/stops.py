@@ -1,4 +1,4 @@
-"""Texts that end a text: pieces pass through, and what may be the beginning of such a text is held back."""
+"""Stop strings: pass pieces on, and hold back text that may be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Watches one text for the first of several texts that end it.
+    """Watches a text for the first of several stop strings.
 
     Args:
-        stops: not empty ones.
+        stops: non-empty strings.
 
     Attributes:
-        found: whether one has come; nothing passes from then on.
+        found: whether one was found; nothing is passed on afterwards.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class Stops:
         self.found = False
 
     def passed(self, piece: str) -> str:
-        """Return what is certain to be part of the text, now that ``piece`` has come."""
+        """Return the text that is certain after ``piece`` was added."""
         if self.found:
             return ""
         text = self._held + piece
@@ -34,7 +34,7 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return what was held back, when the text has ended without one of them."""
+        """Return the text held back when the text ended without a stop string."""
         return self._held
 
     def _beginning(self, text: str) -> int:

@@ -12,16 +12,16 @@ def find(
     roles: Mapping[str, Collection[str]],
     said: Collection[tuple[str, str]],
 ) -> dict[str, str]:
-    """Return the column of each role.
+    """Return the column for each role.
 
     Args:
-        there: the columns of each part.
-        roles: what the task needs, with the usual names of each, the likeliest first; a role without any is
-            left out unless it is said.
-        said: the roles and names of ``--columns``.
+        there: the columns of each split.
+        roles: the task's roles with their usual column names, most likely first; a role without names is only
+            used if it is given.
+        said: roles and names from ``--columns``.
 
     Raises:
-        UsageError: a column is missing from a part, or a role is none of the task's.
+        UsageError: a column is missing in a split, or the task has no such role.
     """
     columns = _said(said, roles)
     for role, usual in roles.items():

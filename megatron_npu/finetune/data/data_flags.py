@@ -25,7 +25,7 @@ def _role_and_name(text: str) -> tuple[str, str]:
 
 
 def add_data_flags(add: Callable[..., Any]) -> None:
-    """Declare ``--columns``, and the flags that the tasks declare."""
+    """Declare ``--columns`` and the flags of all tasks."""
     add(
         "--columns",
         type=_role_and_name,
@@ -66,13 +66,13 @@ def _readers() -> dict[str, list[str]]:
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
     """Check that ``--columns`` names each role once, and each column for one role.
 
-    Of two columns for a role the last one would count, and nobody would know.
+    Otherwise the last of two columns for a role would silently take effect.
 
     Args:
-        columns: (role, name) of each.
+        columns: pairs of role and name.
 
     Raises:
-        UsageError: it does not.
+        UsageError: a role or a column is repeated.
     """
     for role, times in Counter(role for role, _ in columns).items():
         if times > 1:
@@ -85,16 +85,16 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that a task reads every flag that is given, and what it has to say of them.
+    """Check that the task uses every given flag, and run the task's own checks of them.
 
-    A script of the user's may read any.
+    A user's script may use any flag.
 
     Args:
-        args: the flags; ``task`` is one of ``--task``.
-        default: the value that a flag has where it is not given.
+        args: the flags, with a ``task`` of ``--task``.
+        default: returns the default of a flag.
 
     Raises:
-        UsageError: it does not, or two do not go together.
+        UsageError: the task does not use a flag, or two flags exclude each other.
     """
     for name, readers in _readers().items():
         if args.task not in readers and getattr(args, name, None) != default(name):

@@ -40,16 +40,16 @@ _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
-    """Return the parts ``train``, ``validation`` and, where it is there, ``test``.
+    """Return the splits ``train``, ``validation`` and, if it exists, ``test``.
 
     Args:
-        args: ``data_path`` is a file, a folder with a file for each part, a folder of ``save_to_disk``, or a
-            name of the hub, of the configuration ``data_name``; ``validation_fraction`` and ``seed``: what is
-            taken from ``train`` where nothing is there to validate on.
-        skipped: takes the bad rows of files; None: the first one is an error.
+        args: ``data_path`` is a file, a folder with a file per split, a folder of ``save_to_disk``, or a name
+            on the hub with the configuration ``data_name``; ``validation_fraction`` and ``seed`` select rows
+            of ``train`` if there is no validation split.
+        skipped: receives malformed rows of files; None: the first one is an error.
 
     Raises:
-        UsageError: there is no such data set, a file cannot be read, a part is missing or empty.
+        UsageError: the dataset does not exist, a file cannot be read, or a split is missing or empty.
     """
     name, config = named(args)
     files = _files_named(Path(name), config)
@@ -85,10 +85,10 @@ def _sound(
 
 
 def named(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the name or path of the data set, and its configuration.
+    """Return the name or path of the dataset, and its configuration.
 
     Raises:
-        UsageError: there are several paths.
+        UsageError: several paths are given.
     """
     if not isinstance(args.data_path, str):
         raise UsageError(

@@ -22,11 +22,11 @@ HIDDEN = -1  # what the hub's data sets have for labels that are not given away
 
 @dataclass(frozen=True)
 class Labels:
-    """What labels there are.
+    """The labels of a dataset.
 
     Attributes:
-        names: of the classes, by their numbers; empty: the labels are numbers to come close to.
-        numbers: the number of each label as it stands in the data.
+        names: names of the classes, in order; empty for a regression.
+        numbers: the class number of each label value in the data.
     """
 
     names: tuple[str, ...]
@@ -34,11 +34,11 @@ class Labels:
 
     @property
     def regression(self) -> bool:
-        """Whether the labels are numbers to come close to."""
+        """Whether the task is a regression."""
         return not self.names
 
     def config(self) -> dict[str, Any]:
-        """Return what a model's configuration says about them."""
+        """Return the label settings for a model's configuration."""
         if self.regression:
             return {"num_labels": 1, "problem_type": "regression"}
         return {
@@ -48,19 +48,19 @@ class Labels:
         }
 
     def number(self, label: Any) -> float:
-        """Return a label as a model takes it."""
+        """Return a label in the form that the model expects."""
         return float(label) if self.regression else self.numbers[label]
 
 
 def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
-    """Return the labels of a column with one label a row.
+    """Return the labels of a column with one label per row.
 
     Args:
-        own: the names of the classes that the model brings; where the data's are among them, they count.
+        own: the model's class names, which are used if they include the data's.
 
     Raises:
-        UsageError: a label is missing, out of range, or not among those of the training part; or numbers of
-            classes are left out that the model does not have either.
+        UsageError: a label is missing, out of range, or not in the training split; or class numbers are
+            missing that the model lacks too.
     """
     feature = parts["train"].features[column]
     kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
@@ -75,10 +75,10 @@ def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
 
 
 def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
-    """Return the labels of a column with one label a token.
+    """Return the labels of a column with one label per token.
 
     Raises:
-        UsageError: as ``of_rows``, or the column has no lists.
+        UsageError: see ``of_rows``; or the column has no lists.
     """
     feature = require_lists(parts["train"], column)
     return _classes(
@@ -93,10 +93,10 @@ def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
 
 
 def require_lists(rows: Dataset, column: str) -> Any:
-    """Return what the lists of a column hold.
+    """Return the element type of a column of lists.
 
     Raises:
-        UsageError: it has no lists.
+        UsageError: the column has no lists.
     """
     feature = getattr(rows.features[column], "feature", None)
     if feature is None:
@@ -114,14 +114,14 @@ def values(rows: Dataset, column: str) -> list[Any]:
 
 
 def are_hidden(rows: Dataset, column: str) -> bool:
-    """Return whether a part has no label in any row, as the test parts of GLUE."""
+    """Return whether no row of a split has a label, as in the test splits of GLUE."""
     return all(label is None or label == HIDDEN for label in values(rows, column))
 
 
 def not_given_away(dataset: Any) -> bool:
-    """Return whether samples carry the mark of the hub's for a label that only its owner has.
+    """Return whether samples have the hub's mark (-1) for hidden labels.
 
-    The first few tell: a data set hides all of them or none.
+    Only the first few samples are checked, because a dataset hides all labels or none.
     """
     few = [dataset[index] for index in range(min(8, len(dataset)))] if dataset is not None else []
     found = [one.get("labels", one.get("label")) for one in few if isinstance(one, Mapping)]

@@ -1,11 +1,10 @@
 """Batches of a dataset for one rank on its device, determined by seed, epoch and number.
 
-Micro-batch ``m`` of an epoch holds the samples ``m * size`` to ``(m + 1) * size`` of the epoch's order, and
-rank ``r`` of ``n`` takes the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
-samples on any number of ranks, and a run that goes on in the middle of an epoch sees what it would have seen.
-What a collate function draws follows the number of its micro-batch too, however many worker processes there
-are, and leaves the generators of dropout alone; with ``sample_seeds`` it follows the sample (the masks of
-``--task masked_lm``).
+Micro-batch ``m`` of an epoch has the samples ``m * size`` to ``(m + 1) * size`` in the epoch's order, and
+rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
+samples on any number of ranks, and a run that resumes within an epoch gets the remaining ones. Random numbers
+of a collate function depend on the micro-batch's number, for any number of workers, and do not affect the
+generators of dropout; with ``sample_seeds`` they depend on the sample (the masks of ``--task masked_lm``).
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which samples of a data set are in which batch of a rank.
+    """Assignment of samples to the batches of a rank.
 
     Attributes:
-        size: samples of a rank's batch.
-        place: of the rank among those that share the data.
-        shuffle: draw an order for each epoch; else the data set's own.
-        whole: ranks x batches of one step that must be full: what does not fill a step of so many batches is
-            left out. 0: everything is there once; on the last step ranks may have smaller batches, and
-            where samples cannot be dealt out evenly the last one is repeated (``Loader.remainder`` tells).
-        seed: of order and of what ``collate_fn`` draws.
-        repeats: each time through it is the first time again: what an evaluation draws is always the same.
+        size: samples per batch of a rank.
+        place: the rank among those that share the data.
+        shuffle: use a new order in each epoch; otherwise the dataset's.
+        whole: ranks x batches of a complete step; an incomplete step is dropped. 0: each sample occurs once;
+            ranks may have smaller batches in the last step, and if samples cannot be distributed evenly the
+            last one is repeated (``Loader.remainder``).
+        seed: random seed for the order and for ``collate_fn``.
+        repeats: use the same random numbers in each pass, as for evaluations.
     """
 
     size: int
@@ -56,18 +55,18 @@ class Sampling:
 
 
 class Loader:
-    """A rank's batches of a data set; iterating goes through it once, each time an epoch further.
+    """A rank's batches of a dataset; each iteration over it is one epoch.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``; not streamed.
-        collate_fn: makes a batch of a list of samples.
-        sampling: which samples are in which batch.
-        device: where batches are moved to.
-        workers: processes that prepare batches.
-        look: is shown each batch before it is moved, and raises an error if it cannot be.
+        dataset: a dataset with ``__len__`` and ``__getitem__``; not a stream.
+        collate_fn: creates a batch from a list of samples.
+        sampling: the assignment of samples to batches.
+        device: the device to which batches are moved.
+        workers: number of worker processes.
+        look: called with each batch before it is moved; raises an error for an invalid one.
 
     Raises:
-        UsageError: the data set has no length.
+        UsageError: the dataset has no length.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Loader:
         self._epoch, self._look = 0, look
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Return the number of batches per epoch."""
         asked, ranks = self.sampling, self.sampling.place.world_size
         samples, together = len(self.dataset), asked.size * ranks
         if asked.whole:
@@ -101,16 +100,16 @@ class Loader:
         return batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Give the batches of an epoch from number ``start`` on."""
+        """Yield the batches of an epoch from number ``start`` on."""
         for held in self.held(epoch, start):
             yield on_device(held.batch, self.device)
 
     def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Give the same batches in the host's memory.
+        """Yield the same batches in host memory.
 
         Args:
-            epoch, start: as above.
-            once: leave out what is repeated; a rank that has nothing else gets a sample that does not count.
+            epoch, start: see ``batches``.
+            once: leave out repeated samples; a rank without others gets a sample that does not count.
         """
         of_epoch = _Batches(self, self._order(epoch), epoch, once)
         loader = DataLoader(
@@ -135,12 +134,12 @@ class Loader:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
-        """Give batches from the ``start``-th of all epochs on, without an end."""
+        """Yield batches endlessly, from the ``start``-th of all epochs on."""
         for held in self.held_forever(start):
             yield on_device(held.batch, self.device)
 
     def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Give the same batches in the host's memory; ``once`` as for ``held``."""
+        """Yield the same batches in host memory; ``once`` as for ``held``."""
         epoch, first = divmod(start, len(self))
         while True:
             yield from self.held(epoch, first, once=once)
@@ -185,10 +184,11 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return a seed for each sample of the batch that is being collated: of its place in the epoch alone.
+    """Return a seed for each sample of the batch being collated, which depends only on its position in the
+    epoch.
 
-    What is drawn with them is the same however a global batch is cut into micro-batches. Outside of a
-    ``Loader`` they are drawn themselves, by torch's generator.
+    Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
+    ``Loader`` the seeds come from torch's generator.
     """
     seeds = _seeds.get()
     if seeds is None or len(seeds) != count:
@@ -206,10 +206,10 @@ def _known(seeds: list[int]) -> Iterator[None]:
 
 
 def require_length(dataset: Any, what: str) -> None:
-    """Refuse what cannot be indexed.
+    """Check that a dataset has a length and can be indexed.
 
     Raises:
-        UsageError: naming it.
+        UsageError: it has not.
     """
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     reason = ""
@@ -227,10 +227,10 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """A batch that may be asked to go where it is, as loops of one's own do with Transformers' batches."""
+    """A batch with a ``to`` method, as custom loops use with Transformers' batches."""
 
     def to(self, device: Any) -> Batch:
-        """Move the values to a device, in place; "cuda" is where they are, if there is none."""
+        """Move the values to a device in place; "cuda" leaves them in place if there is no GPU."""
         if not _is_here(device):
             self.update({name: on_device(value, device) for name, value in self.items()})
         return self
@@ -259,7 +259,7 @@ def _stays(batch: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device: a mapping, a sequence, or what has ``to`` of its own."""
+    """Return a batch with its tensors on a device: a mapping, a sequence, or an object with ``to``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers

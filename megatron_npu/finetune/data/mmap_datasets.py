@@ -1,8 +1,8 @@
 """``.bin/.idx`` data for Transformers models: BERT's masked sentence pairs, GPT's windows.
 
-Samples are those of megatron-core's own datasets, whose indices lie beside the data or in
-``--data-cache-path``; here they get Transformers' names. A pair comes from sentence-split data
-(``megatron-npu preprocess --split-sentences``).
+Samples come from megatron-core's datasets, whose indices are stored beside the data or in
+``--data-cache-path``, and get Transformers' names. Pairs need sentence-split data (``megatron-npu preprocess
+--split-sentences``).
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ def build_train_valid_test_datasets_for_huggingface(
     skip_warmup: bool = True,
     binary_head: bool = True,
 ) -> Parts:
-    """Return masked pairs of sentences for ``BertForPreTraining``: training, validation, test.
+    """Return masked sentence pairs for ``BertForPreTraining``: training, validation, test.
 
     Each sample has ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` (-100 where nothing
-    is asked for), [s] int64, and with ``binary_head`` a ``next_sentence_label``: 1 where the second part
-    does not follow the first. The sampling is megatron-core's (``BERTMaskedWordPieceDataset``): whole words,
-    up to three together. The vocabulary is that of the run's flags. All ranks must call this.
+    is predicted), [s] int64, and with ``binary_head`` a ``next_sentence_label``: 1 if the second part does
+    not follow the first. The sampling is megatron-core's (``BERTMaskedWordPieceDataset``): whole words, up to
+    three together. The vocabulary is that of the run's flags. All ranks must call this.
 
     Args:
-        data_prefix: a prefix, several, or weights and prefixes in turns.
-        data_impl: ``mmap``, ``lazy``, ``cached`` or ``infer``: a dataset tells its format by itself.
-        splits_string: shares of the documents, such as ``980,20``.
-        train_valid_test_num_samples: how many samples of each part are needed; 0: None is returned for it.
-        max_seq_length: tokens of a sample, [s], special and padding ones included.
-        masked_lm_prob: part of the tokens that are asked for.
-        short_seq_prob: part of the samples that are shorter.
-        seed: of the order and the masks.
-        skip_warmup: nothing; the operating system reads ahead by itself.
-        binary_head: pairs; else one text a sample.
+        data_prefix: one prefix, several, or alternating weights and prefixes.
+        data_impl: ``mmap``, ``lazy``, ``cached`` or ``infer``; the format is detected in any case.
+        splits_string: proportions of the documents, such as ``980,20``.
+        train_valid_test_num_samples: number of samples of each split; 0: None is returned for it.
+        max_seq_length: tokens per sample, [s], including special tokens and padding.
+        masked_lm_prob: fraction of the tokens to predict.
+        short_seq_prob: fraction of shortened samples.
+        seed: random seed of order and masks.
+        skip_warmup: no effect; the operating system prefetches files.
+        binary_head: return pairs; otherwise one text per sample.
 
     Raises:
-        UsageError: no such data, data without sentences, or another vocabulary's.
+        UsageError: the data do not exist, are not split into sentences, or use another vocabulary.
     """
     machine.require_megatron_core()
     from megatron.core.datasets.bert_dataset import (
@@ -99,12 +99,12 @@ def build_train_valid_test_datasets_for_huggingface(
 
 
 class MaskedPairs(Dataset):
-    """megatron-core's masked pairs of sentences under Transformers' names.
+    """megatron-core's masked sentence pairs under Transformers' names.
 
     Args:
-        pairs: a ``BERTMaskedWordPieceDataset``, or several blended.
-        pieces: its vocabulary.
-        binary_head: whether samples say if the second part follows the first.
+        pairs: a ``BERTMaskedWordPieceDataset``, or a blend.
+        pieces: the vocabulary.
+        binary_head: whether samples have a next-sentence label.
     """
 
     def __init__(self, pairs: Any, pieces: WordPieces, binary_head: bool) -> None:
@@ -142,9 +142,9 @@ def build_causal_datasets_for_huggingface(
 ) -> Parts:
     """Return windows for a causal model of Transformers: training, validation, test.
 
-    Each sample has ``input_ids`` and ``labels``, [s] int64; a model of Transformers shifts them itself, so a
-    window begins with the last token of the one before it. With ``--eod-mask-loss`` the label of what
-    follows an end of document is -100. All ranks must call this.
+    Each sample has ``input_ids`` and ``labels``, [s] int64; Transformers models shift the labels themselves,
+    so a window starts with the last token of the previous one. With ``--eod-mask-loss`` the label after an
+    end of document is -100. All ranks must call this.
 
     Args:
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
@@ -152,7 +152,7 @@ def build_causal_datasets_for_huggingface(
         seq_length: tokens of a window, [s].
 
     Raises:
-        UsageError: no such data, or another vocabulary's.
+        UsageError: the data do not exist, or use another vocabulary.
     """
     parts = _windows(
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length - 1, seed
@@ -167,7 +167,7 @@ class CausalWindows(Dataset):
     """megatron-core's GPT windows under Transformers' names.
 
     Args:
-        windows: a ``GPTDataset``, or several blended, of s - 1 tokens and labels.
+        windows: a ``GPTDataset``, or a blend, with s - 1 tokens and labels.
     """
 
     def __init__(self, windows: Any) -> None:
@@ -201,18 +201,17 @@ def build_train_valid_test_datasets(
 
     Args:
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
-            ``build_train_valid_test_datasets_for_huggingface``.
-        seq_length: tokens that a model sees at once.
+        ``build_train_valid_test_datasets_for_huggingface``. seq_length: number of input tokens of the model.
 
     Raises:
-        UsageError: no such data, or another vocabulary's.
+        UsageError: the data do not exist, or use another vocabulary.
     """
     parts = _windows(data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length, seed)
     return _each(parts, Texts)
 
 
 class Texts(CausalWindows):
-    """megatron-core's GPT windows as one text each, of one token more than a model sees."""
+    """megatron-core's GPT windows as one text each, with one token more than the model's input."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return a sample, [s + 1] int64."""

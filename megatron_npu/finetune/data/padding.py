@@ -1,4 +1,4 @@
-"""Pad batches to a few lengths, so that a graph is not compiled for each length."""
+"""Pad batches to a few lengths, so that graphs are not compiled for every length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROWTH = 1.25  # from bucket to bucket: a ninth of padding on average, and 20 b
 
 
 def buckets(longest: int, multiple: int = 8) -> list[int]:
-    """Return the lengths that batches get, up to ``longest`` tokens: a quarter longer each time.
+    """Return the padded lengths up to ``longest`` tokens, each a quarter longer than the previous one.
 
     Raises:
         UsageError: ``longest`` is not positive.
@@ -37,14 +37,14 @@ def buckets(longest: int, multiple: int = 8) -> list[int]:
 
 @dataclass
 class Bucketed:
-    """A collate function whose batches have few lengths.
+    """A collate function whose batches have only a few lengths.
 
     Attributes:
-        collate_fn: makes a batch: a mapping of tensors ``[b, s, ...]``, of which ``input_ids`` says s.
-        lengths: ascending. A longer batch stays as it is, and so does one without ``input_ids``.
-        pad_token_id: what fills ``input_ids``.
-        left: fill in front, as for generation.
-        seen: how many batches had which length.
+        collate_fn: creates a batch, a mapping of tensors ``[b, s, ...]`` whose ``input_ids`` determine s.
+        lengths: ascending lengths. Longer batches, and those without ``input_ids``, are unchanged.
+        pad_token_id: padding value of ``input_ids``.
+        left: pad on the left, as for generation.
+        seen: number of batches of each length.
     """
 
     collate_fn: Collate
@@ -54,7 +54,7 @@ class Bucketed:
     seen: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of these samples, as long as its bucket."""
+        """Return the batch of these samples, padded to its bucket."""
         batch = self.collate_fn(samples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() < 2:
@@ -80,16 +80,16 @@ class Bucketed:
 def bucketed(
     collate_fn: Collate, lengths: Sequence[int], *, pad_token_id: int = 0, left: bool = False
 ) -> Bucketed:
-    """Return ``collate_fn``, but that its batches are padded up to the next of ``lengths``.
+    """Return ``collate_fn`` with batches padded to the next of ``lengths``.
 
     Args:
         collate_fn: as ``Bucketed.collate_fn``.
         lengths: from ``buckets``, in tokens.
-        pad_token_id: what fills ``input_ids``; masks get 0, labels -100.
-        left: fill in front.
+        pad_token_id: padding value of ``input_ids``; masks are padded with 0, labels with -100.
+        left: pad on the left.
 
     Raises:
-        UsageError: no length, or one that is not positive.
+        UsageError: there are no lengths, or one is not positive.
     """
     if not lengths or min(lengths) < 1:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Splits of a dataset, and the position of each row in the user's files."""
+"""The splits of a dataset, and the position of each row in the user's files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WITH_HEAD = (".csv", ".tsv")
 
 
 class Parts(dict[str, Any]):
-    """The rows of each part by its name; messages about a row ask where the user finds it.
+    """The rows of each split by name, with their positions in files for messages.
 
     Args:
-        rows: of each part.
-        files: those that a part was read from, as the user named them; a part without is none of files.
+        rows: rows of each split.
+        files: files of each split, as named by the user; a split without entry is not from files.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Parts(dict[str, Any]):
         self._taken: dict[str, tuple[str, Sequence[int]]] = {}
 
     def split(self, part: str, rows: Mapping[str, Sequence[int]]) -> None:
-        """Put rows of one part into several.
+        """Distribute the rows of one split to several.
 
         Args:
-            part: the one; it may be among the several.
-            rows: the numbers that each of them gets.
+            part: the split; it may be one of the several.
+            rows: the row numbers for each of them.
         """
         whole = self.pop(part)
         source, before = self._taken.pop(part, (part, None))
@@ -41,32 +41,32 @@ class Parts(dict[str, Any]):
             self._taken[name] = source, _of(before, numbers)
 
     def keep(self, part: str, numbers: Sequence[int]) -> None:
-        """Leave rows of a part out; ``numbers`` are those that stay."""
+        """Remove rows of a split; ``numbers`` are those to keep."""
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Be told which rows of its files a part has, where some were left out before."""
+        """Set which rows of its files a split has, if some were removed before."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return the file of a row, or the part where that is not known, and its number there, from 1 on."""
+        """Return the file of a row (the split if unknown) and its number there, from 1."""
         source, numbers = self._taken.get(part, (part, None))
         files = self._files.get(source, ())
         place = str(files[0]) if len(files) == 1 else f"part {source!r}"
         return place, (row if numbers is None else int(numbers[row])) + 1
 
     def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
-        """Return the parts with something done to their columns; rows stay where they are."""
+        """Return the splits with changed columns; the rows keep their positions."""
         found = Parts({part: change(rows) for part, rows in self.items()}, self._files)
         found._taken = self._taken
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Return in words where a row stands: ``row 7 below the head of reviews.csv (part 'train')``.
+        """Return a description of a row's position: ``row 7 below the head of reviews.csv (part 'train')``.
 
         Args:
-            part: its part.
-            row: its number there, from 0 on.
+            part: its split.
+            row: its number there, from 0.
         """
         source, numbers = self._taken.get(part, (part, None))
         number = (row if numbers is None else int(numbers[row])) + 1

@@ -1,7 +1,7 @@
-"""``--skip-bad-rows N`` of ``train``: rows that cannot be read are left out, counted, and named in a file.
+"""``--skip-bad-rows N`` of ``train``: skip unreadable rows, count them, and list them in a file.
 
-Of json lines those that are no object, of tables those with more or fewer cells than the head, of all three
-those that are not UTF-8; and rows without a value that the task needs.
+These are JSON lines that are not objects, table rows with more or fewer cells than the header, rows that are
+not UTF-8, and rows without a value that the task needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong
 
 
 class Skipped:
-    """The rows that were left out so far.
+    """The rows skipped so far.
 
     Args:
         args: ``skip_bad_rows``, ``save``, ``rank``.
@@ -41,10 +41,10 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
-        """Leave out one more.
+        """Skip one more row.
 
         Raises:
-            UsageError: it is one too many.
+            UsageError: the maximum is exceeded.
         """
         self._rows.append(row)
         if len(self._rows) > self._most:
@@ -55,7 +55,7 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Say on rank 0 how many there are, and which: in ``--save``, or without one on the error stream."""
+        """Log on rank 0 how many rows were skipped, and list them in ``--save`` or on stderr."""
         if self._args.rank or not self._rows:
             return
         text = "".join(json.dumps(asdict(row)) + "\n" for row in self._rows)
@@ -71,15 +71,15 @@ class Skipped:
 def copies(
     parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
 ) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
-    """Write copies of files without their bad rows.
+    """Write copies of files without malformed rows.
 
     Args:
-        parts: the files of each part.
-        folder: for the copies.
-        skipped: takes what is left out.
+        parts: the files of each split.
+        folder: folder for the copies.
+        skipped: receives the skipped rows.
 
     Returns:
-        The copies of each part; which of its rows they are, counted from 0 through its files.
+        The copies of each split, and which of its rows they contain, counted from 0 through its files.
     """
     found: dict[str, list[Path]] = {}
     numbers: dict[str, list[int]] = {}
@@ -106,7 +106,7 @@ def copies(
 
 
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
-    """Leave out the rows that have nothing in one of these columns; of a test part labels may be hidden."""
+    """Skip rows without a value in one of these columns; labels of a test split may be hidden."""
     for part in [part for part in parts if part != "test" and columns]:
         values = parts[part].select_columns(list(columns))[:]
         kept = []

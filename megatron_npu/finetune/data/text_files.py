@@ -1,4 +1,4 @@
-"""Check text files of tasks: UTF-8 and not empty, or a one-line error with the position."""
+"""Check text files of tasks: UTF-8 and not empty, with a one-line error that gives the position."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PACKED = {
 
 
 def require(path: Path) -> None:
-    """Check that a file is text in UTF-8.
+    """Check that a file is UTF-8 text.
 
-    Readers of json lines pass on what is none, and fail where a row is used.
+    Readers of JSON lines accept other encodings and only fail when a row is used.
 
     Raises:
-        UsageError: it is empty or packed, or a byte in it is of another encoding.
+        UsageError: it is empty or compressed, or a byte is not UTF-8.
     """
     if not path.stat().st_size:
         raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Use another file.")
@@ -55,10 +55,10 @@ def require(path: Path) -> None:
 
 
 def require_head(path: Path, separator: str) -> None:
-    """Check that a table names each of its columns once: of two, readers call the second something else.
+    """Check that a table's header names each column once; readers would rename the second one.
 
     Raises:
-        UsageError: a name is there twice.
+        UsageError: a name is repeated.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         head = next(csv.reader(file, delimiter=separator), [])

@@ -1,4 +1,6 @@
-"""Check the columns of a task: text or word lists in every row, or a one-line error with the position."""
+"""Check the columns of a task: text or word lists in every row, with a one-line error that gives the
+position.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ _STRINGS = ("string", "large_string", "string_view")
 
 
 def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
-    """Check that columns hold texts.
+    """Check that columns contain text.
 
     Args:
-        parts: the rows of each part.
-        columns: the column of each role; None: there is none.
-        every: whether each row needs one; else a row without is an empty text.
+        parts: rows of each split.
+        columns: the column of each role; None: none.
+        every: whether each row needs a text; otherwise a missing one is empty.
 
     Raises:
-        UsageError: a column holds something else, or a row nothing.
+        UsageError: a column contains something else, or a row has no text.
     """
     for part, rows in parts.items():
         for role, column in columns.items():
@@ -31,10 +33,10 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
 
 def require_words(parts: Parts, tokens: str, tags: str) -> None:
-    """Check that a column holds lists of words, and that each row has one, with as many tags beside it.
+    """Check that each row of a column has a list of words, and the same number of tags.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it has not.
     """
     for part, rows in parts.items():
         words = getattr(rows.features[tokens], "feature", None)

@@ -11,14 +11,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def first_alone(file: Path) -> Iterator[None]:
-    """Run the block first in one process; the others follow together when it has finished.
+    """Run the block first in one process; the others run it together afterwards.
 
-    There is no barrier, which would end a run whose first rank works for longer than collectives may take.
-    The lock is the kernel's and ends with its process, however that ends. Where the file system has none,
-    everybody does the work.
+    A barrier would end a run whose first rank takes longer than the collective timeout, so this uses a kernel
+    lock, which ends with its process. On a file system without locks, every process does the work.
 
     Args:
-        file: that the processes have in common; it is made, and stays.
+        file: the lock file, which all processes share; it is created and kept.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o640)

@@ -1,7 +1,6 @@
 """Detect tokens without an embedding before a step uses them, with a one-line error.
 
-On a CPU the embedding of such a token is an IndexError in the middle of a step, on a device a kernel that
-reads other memory.
+Such a token causes an IndexError in the middle of a step on a CPU, and reads other memory on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _ROWS = 10_000  # of a data set that are looked at together
 
 
 def size_of(model: nn.Module) -> int | None:
-    """Return how many tokens a model of Transformers has embeddings for; None: it does not say."""
+    """Return the number of token embeddings of a Transformers model; None: unknown."""
     try:
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # no such model, or one without embeddings of tokens
@@ -28,11 +27,11 @@ def size_of(model: nn.Module) -> int | None:
 
 
 def require_known(batch: Any, size: int | None) -> None:
-    """Check the ``input_ids`` of a batch that is still in the host's memory.
+    """Check the ``input_ids`` of a batch in host memory.
 
     Args:
-        batch: a mapping with tokens, of any shape and integer type; other batches are let through.
-        size: as ``size_of`` has it.
+        batch: a mapping with tokens of any shape and integer dtype; other batches are not checked.
+        size: the result of ``size_of``.
 
     Raises:
         UsageError: a token is out of range.
@@ -46,12 +45,12 @@ def require_known(batch: Any, size: int | None) -> None:
 
 
 def require_known_column(dataset: Any, size: int | None, what: str) -> None:
-    """Check all tokens of a data set of the package ``datasets``, which has columns; others are let through.
+    """Check all tokens of a dataset of the package ``datasets``; others are not checked.
 
     Args:
-        dataset: tokenized, with a column ``input_ids``.
-        size: as ``size_of`` has it.
-        what: the data set, as the error names it.
+        dataset: a tokenized dataset with a column ``input_ids``.
+        size: the result of ``size_of``.
+        what: description of the dataset for the error.
 
     Raises:
         UsageError: a token is out of range.

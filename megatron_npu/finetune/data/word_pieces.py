@@ -13,12 +13,12 @@ from megatron_npu.data.tokenization import bert_wordpiece
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A vocabulary of word pieces, as megatron-core's dataset asks for it.
+    """A word-piece vocabulary with the interface that megatron-core's dataset needs.
 
     Attributes:
-        inv_vocab: id to piece; one that continues a word begins with ``##``.
+        inv_vocab: id to piece; pieces inside a word start with ``##``.
         cls, sep, mask, pad: ids.
-        unknown: the id of what the vocabulary does not have; None: it has none.
+        unknown: id of the unknown token; None: none.
     """
 
     inv_vocab: dict[int, str]
@@ -36,18 +36,18 @@ class WordPieces:
 
     @property
     def eod(self) -> int:
-        """The end of a document, which word pieces do not have: the separator stands for it."""
+        """The end-of-document id: the separator, because word pieces have none."""
         return self.sep
 
 
 def word_pieces(args: Namespace) -> WordPieces:
-    """Return the vocabulary that ``--tokenizer-type`` and its files name.
+    """Return the vocabulary for ``--tokenizer-type`` and its files.
 
-    Without the ``[BOS]`` and ``[EOS]`` that Megatron adds to BERT's: the models of Transformers have no
+    It lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's, because Transformers models have no
     weights for them.
 
     Raises:
-        UsageError: none of word pieces.
+        UsageError: the tokenizer has no word pieces.
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:

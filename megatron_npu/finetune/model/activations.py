@@ -14,10 +14,10 @@ from megatron_npu.finetune.model.blocks import repeated_blocks
 
 
 def checkpoint_activations(model: nn.Module) -> str:
-    """Let the model's blocks compute their activations again; return what was done, one line.
+    """Make the model's blocks recompute their activations; return a log line.
 
-    A model of Transformers does so by its own switch, which keeps caches of keys and values out of it too.
-    Random generators are set back for the second pass: dropout drops the same values.
+    Transformers models use their own switch, which also disables KV caches. Random generators are restored
+    for the second pass, so dropout drops the same values.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # peft's wrapper

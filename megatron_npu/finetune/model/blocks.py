@@ -12,8 +12,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A block is an item of the outermost list whose items are all of one class and have at least two weight
     matrices each: ``encoder.layer`` of a BERT, ``transformer.h`` of a GPT-2, both stacks of a T5, the layers
-    of ``nn.TransformerEncoder``. Lists inside a block, of experts say, are part of it. An ``nn.Sequential``
-    needs at least two such items. A block that occurs twice (ALBERT) is returned once.
+    of ``nn.TransformerEncoder``. Lists inside a block, for example of experts, belong to it. An
+    ``nn.Sequential`` needs at least two such items. A block that is used twice (ALBERT) is returned once.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -39,7 +39,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks that share no weight with anything outside them.
 
-    A weight that two blocks share, or a block and the rest, belongs to the whole model when it is sharded.
+    A weight shared by two blocks, or by a block and the rest, belongs to the whole model when it is sharded.
     """
     blocks = repeated_blocks(model)
     owners: dict[int, set[int]] = {}

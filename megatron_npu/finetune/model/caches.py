@@ -10,14 +10,14 @@ from torch import nn
 
 
 def leave_caches_to_generation(model: nn.Module) -> None:
-    """Let a model of Transformers keep keys and values of earlier tokens only where a call asks for them.
+    """Make a Transformers model use a KV cache only if a call requests it.
 
-    By its configuration (``use_cache``, true for decoders) each forward pass copies all keys and values into
-    a cache that nobody reads; and each layer of a compiled model, whose place in the cache differs, would
-    take a graph of its own. The configuration stays: ``generate`` asks by itself.
+    By its configuration (``use_cache``, true for decoders) each forward pass would copy all keys and values
+    into an unused cache, and each layer of a compiled model, whose index in the cache differs, would need its
+    own graph. The configuration is not changed: ``generate`` requests the cache itself.
 
     Args:
-        model: of Transformers, in peft's wrapper or not; any other stays as it is.
+        model: a Transformers model, in peft's wrapper or not; others are not changed.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # peft's wrapper

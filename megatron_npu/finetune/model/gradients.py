@@ -1,8 +1,8 @@
 """The gradient norm over all ranks, and gradient scaling, for whole and sharded weights.
 
-Not ``torch.nn.utils.get_total_norm``: its norm has the gradients' own dtype. In fp16 it is inf where no
-gradient is, which a loss scale takes for an overflow; in bf16 it is off by 3e-3, and of 38 million numbers in
-fp32 by 1e-3 on a CPU.
+``torch.nn.utils.get_total_norm`` is not used because its norm has the gradients' dtype: in fp16 it overflows
+to inf without an infinite gradient, which a loss scale would treat as an overflow; in bf16 it is off by 3e-3,
+and for 38 million fp32 values by 1e-3 on a CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients as one vector; of a sharded one, of all ranks' parts together.
+    """Return the L2 norm of all gradients as one vector, over all ranks if they are sharded.
 
-    inf or nan if a gradient has one. ``device`` is where ranks can exchange a number.
+    inf or nan if a gradient has one. ``device`` is where ranks can communicate.
     """
     whole = _squares([gradient for gradient in gradients if not isinstance(gradient, DTensor)], device)
     shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -42,7 +42,7 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return what gradients of this norm are multiplied by; ``largest`` 0 leaves them as they are."""
+    """Return the factor for gradients with this norm; ``largest`` 0 disables clipping."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
 
 

@@ -20,26 +20,26 @@ _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "att
 
 
 def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
-    """Compile each Transformer block of ``model`` in place; return what was done, one line.
+    """Compile each Transformer block of ``model`` in place; return a log line.
 
-    Blocks are equal but for their weights: inductor compiles the first, and the others take its graph. The
-    rest of the model (embeddings, head, loss) stays as it is. A model without blocks is compiled as a whole.
-    Nothing is compiled before the first forward pass.
+    Blocks only differ in their weights, so inductor compiles the first one and the others use its graph. The
+    rest of the model (embeddings, head, loss) is not compiled. A model without blocks is compiled as a whole.
+    Compilation happens in the first forward pass.
 
-    On a CPU what a graph drops at random is drawn by torch's own kernels: the same values as without graphs.
-    What inductor makes of them draws one value at a time (torch 2.13): a step of BERT takes a fifth longer.
+    On a CPU, random numbers of a graph come from torch's own kernels, as without graphs. Inductor's code
+    generates one value at a time (torch 2.13), which makes a step of BERT a fifth longer.
 
-    Call it after ``ops.swap`` and after activation checkpointing, whose blocks are then compiled inside, and
-    before ``fully_shard`` or DDP, whose hooks stay outside of the graphs.
+    Call it after ``ops.swap`` and after activation checkpointing, whose blocks are compiled inside, and
+    before ``fully_shard`` or DDP, whose hooks stay outside the graphs.
 
     Args:
-        model: of Transformers or a user's own.
-        dynamic: one graph for all lengths of a batch; otherwise the first length has a graph of its own, and
-            from the second one on all others share one, as is torch's default.
+        model: a Transformers model or a user's own.
+        dynamic: use one graph for all batch lengths; otherwise the first length has its own graph, and all
+            others share a second one, torch's default.
 
     Raises:
-        UsageError: there is no C++ compiler, which inductor needs on a CPU; or its cache cannot be
-            written to, or can be by others too.
+        UsageError: there is no C++ compiler, which inductor needs on a CPU, or its cache is not writable or
+            not private.
     """
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
     graph_cache.claim()
@@ -61,11 +61,11 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a line about attention that stays outside of the graphs; empty if none does.
+    """Return a log line if attention stays outside the graphs; else empty.
 
-    The operation of a CPU draws the masks of dropout tile by tile from a generator of its own, which no graph
-    follows; torch's own attention would go into the graph, and make all scores there. Each block is two
-    graphs then, one before its attention and one behind it.
+    The CPU operation generates dropout masks tile by tile from its own generator, which graphs cannot follow;
+    torch's own attention would be part of the graph but compute all scores. Each block is then two graphs,
+    before and after its attention.
     """
     configs = [vars(part).get("config") for part in model.modules()]
     drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
@@ -75,6 +75,6 @@ def attention_outside(model: nn.Module) -> str:
 
 
 def count_graphs() -> int:
-    """Return how many graphs this process has compiled; the number must not grow with the steps."""
+    """Return the number of graphs compiled in this process, which must not grow with the steps."""
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

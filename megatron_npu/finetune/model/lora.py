@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) through peft: only they and a new head are trained."""
+"""Low-rank adapters (Hu et al. 2021) with peft: only adapters and a new head are trained."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Return the model with adapters of this rank, and what was done, one line.
+    """Return the model with adapters of this rank, and a log line.
 
-    They go where peft's own table puts them for this kind of model, else onto every linear layer of the
-    repeated blocks; without blocks, onto every linear layer. A head that no pre-trained model has (of a
-    classification, say) is trained whole.
+    They are added where peft's table puts them for this model type, otherwise to every linear layer of the
+    repeated blocks, or without blocks to every linear layer. A head that no pre-trained model has (such as a
+    classifier) is trained fully.
 
     Raises:
         UsageError: the rank is as large as the matrices.

@@ -45,15 +45,15 @@ class _Weight:
 class MainWeights:
     """An optimizer's own view of a model's weights.
 
-    Before a step each main weight gets its gradient, after it the model gets the new values; both happen in
-    ``optimizer.step()`` once ``follow`` has been called. Sharded ones are DTensors, split by rows as FSDP2's:
-    checkpoints of one sharding can be read with another, and an optimizer that looks at whole tensors works.
-    A weight with fewer rows than there are ranks leaves some of them without; a scalar is not split.
+    Before a step each main weight gets its gradient, and after it the model gets the new values; both happen
+    in ``optimizer.step()`` after ``follow`` has been called. Sharded ones are DTensors split by rows like
+    FSDP2's, so checkpoints can be loaded with another sharding, and optimizers that use whole tensors work.
+    If a weight has fewer rows than there are ranks, some ranks have none; a scalar is not split.
 
     Args:
         trained: name -> parameter of the model.
-        mesh: the ranks that shard; None: each keeps all.
-        host: keep main weights, and with them the optimizer's states, in the host's memory.
+        mesh: the ranks that shard; None: each rank has all weights.
+        host: keep main weights and optimizer states in host memory.
     """
 
     def __init__(self, trained: dict[str, nn.Parameter], mesh: DeviceMesh | None, host: bool) -> None:
@@ -64,11 +64,11 @@ class MainWeights:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """Name of the parameter -> main weight."""
+        """Map of parameter names to main weights."""
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run ``pull`` before and ``push`` after each step of the optimizer."""
+        """Run ``pull`` before and ``push`` after each optimizer step."""
         optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
         optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
 
@@ -81,7 +81,7 @@ class MainWeights:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Hand the gradients of the model to the main weights; on the device they are then free."""
+        """Pass the model's gradients to the main weights, and free them on the device."""
         for weight in self.weights.values():
             gradient = weight.parameter.grad
             if gradient is None:
@@ -93,7 +93,7 @@ class MainWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Bring the new values into the model of every rank, and forget its gradients."""
+        """Copy the new values to the model on every rank, and reset its gradients."""
         for weight in self.weights.values():
             if self.host:
                 weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))
@@ -104,7 +104,7 @@ class MainWeights:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take over the model's values, which a checkpoint has changed."""
+        """Copy the model's values, which a checkpoint has changed."""
         if self.host:
             for weight in self.weights.values():
                 _local(weight.main).copy_(weight.rows(self.rank, weight.parameter))

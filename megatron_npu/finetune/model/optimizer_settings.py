@@ -1,7 +1,7 @@
 """Optimizer settings on resume: those of the current flags, not the checkpoint's.
 
-torch keeps them in the groups of parameters, which are loaded with the moments, and ``LambdaLR`` keeps the
-highest learning rate of each.
+torch stores them in the parameter groups, which are loaded with the moments, and ``LambdaLR`` stores the
+maximum learning rate of each.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a fresh optimizer and its schedule were made with.
+    """The settings of a new optimizer and its schedule.
 
     Attributes:
         groups: settings of each group.
-        rates: the highest learning rate of each; None where no ``LambdaLR`` follows it.
+        rates: maximum learning rate of each group; None without a ``LambdaLR``.
     """
 
     groups: list[dict[str, Any]]
@@ -29,14 +29,14 @@ class Settings:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Settings:
-        """Return the settings, before anything is loaded."""
+        """Return the settings before anything is loaded."""
         groups = [
             {name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups
         ]
         return Settings(groups, list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None)
 
     def restore(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
-        """Give the settings back; the learning rate follows from the place in the schedule."""
+        """Restore the settings; the learning rate follows from the schedule's position."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         if self.rates is None or not isinstance(schedule, LambdaLR):

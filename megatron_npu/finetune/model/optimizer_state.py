@@ -1,8 +1,8 @@
 """An optimizer over replaced weights, with its state under the original names for checkpoints.
 
-Not ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it knows weights of the model alone, and
-those of ZeRO-1 and of an offloaded optimizer are others; it leaves out what no step has changed yet, which a
-reader then looks for without success; and it counts the step that makes the state of a fresh optimizer.
+``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
+weights, not those of ZeRO-1 and of an offloaded optimizer; it omits weights without a step, which a reader
+then misses; and it counts the step that creates the state of a new optimizer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Named = dict[str, nn.Parameter]
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
     """Make an optimizer update the tensors that replaced a model's weights.
 
-    Groups keep their options. A weight that is trained no longer leaves its group; a new one (an adapter's)
-    joins the first; one that was in no group stays out.
+    Groups keep their options. Weights that are no longer trained are removed from their group; new ones
+    (adapters) join the first group; weights in no group stay out.
     """
     names = {id(parameter): name for name, parameter in before.items()}
     left = dict(now)
@@ -35,7 +35,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
     """Return ``{"state": {name: {...}}, "groups": [{...}]}``, tensors as this rank holds them.
 
-    Every weight has state afterwards (``make_state``): reading a checkpoint fills tensors that are there.
+    Every weight has state afterwards (``make_state``), because reading a checkpoint fills existing tensors.
     """
     make_state(optimizer)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -49,7 +49,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str,
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: dict[str, Any]) -> None:
-    """Take over what ``optimizer_state`` returned; a weight without state keeps none."""
+    """Load the result of ``optimizer_state``; a weight without state keeps none."""
     names = {id(parameter): name for name, parameter in named.items()}
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -61,10 +61,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give weights that no step has changed yet their state, as a step does that changes nothing.
+    """Create the state of weights without a step, by a step that changes nothing.
 
-    They get gradients of zero and no learning rate, and the step is not counted. torch's own
-    ``_init_optim_state`` does so too, for an optimizer without any state, and leaves the counts at 1.
+    They get zero gradients and no learning rate, and the step is not counted. torch's ``_init_optim_state``
+    does the same, for an optimizer without any state, but leaves the counts at 1.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if parameter not in optimizer.state]

@@ -1,7 +1,8 @@
 """Models with a masked-word head and a next-sentence head: one loss that is the sum of two means.
 
-A batch has as many pairs of sentences as samples, and another number of masked words: the two means count by
-labels of their own. Transformers' models return their sum; the second head's logits say what part it has.
+A batch has one pair of sentences per sample, and another number of masked words, so the two means are
+weighted by different label counts. Transformers models return their sum; the second head's logits give its
+part.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ LABEL = "next_sentence_label"
 
 
 class PairLoss:
-    """Takes the loss of pairs out of the sum that a model has returned.
+    """Separates the next-sentence loss from the sum that a model returned.
 
     Args:
-        model: one that ``has_pairs``; its outputs are looked at.
+        model: a model that ``has_pairs``; its outputs are observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,10 +35,9 @@ class PairLoss:
             self._last = cross_entropy(logits.float(), labels.view(-1))
 
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss of words and that of pairs, whose sum the last forward pass has returned.
+        """Return the word loss and the next-sentence loss whose sum the last forward pass returned.
 
-        Where the model was called so that the second is not to be seen (a tuple for outputs, say), all counts
-        as a loss of words.
+        If the second one is not visible (for example for tuple outputs), all counts as word loss.
         """
         of_pairs, self._last = self._last, None
         return (loss, 0 * loss) if of_pairs is None else (loss - of_pairs, of_pairs)

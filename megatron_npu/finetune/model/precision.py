@@ -15,12 +15,12 @@ _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(mixed_precision: str | None) -> torch.dtype:
-    """Return the dtype of products."""
+    """Return the dtype of matrix products."""
     return _DTYPES[mixed_precision]
 
 
 def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a forward pass: torch's autocast, or nothing in fp32."""
+    """Return the context of a forward pass: torch's autocast, or none in fp32."""
     if mixed_precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype_of(mixed_precision))
@@ -28,16 +28,15 @@ def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.Ab
 
 @dataclass
 class LossScale:
-    """The factor that keeps fp16's gradients above its smallest number (Micikevicius et al. 2018, 3.2).
+    """The factor that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
 
-    Its rule is that of ``torch.amp.GradScaler``, which looks for inf in gradients that one rank holds alone,
-    and whose scale falls below any number; here the norm of all ranks' gradients tells, which a step has
-    anyway.
+    Its rule is that of ``torch.amp.GradScaler``, which only checks the gradients of one rank for inf and has
+    no minimum scale; here the gradient norm over all ranks decides, which a step computes anyway.
 
     Attributes:
         value: the factor.
-        steps: how many in a row had no overflow.
-        growth, backoff: what ``value`` is multiplied by after ``interval`` such steps, and after an overflow.
+        steps: number of consecutive steps without overflow.
+        growth, backoff: factors for ``value`` after ``interval`` such steps, and after an overflow.
     """
 
     value: float = 65536.0
@@ -47,11 +46,11 @@ class LossScale:
     interval: int = 2000
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to go backward from."""
+        """Return the loss for the backward pass."""
         return loss.float() * self.value
 
     def update(self, norm: float) -> bool:
-        """Take note of a step whose gradients have this norm; return whether they overflowed."""
+        """Record a step with this gradient norm; return whether it overflowed."""
         if not math.isfinite(norm):
             self.value, self.steps = max(self.value * self.backoff, SMALLEST), 0
             return True
@@ -61,10 +60,10 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state for a resume."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Load the result of ``state_dict``."""
         for name, value in state.items():
             setattr(self, name, value)

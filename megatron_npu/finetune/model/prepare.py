@@ -41,9 +41,9 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass
 class Prepared:
-    """What ``prepare`` made of a model: call ``model``, then ``backward`` and ``step``.
+    """A prepared model: call ``model``, then ``backward`` and ``step``.
 
-    One step of training is::
+    A training step is::
 
         for number, batch in enumerate(micro_batches, 1):
             with prepared.accumulating(last=number == len(micro_batches)):
@@ -52,23 +52,23 @@ class Prepared:
                 prepared.backward(loss)
         norm = prepared.step()
 
-    Where there is no loss scale, ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()`` of a
-    user's own loop do the same, without clipping.
+    Without a loss scale, a custom loop can use ``loss.backward()``, ``optimizer.step()`` and
+    ``optimizer.zero_grad()`` instead, without clipping.
 
     Attributes:
-        model: called like the user's own, whose attributes it has too.
-        module: the user's own module in it, with its weights' own names: what an export saves.
+        model: called like the user's own model, with the same attributes.
+        module: the user's module inside it, with its original weight names; exports save it.
         optimizer: of ``weights``.
-        lr_scheduler: None where none was asked for.
-        switches: as they were given.
-        device: of this rank.
-        weights: what the optimizer steps under the names that ``module`` has for them: its parameters, their
-            shards, or copies on the host.
-        main_weights: what keeps the two in step where they are not the same; None where they are.
-        clip_grad: the largest norm of the gradients; 0 leaves them as they are.
-        loss_scale: of fp16.
-        ledger: what each switch did, one line each.
-        own_optimizer: the optimizer is the default one, whose settings are arguments of ``prepare``.
+        lr_scheduler: the schedule, or None.
+        switches: the switches as given.
+        device: the device of this rank.
+        weights: the tensors that the optimizer updates, under their names in ``module``: its parameters,
+            their shards, or copies on the host.
+        main_weights: synchronizes the two if they differ; None if they are the same.
+        clip_grad: maximum gradient norm; 0 disables clipping.
+        loss_scale: the loss scale of fp16.
+        ledger: one line per switch with its effect.
+        own_optimizer: whether the default optimizer is used, whose settings are arguments of ``prepare``.
     """
 
     model: nn.Module
@@ -85,27 +85,27 @@ class Prepared:
     own_optimizer: bool = False
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return what belongs around the forward and backward pass of one micro batch.
+        """Return the context for the forward and backward pass of a micro batch.
 
         Args:
-            last: it is the last one before ``step``: the ranks exchange gradients in it, where they can wait.
+            last: whether it is the last one before ``step``, in which the ranks reduce gradients if they can
+                wait.
         """
         return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what belongs around each forward pass, in training and evaluation."""
+        """Return the context for each forward pass, in training and evaluation."""
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss``, fp32 or 16 bits ``[]``."""
+        """Accumulate the gradients of ``loss``, fp32 or 16 bits ``[]``."""
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
-        """Clip the gradients, change weights and learning rate, forget the gradients.
+        """Clip the gradients, update weights and learning rate, and reset the gradients.
 
         Returns:
-            The norm of all gradients before clipping; None after an overflow of fp16, which changes the loss
-            scale alone.
+            The gradient norm before clipping; None after an fp16 overflow, which only changes the loss scale.
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = norm_of(gradients, self.device)
@@ -129,8 +129,8 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer, schedule and loss scale, for ``torch.distributed.checkpoint``.
 
-        Each rank holds its own shards, and weights have their names in ``module``: a run goes on with another
-        sharding or another number of ranks.
+        Each rank stores its own shards, and weights have their names in ``module``, so a run can resume with
+        another sharding or number of ranks.
         """
         with self._main_weights_alone():
             state = {
@@ -144,10 +144,10 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned, which a checkpoint has filled since.
+        """Load the result of ``state_dict`` after a checkpoint has filled it.
 
-        Of the default optimizer moments alone: settings and learning rate are those that it was made with. A
-        user's own goes on with what it had.
+        For the default optimizer only moments are loaded: settings and learning rate are the current ones. A
+        user's optimizer continues with its stored settings.
         """
         settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])
@@ -162,7 +162,7 @@ class Prepared:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights and buffers, whole and on the host: rank 0 does; all ranks must call it."""
+        """Return all weights and buffers on the host of rank 0; all ranks must call it."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
@@ -172,7 +172,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Of this project's AdamW, which trains where nobody gives another optimizer."""
+    """Options of this project's AdamW, the default optimizer."""
 
     lr: float = 1e-4
     weight_decay: float = 0.01
@@ -193,18 +193,17 @@ def prepare(
     adam: AdamOptions = _DEFAULT_ADAM,
     clip_grad: float = 0.0,
 ) -> Prepared:
-    """Return the model as the switches want it, with its optimizer and schedule.
+    """Prepare a model for the switches, with its optimizer and schedule.
 
     Args:
-        model: changed in place. Large ones belong on the host: the device then sees them block by block.
-        optimizer_fn: called with the parameters that are trained; or an optimizer, made for the model's
-            parameters. None: this project's AdamW, whose decay leaves out vectors (biases and norms).
-        lr_scheduler_fn: called with the optimizer, or a schedule that was made for it; it steps once per
-            ``Prepared.step``.
-        switches: a combination that ``switch_rules.refuse`` has let through.
-        device: of this rank. A process group exists where there are several ranks.
-        adam: of the default optimizer.
-        clip_grad: the largest norm of the gradients; 0 leaves them as they are.
+        model: changed in place. Create large models on the host; they are moved to the device block by block.
+        optimizer_fn: called with the trained parameters; or an optimizer of the model's parameters. None:
+            this project's AdamW, without weight decay for vectors (biases and norms).
+        lr_scheduler_fn: called with the optimizer; or a schedule of it. It steps once per ``Prepared.step``.
+        switches: a combination accepted by ``switch_rules.refuse``.
+        device: the device of this rank. With several ranks, a process group must exist.
+        adam: options of the default optimizer.
+        clip_grad: maximum gradient norm; 0 disables clipping.
     """
     before = dict(model.named_parameters())
     model, ledger = accelerated(model, switches)
@@ -248,7 +247,7 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Return the model with what the switches change in it itself, in place; and a line for each."""
+    """Apply the switches that change the model itself, in place; return it and one log line each."""
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
@@ -269,15 +268,15 @@ def optimizer_of(
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the weights that are trained; one that has been made already is bound to them.
+    """Return the optimizer of the trained weights; an existing one is rebound to them.
 
     Args:
-        given: the optimizer, or what makes it.
-        before: the parameters by their names, as they were when it was made.
-        weights: those that it is to step.
+        given: the optimizer, or a function that creates it.
+        before: the parameters by name when the optimizer was created.
+        weights: the tensors to update.
 
     Raises:
-        UsageError: it has other parameters, or nothing was made.
+        UsageError: it has other parameters, or the function returned nothing.
     """
     if isinstance(given, torch.optim.Optimizer):
         known = {id(parameter) for parameter in before.values()}

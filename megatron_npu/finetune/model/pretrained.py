@@ -1,6 +1,6 @@
 """Load a model's configuration, tokenizer and weights from a folder or the hub's cache.
 
-Transformers is imported when one of them is asked for: flags and help texts know of tasks without it.
+Transformers is only imported when one of them is requested, so flags and help texts of tasks do not need it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return the configuration of a model, whatever its heads.
+    """Return the configuration of a model, without regard to its heads.
 
     Args:
-        name: a folder, or a name of the hub.
-        changes: what differs from the stored one, such as ``num_labels``.
+        name: a folder, or a name on the hub.
+        changes: values that differ from the stored ones, such as ``num_labels``.
 
     Raises:
-        UsageError: there is no such model, or it has more layers than memory holds.
+        UsageError: the model does not exist, or has implausibly many layers.
     """
     from transformers import AutoConfig
 
@@ -50,16 +50,16 @@ def has_head(config: Any, head: str) -> bool:
 
 
 def sees_all(config: Any) -> bool:
-    """Return whether a token of the model sees those behind it, as in an encoder."""
+    """Return whether tokens attend to later tokens, as in an encoder."""
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return has_head(config, "AutoModelForMaskedLM") and not decodes
 
 
 def class_names(name: str) -> tuple[str, ...]:
-    """Return the names of a model's classes, by their numbers.
+    """Return the names of a model's classes by number.
 
     Raises:
-        UsageError: there is no such model.
+        UsageError: the model does not exist.
     """
     found = config(name).id2label or {}
     numbered = {int(number): str(label) for number, label in found.items()}
@@ -67,7 +67,7 @@ def class_names(name: str) -> tuple[str, ...]:
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
-    """Return whether a file of a model of the hub is in its cache."""
+    """Return whether a file of a hub model is in the cache."""
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -122,10 +122,10 @@ def _looked_at(name: str, model: T) -> T:
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
-    """Return the tokenizer of a model; where it has no padding token, its end token pads.
+    """Return the tokenizer of a model; without a padding token, its end token is used for padding.
 
     Raises:
-        UsageError: there is none, it has no tokens, or more than the model.
+        UsageError: it does not exist, has no tokens, or more than the model.
     """
     from transformers import AutoTokenizer
 
@@ -150,7 +150,8 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
 
 
 def model(name: str, head: str, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with its weights in fp32; a head that is not stored is new.
+    """Return a model of an Auto class with its weights in fp32; a head that is not stored is newly
+    initialized.
 
     Raises:
         UsageError: there are no weights.
@@ -169,17 +170,17 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
-    """Return how many tokens an input may have: what was asked for, or what the model takes.
+    """Return the maximum number of input tokens: the requested one, or the model's.
 
     Args:
-        name: of the model.
-        tokenizer: of the model; says what it takes, as a rule.
-        config: of the model; has the number of positions, if it is limited.
-        asked: ``--seq-length``.
-        otherwise: where nothing is said anywhere.
+        name: name of the model.
+        tokenizer: the model's tokenizer, which usually has a limit.
+        config: the model's configuration, with the number of positions if it is limited.
+        asked: value of ``--seq-length``.
+        otherwise: the default if there is no limit.
 
     Raises:
-        UsageError: more is asked for than the model takes, or no more than what is put around a text.
+        UsageError: more tokens are requested than the model supports, or not more than the special tokens.
     """
     around = tokenizer.num_special_tokens_to_add(pair=False)
     if asked and asked <= around:

@@ -28,7 +28,7 @@ from megatron_npu.options.switches import Switches
 
 
 class DataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP with the attributes of the model in it, such as ``config`` and ``generate``."""
+    """torch's DDP with the attributes of the wrapped model, such as ``config`` and ``generate``."""
 
     __init__ = gloo.outlive_reducer(nn.parallel.DistributedDataParallel.__init__)
 
@@ -40,7 +40,7 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Return a model whose ranks exchange gradients; a batch may leave parts of it out."""
+    """Return a model whose ranks reduce gradients; a batch may leave parts of the model unused."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
@@ -54,12 +54,12 @@ def mesh_of(device: torch.device) -> DeviceMesh:
 
 
 def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> str:
-    """Shard parameters, gradients and optimizer states in place, block by block; return one line about it.
+    """Shard parameters, gradients and optimizer states in place, block by block; return a log line.
 
-    Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` let go of it afterwards
-    and gather it again for its backward pass; ``zero-2`` keeps it in between. What lies outside the blocks is
-    one more unit, which stays gathered from its forward to its backward pass. A model on the host comes to
-    the device block by block.
+    Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free it afterwards and
+    gather it again for its backward pass; ``zero-2`` keeps it in between. Everything outside the blocks is
+    one more unit, which stays gathered from forward to backward. A model on the host is moved to the device
+    block by block.
     """
     mesh = mesh_of(device)
     reshard = switches.sharding != "zero-2"
@@ -81,10 +81,10 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
 
 
 def silence_views() -> None:
-    """Silence, in this process, what ``fully_shard`` warns of where a model's outputs are views.
+    """Silence ``fully_shard``'s warning about models whose outputs are views.
 
-    What is written into such an output in place would lose its hook (torch 2.13). Our own tasks read outputs
-    alone; a script may write, and so may a model into those of its blocks: of these torch goes on to warn.
+    In-place writes to such an output would lose its hook (torch 2.13). Our own tasks only read outputs; a
+    script may write to them, and a model to those of its blocks, for which torch still warns.
     """
     whole = r"FSDP2-wrapped module \(FSDP\w+(For\w+|HeadModel)\) returned a view"
     warnings.filterwarnings("ignore", whole, UserWarning)
@@ -100,9 +100,9 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Give what is not sharded yet rank 0's values, as DDP does at its start.
+    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does at its start.
 
-    ``fully_shard`` takes each rank's part from its own values.
+    ``fully_shard`` would use each rank's own values.
     """
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -114,10 +114,10 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Exchange gradients when they must be, during the forward and backward pass of a micro batch.
+    """Reduce gradients as required during the forward and backward pass of a micro batch.
 
-    DDP's ranks do so in the last one of a step alone. Those of ``fully_shard`` do in each: no gradient
-    stays whole; what they have gathered does until the last where ``keep_gathered`` (zero-2).
+    DDP reduces them only in the last micro batch of a step, ``fully_shard`` in each one, because no gradient
+    stays whole; gathered weights stay until the last one with ``keep_gathered`` (zero-2).
     """
     if isinstance(model, DataParallel) and not last:
         with model.no_sync():

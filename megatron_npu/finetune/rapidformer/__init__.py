@@ -1,1 +1,1 @@
-"""The programming interface that document 001 (PAI-Rapidformer) describes: engine, templates, scripts."""
+"""The Python interface of PAI-Rapidformer (document 001): engine, templates, scripts."""

@@ -33,23 +33,23 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class RapidformerEngine:
-    """Joins the processes, and gives models, data and results their place on them.
+    """Sets up the processes, and prepares models, data and results for them.
 
     Args:
-        args: the flags (``arguments.parse``); None: those that the run was started with.
+        args: the flags (``arguments.parse``); None: those of the run.
 
     Attributes:
         args: the flags.
-        device: of this process.
-        switches: what is switched on.
-        prepared: what ``compose`` or a template has made of the model; None before.
-        vocabulary: tokens that this model knows; None before, and where it does not say.
-        shifts_labels: whether this model compares labels with the outputs before them.
-        pairs: what parts the loss of this model, if it has a head for the next sentence; else None.
-        used: whether it has had data or a model, or a template that trains.
+        device: the device of this process.
+        switches: the enabled switches.
+        prepared: the model prepared by ``compose`` or a template; None before.
+        vocabulary: the model's number of tokens; None before, and if unknown.
+        shifts_labels: whether the model compares labels with the previous outputs.
+        pairs: splits the loss of a model with a next-sentence head; else None.
+        used: whether it has data, a model, or a template that trains.
 
     Raises:
-        UsageError: there are no flags, or the device is not there.
+        UsageError: there are no flags, or the device is not available.
     """
 
     vocabulary: int | None = None
@@ -77,7 +77,7 @@ class RapidformerEngine:
 
     @property
     def place(self) -> ranks.Ranks:
-        """The place of this process among those that share the data."""
+        """The position of this process among those that share the data."""
         return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
 
     def compose(
@@ -86,19 +86,18 @@ class RapidformerEngine:
         optimizer_fn: OptimizerFn | None = None,
         lr_scheduler_fn: SchedulerFn | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Return a model, its optimizer and its learning-rate scheduler, accelerated as the switches say.
+        """Return an accelerated model, its optimizer and its learning-rate scheduler.
 
-        They are called as their plain kinds are: ``model(**batch)``, ``loss.backward()``,
-        ``optimizer.step()``, ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over
-        the ranks.
+        They are used like ordinary ones: ``model(**batch)``, ``loss.backward()``, ``optimizer.step()``,
+        ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over the ranks.
 
         Args:
             model_obj: the model.
-            optimizer_fn: makes an optimizer of parameters; None: fused AdamW with the flags' values.
-            lr_scheduler_fn: makes a scheduler of an optimizer; None: the flags' schedule.
+            optimizer_fn: creates an optimizer from parameters; None: fused AdamW with the flags' values.
+            lr_scheduler_fn: creates a scheduler from an optimizer; None: the flags' schedule.
 
         Raises:
-            UsageError: a switch that needs a template, or no such model.
+            UsageError: a switch needs a template, or the model is invalid.
         """
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
@@ -118,16 +117,16 @@ class RapidformerEngine:
         lr_scheduler: Any = None,
         plan: RunPlan | None = None,
     ) -> Prepared:
-        """Return what the switches make of a model, for a loop that uses all of it.
+        """Prepare a model for the switches, for a loop that uses the whole result.
 
         Args:
             model: the model.
-            optimizer: one, what makes one of parameters, or None for the flags' own.
-            lr_scheduler: one, what makes one of an optimizer, or None for the flags' own.
-            plan: of the training, whose length schedules follow; None: that of the flags.
+            optimizer: an optimizer, a function that creates one from parameters, or None for the flags'.
+            lr_scheduler: a scheduler, a function that creates one from an optimizer, or None for the flags'.
+            plan: the training plan, whose length the schedule uses; None: the flags'.
 
         Raises:
-            UsageError: none of these, or not with these switches.
+            UsageError: an argument is invalid, or invalid with these switches.
         """
         self.used = True
         args = self.args if plan is None else plan.settled(self.args)
@@ -158,10 +157,10 @@ class RapidformerEngine:
         return self.prepared
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, one after another. All ranks must call this.
+        """Return the tensors of all ranks, concatenated. All ranks must call this.
 
-        Of a loader's last batch, what was repeated to give each rank as much is left out: each sample of the
-        data set is there once, in its order. See ``gathering.gather`` for different lengths.
+        Samples repeated in a loader's last batch are removed, so each sample of the dataset occurs once, in
+        order. For different lengths see ``gathering.gather``.
         """
         together = gathering.gather(tensor, self.args.world_size)
         for loader in self._loaders:
@@ -180,15 +179,15 @@ class RapidformerEngine:
         """Return this rank's batches of ``--micro-batch-size`` samples, on its device.
 
         Args:
-            dataset: with a length.
-            collate_fn: makes a batch of a list of samples; None: the padding of the tokenizer of
-                ``--pretrained-model-name-or-path`` for tokenized samples (``plain_padding`` where none is
-                named), torch's own for others.
-            shuffle: in a new order each time.
-            repeats: what ``collate_fn`` draws is the same each time, as evaluations want it.
+            dataset: a dataset with a length.
+            collate_fn: creates a batch from a list of samples; None: for tokenized samples the padding of the
+                tokenizer of ``--pretrained-model-name-or-path`` (``plain_padding`` without one), else torch's
+                default.
+            shuffle: use a new order in each epoch.
+            repeats: use the same random numbers in each pass, as for evaluations.
 
         Raises:
-            UsageError: the data set has no length.
+            UsageError: the dataset has no length.
         """
         require_length(dataset, "the data set of build_data_loader")
         self.used = True
@@ -198,9 +197,9 @@ class RapidformerEngine:
         return loader
 
     def loader(self, dataset: Any, collate_fn: Collate | None, **sampling: Any) -> Loader:
-        """Return a ``Loader`` for this rank, under ``--dynamic-shape`` of batches of few lengths.
+        """Return a ``Loader`` for this rank; with ``--dynamic-shape`` its batches have only a few lengths.
 
-        ``sampling`` is described there, at ``Sampling``.
+        For ``sampling`` see ``Sampling``.
         """
         args = self.args
         if args.dynamic_shape:
@@ -246,23 +245,23 @@ class RapidformerEngine:
 
 
 def made() -> int:
-    """Return how many engines this run has made."""
+    """Return the number of engines created in this run."""
     run = state.run()
     return 0 if run is None else len(run.engines)
 
 
 def used() -> int:
-    """Return how many of them have had data or a model."""
+    """Return the number of engines with data or a model."""
     run = state.run()
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
 def join(args: Namespace) -> None:
-    """Join the group of all processes, which watch each other; one that is alone needs no address.
+    """Create the process group and start the watchdog; a single process needs no address.
 
     Raises:
-        UsageError: the others are not there; torchrun has restarted the run in a way that they cannot
-            meet, they may open too few files for it, or save into different folders.
+        UsageError: other processes are missing, torchrun restarted the run with a stale store, the limit of
+            open files is too low, or the processes save to different folders.
     """
     if dist.is_initialized():
         return
@@ -293,7 +292,7 @@ def join(args: Namespace) -> None:
 
 
 def leave() -> None:
-    """Leave the group, if this process is in it."""
+    """Destroy the process group, if this process is in it."""
     if (run := state.run()) is not None:
         run.engines.clear()
     if dist.is_initialized():
@@ -301,7 +300,7 @@ def leave() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, the host's and the device's generator, alike on all ranks."""
+    """Seed Python, numpy, and the generators of host and device, the same on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device = devices.current()

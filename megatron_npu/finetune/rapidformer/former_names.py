@@ -1,6 +1,6 @@
 """Names that scripts of 2022 import from datasets and transformers and that these have removed.
 
-They are put where such a script looks for them, for a script that names them, and only where they are absent.
+They are added only if a script names them and only if they are missing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_npu.finetune.rapidformer.script_metrics import load_metric
 
 
 class AdamW(torch.optim.Optimizer):
-    """Transformers' own AdamW of before version 5, step for step.
+    """Transformers' AdamW of before version 5, with identical steps.
 
     Args:
-        params: parameters, or groups of them.
-        lr, betas, eps, weight_decay: as there, with its defaults.
-        correct_bias: whether the moments' bias is corrected; BERT's first code did not.
-        no_deprecation_warning: accepted; there is none.
+        params: parameters or groups.
+        lr, betas, eps, weight_decay: with Transformers' defaults.
+        correct_bias: whether to correct the bias of the moments; BERT's original code did not.
+        no_deprecation_warning: accepted without effect.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """Step all parameters that have a gradient; return what ``closure`` returns."""
+        """Update all parameters with a gradient; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def rename_column_(self: Any, original_column_name: str, new_column_name: str) -> None:
-    """Rename a column of a ``Dataset``, or of each part of a ``DatasetDict``, in place."""
+    """Rename a column of a ``Dataset``, or of each split of a ``DatasetDict``, in place."""
     renamed = self.rename_column(original_column_name, new_column_name)
     if isinstance(self, dict):
         self.update(renamed)
@@ -86,10 +86,10 @@ def rename_column_(self: Any, original_column_name: str, new_column_name: str) -
 
 
 def supply(text: str) -> list[str]:
-    """Put the names that a script mentions where it looks for them; return those that were absent there.
+    """Add the names that a script uses to their modules; return those that were missing.
 
     Args:
-        text: of the script.
+        text: the script's source.
     """
     supplied = []
     for package, owners, name, value in (

@@ -10,17 +10,17 @@ from megatron_npu.finetune.data.labels import IGNORED
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the tensors of all ranks one after another in the first dimension. All ranks must call this.
+    """Return the tensors of all ranks, concatenated in the first dimension. All ranks must call this.
 
-    Ranks may have different lengths. In other dimensions than the first, shorter ones are filled up: integers
-    with ``IGNORED``, floating-point numbers with 0. A number gives one of each rank, [world_size].
+    Ranks may have different lengths. In other dimensions shorter ones are padded: integers with ``IGNORED``,
+    floating-point numbers with 0. A scalar gives one value per rank, [world_size].
 
     Args:
-        tensor: of this rank, of the same type and number of dimensions on all.
-        world_size: ranks.
+        tensor: this rank's tensor, of the same dtype and number of dimensions on all.
+        world_size: number of ranks.
 
     Raises:
-        UsageError: it is no tensor.
+        UsageError: it is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Pass torch.tensor(...) of it.")

@@ -1,9 +1,9 @@
 """Megatron models in ``PreTrainer``: tensor and pipeline parallel, with the built-in trainer.
 
-A template whose model is one of megatron-core's is trained by ``training``: its process groups, schedules,
-optimizer, checkpoints and log. The template brings data, model and loss. ``run_forward_step`` may be that
-of a model which one process holds: on a stage before the last, ``model(...)`` never comes back, and what it
-has computed goes on to the next stage.
+If a template's model is from megatron-core, the built-in trainer (``pretrain``) trains it with its process
+groups, schedules, optimizer, checkpoints and log; the template provides data, model and loss.
+``run_forward_step`` may be written for a single process: on a stage before the last, ``model(...)`` does not
+return, and its output is sent to the next stage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SCRIPTS = "megatron_npu.finetune.rapidformer.megatron_scripts"
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """Return whether a model is one of megatron-core's."""
+    """Return whether a model is from megatron-core."""
     core = sys.modules.get("megatron.core.transformer.module")
     return core is not None and isinstance(module, core.MegatronModule)
 
@@ -65,12 +65,12 @@ def _names_megatron(template: PreTrainer) -> bool:
 
 @contextlib.contextmanager
 def session(template: PreTrainer) -> Iterator[None]:
-    """Hold megatron-core's process groups inside the block, if a model of its may come.
+    """Create megatron-core's process groups inside the block, if one of its models may be used.
 
-    That is so where the flags cut it, and where the file of the template names one.
+    That is the case if the flags select model parallelism, or the template's file names such a model.
 
     Raises:
-        UsageError: there is no megatron-core that can be used, or the flags do not fit each other.
+        UsageError: there is no usable megatron-core, or the flags are inconsistent.
     """
     args = template.engine.args
     if not layout.is_cut(args) and not _names_megatron(template):
@@ -92,10 +92,10 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace) -> Namespace:
-    """Return the built-in trainer's flags for those of ``train``: both have the same names.
+    """Return the built-in trainer's flags for those of ``train``, which have the same names.
 
     Args:
-        args: the flags of ``train``, with its ranks.
+        args: the flags of ``train``, including its ranks.
     """
     required = [word for name in _MODEL for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     batch = ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)]
@@ -115,16 +115,16 @@ def _check_tokenizer(args: Namespace) -> None:
 def train(
     template: PreTrainer, datasets: providers.Datasets, module: nn.Module, optimizer: Any, scheduler: Any
 ) -> Outcome:
-    """Train a template's model inside ``session``; return how it went.
+    """Train a template's model inside ``session``; return the outcome.
 
     Args:
-        template: whose ``run_forward_step`` computes the loss.
+        template: its ``run_forward_step`` computes the loss.
         datasets: its data.
-        module: this stage of its model, one of megatron-core's.
-        optimizer, scheduler: None; megatron-core's own are made of the flags.
+        module: this stage of its megatron-core model.
+        optimizer, scheduler: None; megatron-core's are created from the flags.
 
     Raises:
-        UsageError: it is no such model, its configuration contradicts the flags, or it has an optimizer.
+        UsageError: the model is invalid, its configuration contradicts the flags, or it has an optimizer.
     """
     if not is_megatron(module):
         raise UsageError(
@@ -307,10 +307,10 @@ def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flags() -> Flags:
-    """Return the built-in trainer's flags of the run that this process is in.
+    """Return the built-in trainer's flags for the current run of this process.
 
     Raises:
-        UsageError: it is in none.
+        UsageError: there is no run.
     """
     run = state.run()
     if run is None or run.driver is None:

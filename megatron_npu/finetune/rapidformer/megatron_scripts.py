@@ -1,4 +1,4 @@
-"""Imports of a Megatron model's script: the model from the flags, tokenizer, masks."""
+"""Imports for scripts of Megatron models: the model from the flags, tokenizer, masks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def megatron_config() -> TransformerConfig:
-    """Return megatron-core's configuration as the flags say it, for a model of one's own.
+    """Return megatron-core's configuration from the flags, for a custom model.
 
     Raises:
-        UsageError: outside the train() of a template that has megatron-core's sizes among its flags.
+        UsageError: called outside train() of a template with megatron-core's sizes in its flags.
     """
     return gpt.transformer_config(megatron_models.flags())
 
 
 def megatron_gpt() -> GPTModel:
-    """Return this stage of megatron-core's GPT as the flags say it.
+    """Return this stage of megatron-core's GPT from the flags.
 
     Raises:
-        UsageError: as ``megatron_config``.
+        UsageError: see ``megatron_config``.
     """
     args = megatron_models.flags()
     return gpt.gpt(args, gpt.transformer_config(args), None, *gpt.at_ends())
 
 
 def get_tokenizer() -> Any:
-    """Return the tokenizer that the flags name, with ``eod`` and ``vocab_size``.
+    """Return the tokenizer for the flags, with ``eod`` and ``vocab_size``.
 
     Raises:
-        UsageError: a file of its is missing.
+        UsageError: one of its files is missing.
     """
     run = state.current()
     if run.tokenizer is None:
@@ -54,20 +54,20 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return attention mask, loss mask and positions of a batch that is read from left to right.
+    """Return attention mask, loss mask and positions of a left-to-right batch.
 
     The name and arguments are those of Megatron-LM.
 
     Args:
         data: tokens, [b, s].
-        eod_token: the end of a document.
-        reset_position_ids: count positions from each document's begin.
-        reset_attention_mask: let no token see another document.
-        eod_mask_loss: count no loss at ends of documents.
+        eod_token: end-of-document token.
+        reset_position_ids: restart positions at each document.
+        reset_attention_mask: let tokens attend only to their own document.
+        eod_mask_loss: exclude end-of-document tokens from the loss.
 
     Returns:
-        The mask, [b, 1, s, s] bool with True for what is not seen (None where it is causal alone, which the
-        attention is by itself); the loss mask, [b, s] fp32; the positions, [b, s] int64.
+        The mask, [b, 1, s, s] bool, True for hidden keys (None for a plain causal mask, which attention
+        applies itself); the loss mask, [b, s] fp32; the positions, [b, s] int64.
     """
     from megatron.core.datasets import gpt_dataset
 

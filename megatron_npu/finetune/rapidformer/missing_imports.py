@@ -17,11 +17,11 @@ _TRANSFORMERS = ("AutoTokenizer", "AutoModelForPreTraining", "AutoModelForSequen
 
 
 def unbound(text: str, name: str) -> set[str]:
-    """Return the names that a script reads and neither it nor Python has; empty where it imports ``*``.
+    """Return the names that a script reads but does not define; empty if it has ``import *``.
 
     Args:
-        text: of the script, which compiles.
-        name: of its file.
+        text: source of the script, which compiles.
+        name: name of its file.
     """
     module = symtable.symtable(text, name, "exec")
     tables = list(_with_children(module))
@@ -45,7 +45,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return what a script is to begin with: those of its unbound names that the document's scripts have."""
+    """Return the names to define in a script: its undefined ones that the document's scripts use."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

@@ -1,6 +1,6 @@
 """Check the return values of a template's methods.
 
-The methods are a user's: whatever is wrong is named with the class, the method and what was expected.
+The methods are the user's: errors name the class, the method and what was expected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_npu.finetune.data.loading import Collate, require_length
 
 
 class Datasets(NamedTuple):
-    """What ``train_valid_test_datasets_provider`` returns; a part may be None, the first may not."""
+    """The result of ``train_valid_test_datasets_provider``; splits except the first may be None."""
 
     train: Any
     valid: Any
@@ -30,12 +30,12 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
     """Call ``train_valid_test_datasets_provider``.
 
     Args:
-        template: whose method it is.
-        given: what it is called with.
-        collates: whether a fourth value is required; else it may be left out.
+        template: the template.
+        given: arguments of the call.
+        collates: whether a fourth value is required; otherwise it is optional.
 
     Raises:
-        UsageError: it returns something else, or a method of the template takes other arguments.
+        UsageError: it returns something else, or a method has another signature.
     """
     _require_signatures(template, given)
     method = template.train_valid_test_datasets_provider
@@ -78,10 +78,10 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor:
-    """Return what ``run_forward_step`` has returned, if that is a loss.
+    """Return the result of ``run_forward_step`` if it is a loss.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not.
     """
     method = template.run_forward_step
     if not isinstance(returned, torch.Tensor):
@@ -100,16 +100,16 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
 def losses(
     template: Any, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses that ``run_forward_step`` has returned.
+    """Return the losses that ``run_forward_step`` returned.
 
     Args:
-        template: whose method it is.
-        returned: by it.
-        number: how many there are to be, as ``label_counts`` has it; None: one, which is in no tuple.
-        training: whether they have to depend on the model's weights.
+        template: the template.
+        returned: the result of the method.
+        number: expected number of losses, from ``label_counts``; None: a single one, not in a tuple.
+        training: whether they must depend on the model's weights.
 
     Raises:
-        UsageError: they are no losses, or another number of them.
+        UsageError: they are not losses, or their number differs.
     """
     if number is None:
         return (loss(template, returned, training=training),)
@@ -120,7 +120,7 @@ def losses(
 
 
 def metrics(template: Any, returned: Any) -> dict[str, float]:
-    """Return what ``run_compute_metrics`` has returned, as numbers by their names.
+    """Return the result of ``run_compute_metrics`` as numbers by name.
 
     Raises:
         UsageError: it is neither a dictionary of numbers, nor a number, nor None.
@@ -136,10 +136,10 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
 
 
 def as_module(given: Any) -> nn.Module:
-    """Return what ``compose`` was given as its model.
+    """Return the model passed to ``compose``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a module.
     """
     if not isinstance(given, nn.Module):
         raise UsageError(
@@ -158,10 +158,10 @@ def as_module(given: Any) -> nn.Module:
 
 
 def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Return what makes the scheduler that a user has named; None: there is to be none.
+    """Return a function that creates the user's scheduler; None: no scheduler.
 
     Raises:
-        UsageError: one that is made already, of another optimizer.
+        UsageError: it is an existing scheduler of another optimizer.
     """
     if given is None or not is_scheduler(given):
         return given
@@ -175,12 +175,12 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether it is a scheduler that is made already."""
+    """Return whether a value is an existing scheduler."""
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
 def missing(template: Any, name: str, returns: str) -> UsageError:
-    """Return the error for a method that a template needs and has not."""
+    """Return the error for a method that a template lacks."""
     return UsageError(
         f"{type(template).__name__} has no {name}", f"a method that returns {returns}", "Write it."
     )

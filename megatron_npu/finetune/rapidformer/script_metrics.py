@@ -12,10 +12,10 @@ from megatron_npu.finetune.run import metrics
 
 
 class Metric:
-    """Gathers predictions, and compares them at the end.
+    """Collects predictions and compares them at the end.
 
     Args:
-        glue: the task of GLUE whose metrics are computed; None: accuracy, F1 and Matthews' correlation.
+        glue: GLUE task whose metrics are computed; None: accuracy, F1 and Matthews' correlation.
     """
 
     def __init__(self, glue: str | None = None) -> None:
@@ -24,15 +24,15 @@ class Metric:
         self._references: list[np.ndarray] = []
 
     def add_batch(self, *, predictions: Any, references: Any) -> None:
-        """Take in a batch: tensors, arrays or lists [b]."""
+        """Add a batch: tensors, arrays or lists [b]."""
         self._predictions.append(_array(predictions))
         self._references.append(_array(references))
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics of all batches since the last time, by their names.
+        """Return the metrics of all batches since the last call, by name.
 
         Raises:
-            UsageError: there were none.
+            UsageError: there were no batches.
         """
         if not self._predictions:
             raise UsageError(
@@ -49,11 +49,11 @@ class Metric:
 
 
 def load_metric(path: str | None = None, name: str | None = None) -> Metric:
-    """Return the metrics of a data set, as ``datasets.load_metric`` did.
+    """Return the metrics of a dataset, as ``datasets.load_metric`` did.
 
     Args:
-        path: of the data set; accepted, as scripts give it.
-        name: its configuration; that of a task of GLUE chooses its metrics.
+        path: path of the dataset; accepted for compatibility.
+        name: its configuration; a GLUE task selects its metrics.
     """
     return Metric(name if name in metrics.GLUE else None)
 

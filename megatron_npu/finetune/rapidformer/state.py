@@ -20,13 +20,13 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as the document's scripts read them; what a script writes holds for the run too.
+    """The flags as the document's scripts read them; values that a script sets apply to the run too.
 
-    ``load`` is what they give to ``from_pretrained``: the model's name, or else the folder of ``--load``,
-    which ``load_from`` is.
+    ``load`` is the value that scripts pass to ``from_pretrained``: the model's name, or else the folder of
+    ``--load``, which is also ``load_from``.
 
     Args:
-        flags: of the run (``arguments.parse``).
+        flags: the run's flags (``arguments.parse``).
     """
 
     __slots__ = ("flags",)
@@ -50,10 +50,10 @@ class Run:
 
     Attributes:
         args: its flags.
-        for_scripts: the same as a script reads them; made when one asks.
-        engines: that were made in it; a script that makes none trains nothing.
-        driver: the flags of the built-in trainer, while it trains a Megatron model.
-        tokenizer: that the flags name; made when a script asks.
+        for_scripts: the same as seen by scripts; created on request.
+        engines: engines created in it; a script without any trains nothing.
+        driver: flags of the built-in trainer while it trains a Megatron model.
+        tokenizer: tokenizer for the flags; created on request.
     """
 
     args: Namespace
@@ -89,7 +89,7 @@ def run() -> Run | None:
 
 
 def current() -> Run:
-    """Return the run that this process is in.
+    """Return the current run of this process.
 
     Raises:
         UsageError: no run was started.
@@ -104,7 +104,7 @@ def current() -> Run:
 
 
 def get_args() -> ScriptArgs:
-    """Return the flags that the run was started with, as a script reads them.
+    """Return the flags of the run as seen by scripts.
 
     Raises:
         UsageError: no run was started.
@@ -116,10 +116,10 @@ def get_args() -> ScriptArgs:
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger that writes to standard error, of rank 0 from ``--log-level`` on, of others warnings.
+    """Return a logger to stderr, from ``--log-level`` on for rank 0, and for warnings on other ranks.
 
     Args:
-        name: what is added to the logger's name.
+        name: appended to the logger's name.
     """
     root = logging.getLogger(_NAME)
     if not root.handlers:

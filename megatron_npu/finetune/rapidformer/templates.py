@@ -1,4 +1,4 @@
-"""Templates to subclass, by users and by every task of this project: ``Finetuner`` and ``PreTrainer``."""
+"""Templates to subclass, for users and for every task of this project: ``Finetuner`` and ``PreTrainer``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_npu.finetune.run.run_plan import RunPlan
 
 
 class Template:
-    """What both templates have.
+    """What both templates share.
 
     Args:
-        engine: of this process.
+        engine: the engine of this process.
     """
 
     def __init__(self, engine: RapidformerEngine) -> None:
@@ -37,8 +37,8 @@ class Template:
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
         """Return model, optimizer and scheduler.
 
-        The last two are objects, functions that make them (of parameters, of an optimizer), or None: fused
-        AdamW and the schedule of the flags.
+        The last two are objects, functions that create them (from parameters, from an optimizer), or None:
+        fused AdamW and the flags' schedule.
         """
         raise providers.missing(
             self, "model_optimizer_lr_scheduler_provider", "model, optimizer, lr_scheduler"
@@ -47,24 +47,25 @@ class Template:
     def run_forward_step(
         self, batch_or_iterator: Any, model: nn.Module
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the loss of a micro-batch, a tensor of one number: the mean over its labels.
+        """Return the loss of a micro-batch, a scalar tensor: the mean over its labels.
 
         Args:
-            batch_or_iterator: a batch on the device (``Finetuner``), what gives such (``PreTrainer``).
-            model: called as what ``model_optimizer_lr_scheduler_provider`` has returned.
+            batch_or_iterator: a batch on the device (``Finetuner``), or an iterator of batches
+                (``PreTrainer``).
+            model: called like the result of ``model_optimizer_lr_scheduler_provider``.
         """
         raise providers.missing(self, "run_forward_step", "the loss")
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return over how many labels the loss of a batch is the mean, which says how much it counts.
+        """Return the number of labels over which the loss of a batch is the mean, which is its weight.
 
-        By default: the ``labels`` that are not -100, of whole numbers; of a causal model of Transformers all
-        but the first of a text; one a sample where there are none. Of a model with a head for the next
-        sentence, whose loss is the sum of two means, a tuple: these, and the pairs. Where
-        ``run_forward_step`` returns several losses in a tuple, whose sum is trained on: as many numbers.
+        By default these are the integer ``labels`` other than -100 (for causal Transformers models without
+        the first one of each text), or one per sample without labels. For a model with a next-sentence head,
+        whose loss is the sum of two means, it is a tuple: these, and the pairs. If ``run_forward_step``
+        returns a tuple of losses, whose sum is trained on, return one number per loss.
 
         Args:
-            batch: as the collate function made it, in the host's memory.
+            batch: the result of the collate function, in host memory.
         """
         words = label_shares.labels_in(batch, shifted=self.engine.shifts_labels)
         if self.engine.pairs is None or not isinstance(batch, Mapping) or pair_losses.LABEL not in batch:
@@ -83,7 +84,7 @@ class Template:
         self.engine.used = True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, one after another; see ``RapidformerEngine.gather``."""
+        """Return the tensors of all ranks, concatenated; see ``RapidformerEngine.gather``."""
         return self.engine.gather(tensor)
 
     def build_data_loader(
@@ -112,31 +113,31 @@ class Template:
 
 
 class Finetuner(Template):
-    """Fine-tunes a model: epochs of batches, and metrics after each.
+    """Fine-tunes a model for epochs, with metrics after each.
 
     A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
-    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a part that there is not; the test
-    data are evaluated once, at the end, if they have labels);
-    ``model_optimizer_lr_scheduler_provider``; ``run_forward_step(batch, model)``; and
-    ``run_compute_metrics(model, eval_dataloader)``.
+    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; test data with
+    labels are evaluated once, at the end); ``model_optimizer_lr_scheduler_provider``;
+    ``run_forward_step(batch, model)``; and ``run_compute_metrics(model, eval_dataloader)``.
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return numbers by their names, of the validation or the test data; None: there are none.
+        """Return metrics by name for the validation or test data; None: none.
 
-        All ranks call it, and ``self.gather`` puts their parts together.
+        All ranks call it, and ``self.gather`` joins their results.
 
         Args:
-            model: a list of the model alone (interleaved stages of Megatron would be more), in evaluation.
-            eval_dataloader: batches on the device; every sample is there once (``RapidformerEngine.gather``).
+            model: a list that contains the model in evaluation mode (Megatron's interleaved stages would be
+                several).
+            eval_dataloader: batches on the device; every sample occurs once (``RapidformerEngine.gather``).
         """
         return None
 
     def train(self) -> Outcome:
-        """Train as the flags say; return how it went.
+        """Train as specified by the flags; return the outcome.
 
         Raises:
-            UsageError: a method returns something else than it should; naming it. Or the flags cut the model.
+            UsageError: a method returned something invalid, or the flags select model parallelism.
         """
         self._require_engine()
         engine = self.engine
@@ -171,23 +172,23 @@ class Finetuner(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def finetune(self) -> Outcome:
-        """Do what ``train`` does, under the name that the document's text has."""
+        """Same as ``train``, under the document's name."""
         return self.train()
 
 
 class PreTrainer(Template):
-    """Pre-trains a model: iterations over data in their own order, and the validation loss now and then.
+    """Pre-trains a model for iterations, with a validation loss at intervals.
 
     A subclass has three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``, which
-    returns three data sets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
-    and ``run_forward_step(data_iterator, model)``, which takes a batch with ``next(data_iterator)``.
+    returns three datasets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
+    and ``run_forward_step(data_iterator, model)``, which gets a batch with ``next(data_iterator)``.
     """
 
     def train(self) -> Outcome:
-        """Train as the flags say; return how it went.
+        """Train as specified by the flags; return the outcome.
 
         Raises:
-            UsageError: a method returns something else than it should; naming it.
+            UsageError: a method returned something invalid.
         """
         self._require_engine()
         with megatron_models.session(self):
@@ -223,14 +224,15 @@ class PreTrainer(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def pretrain(self) -> Outcome:
-        """Do what ``train`` does, under the name that the document's text has."""
+        """Same as ``train``, under the document's name."""
         return self.train()
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return over how many labels the loss of a batch is the mean; see ``Template.label_counts``.
+        """Return the number of labels over which the loss of a batch is the mean; see
+        ``Template.label_counts``.
 
-        Of Megatron's windows (``text``, [b, s + 1]) under --eod-mask-loss: the tokens that are no end of a
-        document, as ``get_ltor_masks_and_position_ids`` has them in its loss mask.
+        For Megatron's windows (``text``, [b, s + 1]) with --eod-mask-loss, these are the tokens other than
+        end-of-document tokens, as in the loss mask of ``get_ltor_masks_and_position_ids``.
         """
         text = batch.get("text") if isinstance(batch, Mapping) else None
         if not self.engine.args.eod_mask_loss or not isinstance(text, torch.Tensor):
@@ -240,7 +242,8 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return whether batches of one size may have different numbers of labels, of Megatron's models."""
+        """Return whether batches of a Megatron model with equal sizes may have different numbers of
+        labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 

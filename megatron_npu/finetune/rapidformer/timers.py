@@ -9,10 +9,10 @@ from megatron_npu import devices
 
 
 class Timer:
-    """Adds up the time between ``start`` and ``stop``, of the device's work too.
+    """Accumulates the time between ``start`` and ``stop``, including work on the device.
 
     Args:
-        name: how a log names it.
+        name: name in the log.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,14 +21,14 @@ class Timer:
         self._since: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; with ``barrier``, when all ranks are here."""
+        """Start; with ``barrier``, after all ranks have arrived."""
         if self._since is not None:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         _wait(barrier)
         self._since = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End, when what is queued on the device has run."""
+        """Stop after queued work on the device has completed."""
         if self._since is None:
             raise RuntimeError(f"timer {self.name!r} has not been started")
         _wait(barrier)
@@ -36,14 +36,14 @@ class Timer:
         self._since = None
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Reset the time."""
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Return the seconds so far; a running timer continues.
 
         Args:
-            reset: forget them.
+            reset: reset the time.
             barrier: wait for all ranks first.
         """
         running = self._since is not None
@@ -64,21 +64,21 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return a timer, a new one for a new name.
+        """Return a timer; it is created for a new name.
 
         Args:
             name: the timer's.
-            log_level: accepted, as Megatron's are called with it; all are kept.
+            log_level: accepted for compatibility; all timers are kept.
         """
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True) -> str:
-        """Print and return a line of these timers' milliseconds, of this rank.
+        """Print and return a line with these timers' milliseconds on this rank.
 
         Args:
-            names: which; None: all.
-            normalizer: what each is divided by: the number of iterations, say.
-            reset: let them begin again.
+            names: the timers; None: all.
+            normalizer: divisor, for example the number of iterations.
+            reset: reset them.
         """
         chosen = [name for name in names or self._timers if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) * 1e3 / normalizer:.2f}" for name in chosen]

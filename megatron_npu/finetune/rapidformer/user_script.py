@@ -1,7 +1,7 @@
 """``--user-script FILE``: run a file like ``python FILE``.
 
-What the document's scripts use and do not import, and what newer packages have no more, is given to it.
-``from megatron import mpu``, of a Megatron that has it no more, finds a stub.
+It supplies names that the document's scripts use without importing them, or that newer packages have removed.
+``from megatron import mpu`` imports a stub if Megatron no longer has the module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(script: str) -> None:
     """Run the file to its end.
 
     Raises:
-        UsageError: it raised something, or trained nothing.
+        UsageError: it raised an exception, or trained nothing.
     """
     from megatron_npu.finetune.rapidformer import engine
 
@@ -73,7 +73,7 @@ def _require_python(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Let ``from megatron import mpu`` find a stub where Megatron has it no more."""
+    """Let ``from megatron import mpu`` import a stub if Megatron no longer has the module."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 

@@ -1,7 +1,7 @@
-"""The flags of ``megatron-npu train``: those of a document (PAI-Rapidformer), which are Megatron's own names.
+"""The flags of ``megatron-npu train``: those of the PAI-Rapidformer document, which have Megatron's names.
 
-``parse`` reads them and compares them with each other; what needs the data or the model is compared later.
-A user's script finds the result in ``get_args()``.
+``parse`` parses and checks them; checks that need the data or the model come later. A user's script gets the
+result with ``get_args()``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DESCRIPTION = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``megatron-npu train``."""
+    """Return the command's parser."""
     result = Parser("megatron-npu train", description=_DESCRIPTION, usage=_USAGE)
     for title, add_flags in _GROUPS:
         add_flags(result.add_argument_group(title).add_argument)
@@ -54,13 +54,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags' values, with what follows from them and from the environment of a rank.
+    """Return the flags' values, with derived values and the rank's environment.
 
-    Beside the flags: ``rank``, ``local_rank`` and ``world_size`` of this process; ``dataset_path`` and
+    Additional values: ``rank``, ``local_rank`` and ``world_size`` of this process; ``dataset_path`` and
     ``dataset_name``, which the document's scripts read.
 
     Raises:
-        UsageError: an unknown flag, a missing one, a value of the wrong kind, or two that exclude each other.
+        UsageError: a flag is unknown or missing, a value has the wrong type, or two flags exclude each other.
     """
     _refuse_blanks(argv)
     flags_of_train = parser()
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
-    """Give ``args`` its place among the processes, and check that they divide the batch.
+    """Set this process's ranks in ``args``, and check that they divide the batch.
 
     Raises:
         UsageError: they do not.

@@ -1,8 +1,8 @@
 """Checkpoints with ``torch.distributed.checkpoint``: bitwise identical resume, also within an epoch.
 
-Each is written into a hidden folder beside its place and renamed when every rank is done; the tracker
-follows, as in Megatron. Names of weights are those of the user's module, so that a run may go on with another
-sharding or another number of ranks; random numbers go on where that number is the same.
+Each is written to a hidden folder and renamed when every rank is done; then the tracker is updated, as in
+Megatron. Weight names are those of the user's module, so a run can resume with another sharding or number of
+ranks; random states are restored if that number is the same.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 
 
 def require_there(args: Namespace) -> None:
-    """Check that there is a checkpoint under ``--load``, before anything is loaded.
+    """Check that ``--load`` has a checkpoint, before anything is loaded.
 
-    A run that begins may name its own ``--save``; and without a model's name the folder that a script gives
-    to ``from_pretrained`` may be one of Transformers'.
+    A first run may name its own ``--save``; and without a model's name, the folder that a script passes to
+    ``from_pretrained`` may be one of Transformers.
 
     Raises:
-        UsageError: there is none, or the folder is a file.
+        UsageError: there is none, or the path is a file.
     """
     if not args.load:
         return
@@ -109,10 +109,10 @@ def require_there(args: Namespace) -> None:
 
 @watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
-    """Load the newest checkpoint under ``--load``, with --load-last-good that is whole. All ranks call this.
+    """Load the newest (with --load-last-good: undamaged) checkpoint of ``--load``. All ranks call this.
 
     Returns:
-        The iteration that the run resumes from, 0 without a checkpoint; and what there is to say about it.
+        The iteration to resume from (0 without a checkpoint), and log lines.
 
     Raises:
         UsageError: it is damaged, or of another model or other data.

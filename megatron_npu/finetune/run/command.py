@@ -1,4 +1,4 @@
-"""``megatron-npu train``: read the flags, start the ranks, and run the task or script on each."""
+"""``megatron-npu train``: parse the flags, start the ranks, and run the task or script on each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input; of several ranks, on one of them.
+        UsageError: bad input, raised on one of the ranks.
     """
     args = arguments.parse(argv)
     if not ranks.launched():
@@ -53,10 +53,10 @@ def _run(args: Namespace) -> int:
 
 
 def train(args: Namespace) -> None:
-    """Train as the flags say, in this process, which is one of the ranks.
+    """Train as specified by the flags, in this process, which is one of the ranks.
 
     Args:
-        args: what ``arguments.parse`` returned, with its ranks (``arguments.set_ranks``).
+        args: the result of ``arguments.parse`` with its ranks (``arguments.set_ranks``).
 
     Raises:
         UsageError: bad input.

@@ -1,9 +1,9 @@
-"""The loss that keeps the experts of Transformers' mixtures balanced, over the tokens of a global batch.
+"""The balancing loss of Transformers' mixtures of experts, over the tokens of a global batch.
 
 With E experts it is E * sum of f_e * P_e: how often expert e is chosen, and its mean probability, over the
-tokens of a batch. A product of two means is not the mean of those of micro-batches. But f_e has no gradient:
-once the choices of the whole global batch are counted, each micro-batch adds its part of P_e. Where a rank
-has several micro-batches, they go through the model once more for that, before the first one goes backward.
+tokens of a batch. A product of two means is not the mean over micro-batches. But f_e has no gradient, so once
+the choices of the whole global batch are counted, each micro-batch contributes its part of P_e. If a rank has
+several micro-batches, they run through the model once more for this, before the first backward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Sums(NamedTuple):
-    """What the loss is made of, summed over the tokens of all layers.
+    """The components of the loss, summed over the tokens of all layers.
 
     Attributes:
-        chosen: how often each expert is [E].
-        probabilities: of each expert [E].
-        tokens: how many they are.
+        chosen: how often each expert was chosen, [E].
+        probabilities: sum of each expert's probabilities, [E].
+        tokens: number of tokens.
     """
 
     chosen: Tensor
@@ -40,9 +40,9 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
     """Return the sums over the tokens of a batch.
 
     Args:
-        layers: the router's logits of each, [b * s, E].
-        experts: their number E.
-        top_k: how many a token goes to.
+        layers: router logits of each layer, [b * s, E].
+        experts: number of experts E.
+        top_k: experts per token.
         mask: 0 for tokens that do not count [b, s]; None: all count.
     """
     weights = torch.ones_like(layers[0][:, 0]) if mask is None else mask.reshape(-1).to(layers[0])
@@ -58,11 +58,11 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
 
 class ExpertBalance:
-    """Stands in for a mixture's loss of balance while a run is trained.
+    """Replaces the balancing loss of a mixture of experts during training.
 
     Args:
-        names: those of the module that the model is from.
-        ranks: that share the global batch.
+        names: names in the module of the model.
+        ranks: number of ranks that share the global batch.
     """
 
     def __init__(self, names: dict[str, Any], ranks: int) -> None:
@@ -73,7 +73,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Let the model ask this object for its loss of balance; outside of a step that is 0."""
+        """Make the model call this object for its balancing loss; outside a step the loss is 0."""
         own = self._names[_NAME]
         self._names[_NAME] = self._loss
         try:
@@ -83,7 +83,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is chosen in all micro-batches of a global batch."""
+        """Count the chosen experts in all micro-batches of a global batch."""
         self._counted = torch.zeros(1)
         try:
             yield
@@ -93,10 +93,10 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def step(self, divisor: Callable[[], float]) -> Iterator[None]:
-        """Give the loss of a global batch; without ``counting`` before it has one micro-batch on each rank.
+        """Provide the loss of a global batch; without ``counting`` before, it has one micro-batch per rank.
 
         Args:
-            divisor: says what the loss of the micro-batch that is in the model will be divided by.
+            divisor: returns the divisor of the current micro-batch's loss.
         """
         self._divisor = divisor
         try:
@@ -141,14 +141,14 @@ class ExpertBalance:
 
 
 def asked_for(model: nn.Module) -> bool:
-    """Return whether a model of Transformers trains on a loss of balance, by its configuration."""
+    """Return whether a Transformers model's configuration enables a balancing loss."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "output_router_logits", False))
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return what stands in for the loss of balance of a model; None: it has none, or one of another kind."""
+    """Return the replacement for a model's balancing loss; None: it has none, or another kind."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

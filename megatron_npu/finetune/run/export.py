@@ -1,6 +1,7 @@
-"""The trained model as a folder for ``from_pretrained``: weights, configuration, tokenizer, model card.
+"""Export the trained model as a folder for ``from_pretrained``: weights, configuration, tokenizer, model
+card.
 
-A model that is not one of Transformers' is written as ``model.safetensors`` beside the card.
+A model that is not from Transformers is written as ``model.safetensors`` with the card.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ FOLDER = "model"  # in --save
 
 @watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
-    """Write ``--save``/model, in the place of one that is there; return it. All ranks must call this.
+    """Write ``--save``/model, replacing an existing one; return it. All ranks must call this.
 
     Args:
         args: the flags.
-        prepared: the model; shards are put together on rank 0.
-        outcome: of its training, for the card.
-        tokenizer: to go with it; None: that of ``--pretrained-model-name-or-path``, if it has one.
+        prepared: the model; shards are joined on rank 0.
+        outcome: the outcome of the training, for the card.
+        tokenizer: the tokenizer to include; None: that of ``--pretrained-model-name-or-path``, if any.
     """
     place = Path(args.save) / FOLDER
     weights = prepared.full_weights()

@@ -1,9 +1,8 @@
-"""Weight of a micro-batch's loss: its share of the global batch's labels.
+"""The weight of a micro-batch's loss: its share of the labels of the global batch.
 
-A loss is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels: of
-targets, of masked tokens, of words. So that the loss of a global batch is the mean over all its labels,
-however it is cut into micro-batches and sharded over ranks, the labels of all of them are counted before
-the first one goes backward.
+A loss is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels
+(targets, masked tokens, words). So that the loss of a global batch is the mean over all its labels, for any
+micro-batch size and number of ranks, all labels are counted before the first backward pass.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ Counts = tuple[int, ...]  # of the labels of each loss of a batch
 
 
 class Held(NamedTuple):
-    """A batch that is still in the host's memory.
+    """A batch in host memory.
 
     Attributes:
-        batch: of this rank.
-        counts: whether its samples count; those that fill up for a rank without any of its own do not.
+        batch: this rank's batch.
+        counts: whether its samples count; padding for a rank without samples does not.
     """
 
     batch: Any
@@ -40,11 +39,11 @@ class Held(NamedTuple):
 
 
 def labels_in(batch: Any, *, shifted: bool = False) -> int:
-    """Return over how many labels a loss of a batch is the mean: one a sample where it has no ``labels``.
+    """Return the number of labels over which a batch's loss is the mean: one per sample without ``labels``.
 
     Args:
-        batch: a mapping whose ``labels``, whole numbers [b] or [b, s], are ``IGNORED`` where there is none;
-            or something else.
+        batch: a mapping whose integer ``labels``, [b] or [b, s], are ``IGNORED`` where there is none; or
+            another object.
         shifted: the model compares each label with the output before it, and so none with the first.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -54,7 +53,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return whether a model compares labels with the outputs before them, as Transformers' causal ones."""
+    """Return whether a model compares labels with previous outputs, as causal Transformers models do."""
     auto = sys.modules.get("transformers.models.auto.modeling_auto")
     if auto is None:
         return False
@@ -80,14 +79,14 @@ def _samples_in(batch: Any) -> int:
 
 
 class MicroBatches:
-    """The micro-batches of a rank, on its device, and how much the loss of each counts.
+    """The micro-batches of a rank on its device, and the weight of each loss.
 
     Args:
-        held: the batches.
-        labels_of: says over how many labels each loss of a batch is the mean (``Template.label_counts``).
-        move: brings a batch to the device.
-        ranks: that share the global batch.
-        note: is shown each batch that is taken.
+        held: iterator of batches.
+        labels_of: returns the number of labels of each loss of a batch (``Template.label_counts``).
+        move: moves a batch to the device.
+        ranks: number of ranks that share the global batch.
+        note: called with each batch.
     """
 
     def __init__(
@@ -122,16 +121,16 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """How many losses the batches that were taken last have; None: one, which is not in a tuple."""
+        """Number of losses of the last batches; None: a single one, not in a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:
-        """Begin an iteration of so many micro-batches on each rank."""
+        """Start an iteration with the given number of micro-batches per rank."""
         self._micro_batches, self._totals = micro_batches, None
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Give what is taken in this block once more behind it."""
+        """Repeat the batches read inside this block afterwards."""
         self._rehearsed = []
         try:
             yield
@@ -140,26 +139,26 @@ class MicroBatches:
             self._rehearsed, self._taken = None, []
 
     def read_ahead(self) -> None:
-        """Have the micro-batches of this iteration in memory, so that nothing is drawn for them later."""
+        """Load the micro-batches of this iteration now, so that no random numbers are used for them later."""
         while len(self._ahead) < self._micro_batches * (self._each or 1):
             self._ahead.append(self._next())
 
     def divisors(self) -> list[float]:
-        """Return what each loss of the micro-batch taken last is divided by: inf, if it has no labels.
+        """Return the divisor of each loss of the last micro-batch: inf without labels.
 
-        Such losses, summed over the micro-batches and averaged over the ranks, are the mean over all labels
-        of the global batch. All ranks call this after each forward pass; where all micro-batches have as many
-        labels, it is the number of micro-batches.
+        The sum of the divided losses over micro-batches, averaged over the ranks, is the mean over all labels
+        of the global batch. All ranks call this after each forward pass; if all micro-batches have the same
+        number of labels, it is the number of micro-batches.
 
         Raises:
-            UsageError: a template took another number of batches for this loss than for those before.
+            UsageError: a template used another number of batches for this loss than before.
         """
         found = self.coming_divisors()
         self._taken = []
         return found
 
     def coming_divisors(self) -> list[float]:
-        """Return what ``divisors`` will, while the micro-batch is in the model."""
+        """Return the coming result of ``divisors`` while the micro-batch is in the model."""
         number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
             self._totals = self._all_labels(number, counts)
@@ -174,7 +173,7 @@ class MicroBatches:
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]
 
     def counted(self) -> Counts:
-        """Return the labels of the batches that were taken since the last call; 1 where none was."""
+        """Return the number of labels of the batches read since the last call; 1 without any."""
         counts, self._taken = _sums(self._taken), []
         return counts
 

@@ -1,7 +1,7 @@
 """Start the ranks of this machine with torch's elastic agent.
 
-``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` say where the ranks of several machines
-meet. Each rank is the same command again, in a process of its own.
+``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` set the rendezvous of several machines. Each
+rank runs the same command in a separate process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take befor
 
 
 def local_processes(args: Namespace) -> int:
-    """Return how many ranks this machine is to have: as asked for, or one for each device.
+    """Return the number of ranks for this machine: as requested, or one per device.
 
     Raises:
-        UsageError: more are asked for than there are devices, or on a CPU than its memory has room for.
+        UsageError: more ranks are requested than there are devices, or than fit into memory on a CPU.
     """
     device = devices.current()
     asked: int | None = args.nproc_per_node
@@ -50,7 +50,7 @@ def machines() -> int:
     """Return the number of machines.
 
     Raises:
-        UsageError: several, and no address of the first one; or this one is not among them.
+        UsageError: there are several and no address of the first one, or this one is not among them.
     """
     count = from_environment("NNODES", 1, least=1)
     from_environment("NODE_RANK", 0, most=count - 1)
@@ -64,16 +64,16 @@ def machines() -> int:
 
 
 def start(argv: Sequence[str], processes: int) -> int:
-    """Run ``megatron-npu train`` on all ranks of this machine to the end; return the exit code.
+    """Run ``megatron-npu train`` on all ranks of this machine; return the exit code.
 
-    What goes wrong is told by the rank that it happens to.
+    Each rank reports its own errors.
 
     Args:
-        argv: the command line behind ``train``.
-        processes: ranks of this machine.
+        argv: the command line after ``train``.
+        processes: number of ranks on this machine.
 
     Raises:
-        UsageError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+        UsageError: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -8,16 +8,16 @@ from megatron_npu.base.errors import UsageError
 
 
 def is_cut(args: Namespace) -> bool:
-    """Return whether they do."""
+    """Return whether they request it."""
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
 
 
 def cannot_be_cut(args: Namespace, what: str) -> UsageError:
-    """Return what to say where the flags cut something else.
+    """Return the error for model parallelism of another kind of model.
 
     Args:
         args: the flags.
-        what: it, in words.
+        what: description of the model.
     """
     return UsageError(
         f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and --pipeline-model-parallel-size "

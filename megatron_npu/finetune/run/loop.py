@@ -38,11 +38,11 @@ Evaluate = Callable[[], Evaluation]
 
 
 class Evaluations(NamedTuple):
-    """What a training measures besides its own losses.
+    """The evaluations of a training.
 
     Attributes:
-        valid: on the validation data; None: there are none.
-        test: the same on the test data, once, at the end.
+        valid: evaluates the validation data; None: there are none.
+        test: the same for the test data, once, at the end.
     """
 
     valid: Evaluate | None
@@ -50,15 +50,15 @@ class Evaluations(NamedTuple):
 
 
 class Loop:
-    """Trains what was prepared.
+    """Trains a prepared model.
 
     Args:
-        template: whose model it is.
-        prepared: the model, and what trains it.
-        plan: how long the training is.
-        batches: of training.
-        forward: takes the next micro-batch and returns its loss, or losses.
-        evaluations: on validation and test data.
+        template: the template.
+        prepared: the prepared model.
+        plan: the length of the training.
+        batches: training batches.
+        forward: processes the next micro-batch and returns its loss or losses.
+        evaluations: evaluations of validation and test data.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loop:
         self._tokens = 0  # of this rank, since then
 
     def run(self) -> Outcome:
-        """Train to the end, or to where a flag or a signal ends it; return how it went."""
+        """Train to the end, or until a flag or signal ends it; return the outcome."""
         said = self._load()
         with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
             for line in said:
@@ -335,7 +335,7 @@ class Loop:
 
 @contextlib.contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Leave the generators of host and device behind the block as they were before it."""
+    """Restore the generators of host and device after the block."""
     device = devices.current()
     host, own = device.host_rng_state(), device.rng_state()
     try:
@@ -346,7 +346,7 @@ def untouched_generators() -> Iterator[None]:
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the tokens of a batch, padding included; 0 for one that is not of text."""
+    """Return the number of tokens of a batch, including padding; 0 if it is not text."""
     for name in ("input_ids", "text", "tokens"):
         tokens = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
@@ -357,7 +357,7 @@ def tokens_in(batch: Any) -> int:
 def micro_batches(
     template: Template, held: Iterable[Held], note: Callable[[Any], None] | None = None
 ) -> MicroBatches:
-    """Return the batches of a rank on its device, whose losses count as much as they have labels."""
+    """Return a rank's micro-batches on its device, with losses weighted by labels."""
     engine = template.engine
     return MicroBatches(
         held,
@@ -371,10 +371,10 @@ def micro_batches(
 def losses_of(
     template: Template, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses of a micro-batch, each a mean over labels of its own.
+    """Return the losses of a micro-batch, each a mean over its labels.
 
     Args:
-        template, returned, number, training: as ``providers.losses`` has them.
+        template, returned, number, training: as in ``providers.losses``.
     """
     pairs = template.engine.pairs
     if number is not None and pairs is not None and isinstance(returned, torch.Tensor):
@@ -383,7 +383,7 @@ def losses_of(
 
 
 def mean_loss(template: Template, forward: Forward, held: Iterable[Held], count: int) -> float:
-    """Return the mean loss over the labels of so many micro-batches of each rank, of all ranks together."""
+    """Return the mean loss over the labels of the given number of micro-batches per rank, over all ranks."""
     batches = micro_batches(template, held)
     sums: dict[int, torch.Tensor] = {}  # of each loss, over its labels, and how many these are
     for _ in range(count):

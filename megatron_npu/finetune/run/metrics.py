@@ -1,7 +1,7 @@
 """Evaluation metrics, computed here: GLUE's, entities, answers and overlaps.
 
-They are formulas of a few lines, held against scikit-learn, seqeval and others where these are installed.
-The hub's ``evaluate`` is not asked: it fetches a program for each metric, and runs it.
+They are formulas of a few lines, tested against scikit-learn, seqeval and others if installed. The hub's
+``evaluate`` is not used, because it downloads and executes a program per metric.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ GLUE = {
 def classification(
     predictions: np.ndarray, references: np.ndarray, glue: str | None = None, *, classes: int
 ) -> dict[str, float]:
-    """Return accuracy, F1 and Matthews' correlation; of a task of GLUE, what GLUE reports.
+    """Return accuracy, F1 and Matthews' correlation, or GLUE's metrics for one of its tasks.
 
     With more than two classes the F1 is the mean over classes, ``f1_macro``.
 
     Args:
-        predictions: [n], whole numbers.
+        predictions: [n], integers.
         references: [n].
         glue: the task's name, or None.
-        classes: how many there are, whether or not all of them are among these numbers.
+        classes: number of classes, whether or not all of them occur.
     """
     known: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
         "accuracy": accuracy,
@@ -49,7 +49,7 @@ def classification(
 
 
 def regression(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """Return the correlations of Pearson and, of the ranks, Spearman, as GLUE's STS-B has them.
+    """Return Pearson's correlation and Spearman's rank correlation, as in GLUE's STS-B.
 
     Args:
         predictions: [n].
@@ -60,24 +60,24 @@ def regression(predictions: np.ndarray, references: np.ndarray) -> dict[str, flo
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return which part of predictions [n] is right."""
+    """Return the fraction of correct predictions [n]."""
     return float((predictions == references).mean())
 
 
 def f1(predictions: np.ndarray, references: np.ndarray, positive: int = 1) -> float:
-    """Return the harmonic mean of precision and recall of one class; 0 where it is nowhere."""
+    """Return the harmonic mean of precision and recall of one class; 0 if it does not occur."""
     hits = ((predictions == positive) & (references == positive)).sum()
     return _harmonic(int(hits), int((predictions == positive).sum()), int((references == positive).sum()))
 
 
 def f1_macro(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean of the F1 of every class that is predicted or right anywhere."""
+    """Return the mean F1 of all classes that are predicted or correct anywhere."""
     classes = np.union1d(predictions, references)
     return float(np.mean([f1(predictions, references, one) for one in classes]))
 
 
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Matthews' correlation, of any number of classes (R_K of Gorodkin, 2004); or 0."""
+    """Return Matthews' correlation for any number of classes (R_K of Gorodkin, 2004), or 0."""
     classes = np.union1d(predictions, references)
     guessed = np.array([(predictions == one).sum() for one in classes], np.float64)
     true = np.array([(references == one).sum() for one in classes], np.float64)
@@ -88,7 +88,7 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> flo
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return Pearson's correlation of two rows of numbers [n]; nan where one of them is constant."""
+    """Return Pearson's correlation of two vectors [n]; nan if one is constant."""
     one = one.astype(np.float64) - one.mean(dtype=np.float64)
     other = other.astype(np.float64) - other.mean(dtype=np.float64)
     scale = math.sqrt(float(one @ one) * float(other @ other))
@@ -118,10 +118,10 @@ Entity = tuple[str, int, int]  # its type, its first and its last token
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
-    """Return the entities of one row of tags, as CoNLL's script and seqeval's default mode find them.
+    """Return the entities of a row of tags, as CoNLL's script and seqeval's default mode do.
 
-    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. A lenient reading: an ``I`` whose type is
-    not that of the tag before it begins an entity.
+    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode an ``I`` with another
+    type than the previous tag starts an entity.
     """
     found: list[Entity] = []
     before, kind_before, first = "O", "", 0
@@ -153,18 +153,18 @@ def _begins(before: str, mark: str, kind_before: str, kind: str) -> bool:
 
 
 def are_entity_tags(names: Sequence[str]) -> bool:
-    """Return whether tags mark entities, by their spelling; those of parts of speech do not."""
+    """Return whether tags mark entities, by their spelling; part-of-speech tags do not."""
     return all(name == "O" or re.match(r"[BIES]-.", name) for name in names)
 
 
 def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the accuracy over tags, and precision, recall and F1 over entities, if the tags mark any.
+    """Return the accuracy over tags, and precision, recall and F1 over entities if tags mark entities.
 
-    An entity is right where its type, its first and its last token are.
+    An entity is correct if its type, first and last token are.
 
     Args:
         predictions: the tags of each row.
-        references: as many tags in each row.
+        references: the same number of tags in each row.
     """
     pairs = [
         (one, other)
@@ -187,17 +187,17 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
 
 
 def normal_answer(text: str) -> str:
-    """Return a text in lower case, without punctuation, articles and spare blanks."""
+    """Return a text in lower case, without punctuation, articles and extra spaces."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the exact match and the F1 over words, in percent, each with the likeliest of the true answers.
+    """Return exact match and word F1 in percent, each for the best of the true answers.
 
     Args:
-        predictions: a text for each question; empty: there is no answer.
-        references: the true answers of each question; none: there is no answer.
+        predictions: one text per question; empty: no answer.
+        references: the true answers of each question; empty: no answer.
     """
     exact = together = 0.0
     for given, true in zip(predictions, references, strict=True):
@@ -219,7 +219,7 @@ def _word_f1(given: list[str], true: list[str]) -> float:
 
 
 def overlap(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return how many texts are exactly right, and the mean ROUGE-L (F1), both from 0 to 1.
+    """Return the fraction of exactly correct texts, and the mean ROUGE-L (F1), both from 0 to 1.
 
     ROUGE-L (Lin, 2004) compares the longest common subsequence of words; words are runs of letters a to z and
     digits in lower case, as in Google's ``rouge_score`` without its stemmer.
@@ -245,7 +245,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to a mean loss in nats; inf where that is no number."""
+    """Return e to a mean loss in nats; inf if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -29,10 +29,10 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
     """Write the card.
 
     Args:
-        folder: of the model.
-        args: the flags of its training.
+        folder: folder of the model.
+        args: flags of its training.
         prepared: the model.
-        outcome: of the training.
+        outcome: outcome of the training.
     """
     of_transformers = hasattr(prepared.module, "save_pretrained")
     task = tasks.every().get(args.task or "") if of_transformers else None

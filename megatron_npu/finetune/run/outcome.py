@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found: the mean loss, and metrics by their names."""
+    """The result of an evaluation: mean loss, and metrics by name."""
 
     loss: float
     metrics: dict[str, float]
@@ -16,17 +16,17 @@ class Evaluation:
 
 @dataclass
 class Outcome:
-    """How a training went.
+    """The outcome of a training.
 
     Attributes:
-        iteration: the last one.
-        losses: training loss of each iteration of this process's run, the mean over all ranks and samples.
-        grad_norms: the norm of each iteration's gradient; None where the update was left out.
-        evaluations: what was found, by iteration.
-        test: what was found on the test data at the end; None without.
+        iteration: the last iteration.
+        losses: training loss of each iteration of this process, averaged over all ranks and samples.
+        grad_norms: gradient norm of each iteration; None if the update was skipped.
+        evaluations: results by iteration.
+        test: result on the test data; None without.
         checkpoint: the last one written; None without.
         exported: the folder for ``from_pretrained``; None without.
-        plot: the picture of the run; None without.
+        plot: the plot of the run; None without.
         ended_by: ``iterations``, ``exit-interval`` or ``signal``.
     """
 

@@ -10,12 +10,12 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process among the others.
+    """The ranks of a process.
 
     Attributes:
-        rank: its number, from 0 on.
-        local_rank: its number on its machine, which is that of its device.
-        world_size: how many processes there are on all machines.
+        rank: its number, from 0.
+        local_rank: its number on its machine, and that of its device.
+        world_size: number of processes on all machines.
     """
 
     rank: int = 0
@@ -24,12 +24,12 @@ class Ranks:
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, or ``train`` itself) has started this process as a rank."""
+    """Return whether a launcher (torchrun, or ``train`` itself) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def of_this_process() -> Ranks:
-    """Return its place; of a process that nobody has launched, that it is alone."""
+    """Return this process's ranks; without a launcher, those of a single process."""
     if not launched():
         return Ranks()
     return Ranks(
@@ -38,10 +38,10 @@ def of_this_process() -> Ranks:
 
 
 def require_as_many(asked: int | None) -> None:
-    """Check that a launcher has started as many ranks here as ``--nproc-per-node`` says, if it says it.
+    """Check that the number of ranks started here equals ``--nproc-per-node``, if given.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it does not.
     """
     there = os.environ.get("LOCAL_WORLD_SIZE")
     if asked is not None and there is not None and there != str(asked):
@@ -53,10 +53,10 @@ def require_as_many(asked: int | None) -> None:
 
 
 def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
-    """Return a number that a launcher or a user has exported.
+    """Return a number exported by a launcher or user.
 
     Raises:
-        UsageError: it is none, or out of range.
+        UsageError: it is not a number, or out of range.
     """
     text = os.environ.get(name, "").strip()
     if not text:

@@ -1,7 +1,7 @@
 """Log output of a training: lines like Megatron's, JSON lines and TensorBoard curves.
 
-The JSON lines are those of ``megatron-npu pretrain`` (``training.history`` reads both), with samples per
-second beside tokens, and metrics beside the loss of an evaluation.
+The JSON lines are those of ``megatron-npu pretrain`` (``pretrain.report.history`` reads both), with samples
+per second besides tokens, and metrics besides the loss of an evaluation.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_npu.pretrain.report.sinks import Sinks
 
 @dataclass(frozen=True)
 class Steps:
-    """Iterations as they are reported.
+    """Iterations as reported.
 
     Attributes:
-        losses: of each, the mean over all ranks.
-        norms: of each, the gradient's; None where the update was left out.
-        seconds: that all took together, evaluation and saving left out.
-        learning_rate: of the next one.
-        tokens: of all ranks in all of them; 0: nobody knows.
+        losses: loss of each, averaged over all ranks.
+        norms: gradient norm of each; None if the update was skipped.
+        seconds: total time without evaluation and saving.
+        learning_rate: learning rate of the next iteration.
+        tokens: tokens of all ranks in all of them; 0: unknown.
         scale: the loss scale; 1 without fp16.
     """
 
@@ -40,12 +40,12 @@ class Steps:
 
 
 class Report(Sinks):
-    """What is reported of a run, on rank 0; a context manager.
+    """The log of a run, on rank 0; a context manager.
 
     Args:
         args: the flags.
-        iteration: where the run begins.
-        ledger: what each switch did, one line each.
+        iteration: the first iteration.
+        ledger: one line per switch with its effect.
     """
 
     def __init__(self, args: Namespace, iteration: int, ledger: Sequence[str]) -> None:
@@ -71,11 +71,11 @@ class Report(Sinks):
         self.close()
 
     def training(self, iteration: int, steps: Steps) -> None:
-        """Report the iterations since the last time: a line, a JSON object and TensorBoard's curves.
+        """Report the iterations since the last call: a log line, a JSON object and TensorBoard curves.
 
         Args:
-            iteration: the last of them, counted from 1 since the run first began.
-            steps: all of them.
+            iteration: the last of them, counted from 1 since the start of the run.
+            steps: the iterations.
         """
         if not self.on_rank_0:
             return
@@ -115,7 +115,7 @@ class Report(Sinks):
         self._found("validation", iteration, loss, metrics)
 
     def test(self, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:
-        """Report the evaluation at the end on data that nothing else has seen."""
+        """Report the final evaluation on the test data."""
         self._found("test", iteration, loss, metrics)
 
     def _found(self, part: str, iteration: int, loss: float, metrics: Mapping[str, float]) -> None:

@@ -10,13 +10,13 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of one training of a template; a script that trains several times has one for each.
+    """The length of one training of a template; a script that trains several times has several plans.
 
     Attributes:
-        iterations: of the training, where nothing ends it before.
-        epoch: iterations of an epoch.
-        micro_batches: of a rank in an iteration.
-        samples: to fine-tune on; None in a pre-training, which draws as many as it needs.
+        iterations: iterations of the training, unless it ends earlier.
+        epoch: iterations per epoch.
+        micro_batches: micro-batches per rank and iteration.
+        samples: number of fine-tuning samples; None in pre-training, which samples as many as needed.
     """
 
     iterations: int
@@ -26,12 +26,12 @@ class RunPlan:
 
     @classmethod
     def of(cls, args: Namespace, batches: int, samples: int | None = None) -> RunPlan:
-        """Return the plan of a training; of --epochs and --train-iters, what comes first ends it.
+        """Return the plan of a training, which ends at the earlier of --epochs and --train-iters.
 
         Args:
-            args: the flags, with their ranks.
-            batches: of a rank in an epoch.
-            samples: as above.
+            args: the flags with ranks.
+            batches: batches per rank and epoch.
+            samples: see ``RunPlan``.
 
         Raises:
             UsageError: neither --epochs nor --train-iters is given.
@@ -46,6 +46,6 @@ class RunPlan:
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:
-        """Return the flags with the plan's lengths, as a log, a checkpoint and a model card tell them."""
+        """Return the flags with the plan's lengths, for logs, checkpoints and model cards."""
         lengths = {"train_iters": self.iterations, "epoch_iters": self.epoch, "train_samples": self.samples}
         return Namespace(**{**vars(args), **lengths})

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def part(iteration: int, *, warmup: int, decay: int, style: str, least: float) -> float:
-    """Return the learning rate of an iteration as a part of the highest one.
+    """Return the learning rate of an iteration as a fraction of the maximum.
 
     The formulas are those of ``OptimizerParamScheduler.get_lr`` (megatron-core 0.16); with ``least`` 0 and
     ``decay`` the number of iterations, ``linear`` is Transformers' ``get_linear_schedule_with_warmup``.
 
     Args:
-        iteration: counted from 0.
-        warmup: iterations from 0 to the highest rate.
-        decay: iteration at which the least rate is reached.
+        iteration: number of the iteration, from 0.
+        warmup: iterations from 0 to the maximum rate.
+        decay: iteration at which the minimum rate is reached.
         style: ``linear``, ``cosine`` or ``constant``.
-        least: the least rate as a part of the highest one.
+        least: the minimum rate as a fraction of the maximum.
     """
     if warmup and iteration < warmup:
         return iteration / warmup
@@ -37,17 +37,17 @@ def part(iteration: int, *, warmup: int, decay: int, style: str, least: float) -
 
 
 def warmup_iterations(args: Namespace) -> int:
-    """Return how many iterations the warm-up takes."""
+    """Return the number of warm-up iterations."""
     if args.lr_warmup_fraction is None:
         return args.lr_warmup_iters
     return int(args.lr_warmup_fraction * (args.lr_decay_iters or args.train_iters))
 
 
 def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
-    """Return what makes the scheduler of the flags for an optimizer.
+    """Return a function that creates the flags' scheduler for an optimizer.
 
     Args:
-        args: the flags; ``train_iters`` is known.
+        args: the flags, with ``train_iters``.
     """
     from torch.optim.lr_scheduler import LambdaLR
 

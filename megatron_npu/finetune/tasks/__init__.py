@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def every() -> dict[str, type[Declaration]]:
-    """Return the tasks by their names: the classes in the files beside this one that have a name."""
+    """Return the tasks by name: the classes in this package that have a name."""
     found: dict[str, type[Declaration]] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
@@ -32,10 +32,10 @@ def every() -> dict[str, type[Declaration]]:
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return a task as a template that trains; only now what trains is imported.
+    """Return a task as a template that trains; the training code is only imported now.
 
     Raises:
-        UsageError: there is no such task, or a package that it needs is not installed.
+        UsageError: the task does not exist, or a package that it needs is not installed.
     """
     task = every().get(args.task)
     if task is None:

@@ -19,7 +19,7 @@ _TEXTS = 10_000  # that are put together at a time; what is left at the end of t
 
 
 class BlocksOfText(Task):
-    """What both language models share."""
+    """The base of both language-model tasks."""
 
     roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
     flags = (
@@ -32,18 +32,18 @@ class BlocksOfText(Task):
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:
-        """Check that the column holds texts; a row without one adds nothing."""
+        """Check that the column contains text; a row without text adds nothing."""
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return none: a row without a text adds nothing."""
+        """Return no columns, because a row without text adds nothing."""
         return []
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the blocks of a part.
+        """Return the blocks of a split.
 
         Raises:
-            UsageError: the texts do not fill one.
+            UsageError: the texts do not fill a block.
         """
         encode = functools.partial(
             _encode,
@@ -65,17 +65,17 @@ class BlocksOfText(Task):
         return blocks
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the tokens that are asked for, and the perplexity: e to it."""
+        """Return the loss over the predicted tokens, and the perplexity, e to the loss."""
         loss = mean_loss(self.evaluated(model, eval_dataloader, self.read))
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the summed ``loss`` of each example and of how many labels it is, ``counted``."""
+        """Return the summed ``loss`` of each example and its number of labels, ``counted``."""
         raise NotImplementedError
 
 
 def stacked(examples: list[dict[str, Any]], name: str) -> Tensor:
-    """Return a column of examples of one length as a tensor [b, n]."""
+    """Return a column of examples of equal length as a tensor [b, n]."""
     return torch.tensor([one[name] for one in examples])
 
 

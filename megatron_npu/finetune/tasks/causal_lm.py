@@ -17,8 +17,8 @@ from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, label_losses
 class CausalLM(BlocksOfText):
     """Fine-tune an ``AutoModelForCausalLM``.
 
-    Column: a text. Texts stand one behind the other and are cut into blocks of ``--seq-length`` tokens.
-    Metric: the perplexity.
+    Column: a text. Texts are concatenated and split into blocks of ``--seq-length`` tokens. Metric: the
+    perplexity.
     """
 
     name = "causal_lm"
@@ -27,7 +27,7 @@ class CausalLM(BlocksOfText):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Refuse blocks in which no token follows another."""
+        """Reject blocks of a single token."""
         if args.seq_length == 1:
             raise UsageError(
                 "--seq-length 1",
@@ -36,7 +36,7 @@ class CausalLM(BlocksOfText):
             )
 
     def require_fit(self, config: Any) -> None:
-        """Refuse an encoder too."""
+        """Also reject encoders."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
@@ -56,6 +56,6 @@ class CausalLM(BlocksOfText):
         return batch
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the loss over all tokens of a block but its first."""
+        """Return the loss over all tokens of a block except the first."""
         losses, counted = label_losses(outputs.logits[:, :-1], batch["labels"][:, 1:])
         return {"loss": losses, "counted": counted}

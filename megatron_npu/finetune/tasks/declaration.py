@@ -1,7 +1,7 @@
 """Declaration of a task, from which its flags, checks, help texts and model card are derived.
 
-A task's file is imported for a help text too, and by the process that starts the ranks: it imports
-Transformers and ``datasets`` inside the functions that need them.
+A task's file is also imported for help texts and by the process that starts the ranks, so it imports
+Transformers and ``datasets`` inside functions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Flag:
     """A flag that a task declares.
 
     Args:
-        name: as it is typed, ``--doc-stride``.
-        options: of argparse's ``add_argument``.
+        name: the flag as typed, such as ``--doc-stride``.
+        options: options of argparse's ``add_argument``.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -29,17 +29,17 @@ class Flag:
 
 
 class Declaration:
-    """A task. Classes that name one are found by ``tasks.every``; what none of them names is inherited.
+    """A task. ``tasks.every`` finds classes with a name; the others are base classes.
 
     Attributes:
-        name: as ``--task`` has it.
-        template: which of the two that a user fills in too, it fills in.
-        head: the Auto class of Transformers that it trains; None: that depends on the model.
-        pipeline: of Transformers, that runs the trained model; None: there is none.
-        roles: of its columns, each with the names that it usually has, the likeliest first.
-        flags: its own; those of the classes that it inherits from are added.
-        reads: flags that are declared elsewhere (``micro_batch_size``) and that not every task reads; added
-            as ``flags``.
+        name: value of ``--task``.
+        template: which of the two templates it implements.
+        head: the Transformers Auto class to train; None: depends on the model.
+        pipeline: the Transformers pipeline for the trained model; None: none.
+        roles: roles of its columns, each with its usual names, most likely first.
+        flags: its own flags; those of its base classes are added.
+        reads: values of other flags (``micro_batch_size``) that not every task uses; inherited like
+            ``flags``.
     """
 
     name: ClassVar[str]
@@ -52,20 +52,20 @@ class Declaration:
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Compare the flags with each other, before anything is loaded.
+        """Check the flags against each other, before anything is loaded.
 
         Raises:
-            UsageError: two that do not go together, or a value that the task cannot have.
+            UsageError: two flags exclude each other, or a value is invalid for the task.
         """
 
     @classmethod
     def all_flags(cls) -> Iterator[Flag]:
-        """Yield the flags of the classes that it inherits from, then its own."""
+        """Yield the flags of its base classes, then its own."""
         for kind in reversed(cls.__mro__):
             yield from vars(kind).get("flags", ())
 
     @classmethod
     def all_reads(cls) -> set[str]:
-        """Return the names of the values that it reads and not every task does."""
+        """Return the names of the values that it uses and not every task does."""
         of_classes = {name for kind in cls.__mro__ for name in vars(kind).get("reads", ())}
         return of_classes | {flag.attribute for flag in cls.all_flags()}

@@ -25,8 +25,8 @@ _DRAWS = 1000  # until a block asks for a token; one of special tokens alone doe
 class MaskedLM(BlocksOfText):
     """Fine-tune an ``AutoModelForMaskedLM``.
 
-    Column: a text. Texts, with special tokens around each, stand one behind the other and are cut into blocks
-    of ``--seq-length`` tokens; ``--mask-prob`` of the tokens are asked for, as BERT was trained. Metric: the
+    Column: a text. Texts, with special tokens around each, are concatenated and split into blocks of
+    ``--seq-length`` tokens; ``--mask-prob`` of the tokens are predicted, as in BERT's training. Metric: the
     perplexity over these.
     """
 
@@ -38,7 +38,7 @@ class MaskedLM(BlocksOfText):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Refuse to mask nothing."""
+        """Reject a mask probability of 0."""
         if not args.mask_prob:
             raise UsageError(
                 "--mask-prob 0", "a number above 0, so that tokens are masked", "Pass, for example, 0.15."
@@ -57,10 +57,10 @@ class MaskedLM(BlocksOfText):
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return blocks [b, s], masked; an example of an evaluation always in the same places.
+        """Return masked blocks [b, s]; evaluation examples are always masked at the same positions.
 
-        Those to train on are masked anew each time, by seeds of the loader's: a run that goes on masks what
-        it would have masked, and so does one of other micro-batches.
+        Training examples are masked differently each time, from the loader's seeds, so a resumed run, and one
+        with other micro-batches, uses the same masks.
         """
         tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
         numbered = EXAMPLE in examples[0]

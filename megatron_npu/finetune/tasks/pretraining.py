@@ -1,4 +1,4 @@
-"""``--task pretraining``: a BERT or a causal model of Transformers, from scratch, on ``.bin/.idx``."""
+"""``--task pretraining``: pre-train a BERT or a causal Transformers model on ``.bin/.idx`` data."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _OF_CONFIG = {"num_layers": "num_hidden_layers"}
 class PreTraining(Declaration):
     """Pre-train ``BertForPreTraining`` (masked words and next sentence), or an ``AutoModelForCausalLM``.
 
-    ``--num-layers``, ``--hidden-size``, ``--num-attention-heads`` and ``--max-position-embeddings`` win over
-    the configuration of the named model; one that differs begins with weights of its own.
+    ``--num-layers``, ``--hidden-size``, ``--num-attention-heads`` and ``--max-position-embeddings`` override
+    the configuration of the named model; a model with other sizes starts with new weights.
     """
 
     name = "pretraining"
@@ -44,7 +44,7 @@ class PreTraining(Declaration):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Refuse epochs: how many samples are drawn is known by iterations alone."""
+        """Reject epochs, because the number of samples follows from the iterations."""
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} with --task pretraining",
@@ -57,7 +57,7 @@ class PreTraining(Declaration):
         self.args = engine.args
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: Any) -> Any:
-        """Return masked pairs of sentences for a BERT, windows for a causal model."""
+        """Return masked sentence pairs for a BERT, windows for a causal model."""
         args = self.args
         self._require_every_token()
         common = {
@@ -95,7 +95,7 @@ class PreTraining(Declaration):
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return the model: with the weights of its folder where they fit, else with new ones."""
+        """Return the model, with the weights of its folder if they fit, else with new ones."""
         import transformers
 
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
@@ -106,7 +106,7 @@ class PreTraining(Declaration):
         return pretrained.loaded(name, auto, config), None, None
 
     def run_forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> Tensor:
-        """Return the loss that the model computes: with two heads the sum of both."""
+        """Return the model's loss: with two heads, the sum of both."""
         return model(**next(data_iterator)).loss
 
     @functools.cached_property

@@ -29,9 +29,9 @@ _NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
 class QuestionAnswering(Task):
     """Fine-tune an ``AutoModelForQuestionAnswering``.
 
-    Columns: a question, a context and its answers, as SQuAD has them (texts and the places where they begin
-    in the context; none: there is no answer), or one text, which is looked for. A context that is too long
-    becomes several windows that overlap. Metrics: exact match and F1, in percent, as SQuAD's own evaluation.
+    Columns: a question, a context and its answers, as in SQuAD (texts and their start positions in the
+    context; none: no answer), or one text, which is searched. A context that is too long becomes several
+    overlapping windows. Metrics: exact match and F1 in percent, as in SQuAD's evaluation.
     """
 
     name = "question_answering"
@@ -53,12 +53,12 @@ class QuestionAnswering(Task):
     )
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return that windows are padded behind, so that a token's place in them stays."""
+        """Return that windows are padded on the right, so that token positions do not change."""
         return {"padding_side": "right"}
 
     @functools.cached_property
     def examples(self) -> dict[str, Any]:
-        """The windows of each part."""
+        """The windows of each split."""
         self._windows = super().examples
         return {part: windows.remove_columns(list(_ASIDE)) for part, windows in self._windows.items()}
 
@@ -67,12 +67,12 @@ class QuestionAnswering(Task):
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return those of question and context; a question may have no answer."""
+        """Return the columns of question and context; a question may have no answer."""
         found = columns.find(there, self.roles, self.args.columns)
         return [found["question"], found["context"]]
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the windows of each row, and where in them the answer is."""
+        """Return the windows of each row, and the position of the answer in them."""
         self.require_places()
         encode = functools.partial(
             _encode,
@@ -103,16 +103,16 @@ class QuestionAnswering(Task):
         return min(self.args.doc_stride, free // 2)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch, padded to its longest window."""
+        """Return a batch padded to its longest window."""
         return self.padded(examples, numbers=_POSITIONS)
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch: the mean over its windows, whatever they are filled up to."""
+        """Return the loss of a batch: the mean over its windows, independent of padding."""
         outputs = model(**inputs(batch))
         return position_losses(outputs.start_logits, outputs.end_logits, batch).mean()
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss of the windows, and how the answers compare with the true ones."""
+        """Return the loss of the windows, and the metrics of the answers."""
         found = self.evaluated(model, eval_dataloader, self._read)
         part = self._part(found[EXAMPLE][0])
         rows, windows = self.parts[part], self._windows[part].select_columns(list(_ASIDE))
@@ -163,15 +163,15 @@ class QuestionAnswering(Task):
 
 
 def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b]: the mean of that of its first token and that of its last.
+    """Return the loss of each window [b]: the mean of those of its first and last token.
 
-    Transformers' models let the softmax go over what fills up a batch, too, so that a window's loss depends
-    on the longest one beside it. Here only a window's own tokens are among those that it may be.
+    Transformers models include padding in the softmax, so a window's loss would depend on the longest window
+    of its batch. Here only a window's own tokens are included.
 
     Args:
         start: logits of the first token [b, s].
         end: logits of the last token [b, s].
-        batch: has the true ones, [b], and perhaps ``attention_mask`` [b, s], 0 where it is filled up.
+        batch: has the true positions, [b], and possibly ``attention_mask`` [b, s], 0 for padding.
     """
     filled = batch.get("attention_mask")
     losses = []
@@ -182,13 +182,13 @@ def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> 
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last token of the likeliest answer of each window [b, 2], and its score [b].
+    """Return the first and last token of the most likely answer of each window [b, 2], and its score [b].
 
     Args:
         start: logits of its first token [b, s].
         end: logits of its last token [b, s].
-        inside: which tokens are of the context [b, s].
-        longest: tokens that it may have.
+        inside: which tokens belong to the context [b, s].
+        longest: maximum number of tokens of an answer.
     """
     size = start.shape[1]
     scores = start[:, :, None] + end[:, None, :]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Seq2Seq(Task):
     """Fine-tune an ``AutoModelForSeq2SeqLM``.
 
-    Columns: a source and a target; ``translation.en`` is the ``en`` in a column of both languages. Metrics:
-    with ``--predict-with-generate`` exact match and ROUGE-L of the texts that the model writes.
+    Columns: a source and a target; ``translation.en`` selects ``en`` in a column with both languages.
+    Metrics: with ``--predict-with-generate``, exact match and ROUGE-L of generated texts.
     """
 
     name = "seq2seq"
@@ -45,7 +45,7 @@ class Seq2Seq(Task):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Refuse beams of outputs that are not written."""
+        """Reject --num-beams without generated outputs."""
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams without --predict-with-generate",
@@ -55,7 +55,7 @@ class Seq2Seq(Task):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each part; columns of columns are taken apart where a flag names one."""
+        """The rows of each split; nested columns are expanded if a flag names one."""
         parts = super().parts
         if any("." in name for _, name in self.args.columns):
             return parts.changed(lambda rows: rows.flatten())
@@ -80,7 +80,7 @@ class Seq2Seq(Task):
         return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch; the model makes the decoder's inputs of its labels."""
+        """Return a batch; the model creates the decoder's inputs from its labels."""
         numbers = [one[EXAMPLE] for one in examples if EXAMPLE in one]
         batch = self._padding([{k: v for k, v in one.items() if k != EXAMPLE} for one in examples])
         if numbers:
@@ -88,7 +88,7 @@ class Seq2Seq(Task):
         return batch
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the targets' tokens and, if texts are written, how they compare."""
+        """Return the loss over the targets' tokens and, if texts are generated, their metrics."""
         rows = self.evaluated(model, eval_dataloader, self._read, self._outputs)
         found = {"loss": mean_loss(rows)}
         if self.args.predict_with_generate:

@@ -30,9 +30,9 @@ _PAIRS = (
 class SequenceClassification(Task):
     """Fine-tune an ``AutoModelForSequenceClassification``.
 
-    Columns: a text, perhaps a second one, and a label: a number of a class, its name, or a number to come
-    close to. Metrics: accuracy, F1 and Matthews' correlation; with numbers to come close to, Pearson's and
-    Spearman's; of GLUE's tasks, what GLUE reports.
+    Columns: a text, optionally a second one, and a label: a class number or name, or a number to predict.
+    Metrics: accuracy, F1 and Matthews' correlation; for a regression Pearson's and Spearman's correlation;
+    for GLUE tasks, GLUE's metrics.
     """
 
     name = "sequence_classification"
@@ -46,7 +46,7 @@ class SequenceClassification(Task):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each part; a test part whose labels are not given away is left out."""
+        """The rows of each split; a test split with hidden labels is left out."""
         parts = super().parts
         test = parts.get("test")
         if test is not None and self._column in test.column_names and labels.are_hidden(test, self._column):
@@ -69,23 +69,23 @@ class SequenceClassification(Task):
         return columns_of_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the labels."""
+        """Return the label settings."""
         self.require_columns()  # told before labels are looked at
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that the column of texts, or both, have one in every row."""
+        """Check that every row has the text, or both texts."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return those of the label, the text and its pair."""
+        """Return the columns of the label, the text and its pair."""
         said = [pair for pair in self.args.columns if pair[0] == "label"]
         label = columns.find({"train": there["train"]}, {"label": self.roles["label"]}, said)["label"]
         both = columns_of_texts(there, label, self.args.columns)
         return [label, *(column for column in both if column is not None)]
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each text, or pair, and its label."""
+        """Return the tokens of each text or pair, and its label."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
@@ -98,7 +98,7 @@ class SequenceClassification(Task):
         return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch, padded to its longest example."""
+        """Return a batch padded to its longest example."""
         kind = torch.float32 if self.labels.regression else torch.int64
         batch = self.padded(examples, numbers=("labels",))
         batch["labels"] = batch["labels"].to(kind)
@@ -133,12 +133,13 @@ def columns_of_texts(
     """Return the column of the text to classify, and that of its pair, or None.
 
     Args:
-        there: the columns of each part.
+        there: the columns of each split.
         label: the column of the label.
-        said: the roles and names of ``--columns``.
+        said: roles and names from ``--columns``.
 
     Raises:
-        UsageError: as ``columns.find``; or one column is both text and label, or a pair is said alone.
+        UsageError: see ``columns.find``; or one column is both text and label, or a pair is given without
+            text.
     """
     said = [pair for pair in said if pair[0] != "label"]
     given = dict(said)

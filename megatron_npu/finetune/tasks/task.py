@@ -34,13 +34,13 @@ _fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
 
 
 class Task(Declaration):
-    """The methods of a ``Finetuner``, but for what a task itself is.
+    """The methods of a ``Finetuner``, except for those specific to a task.
 
-    A task says how rows become examples (``encoded``), how examples become a batch (``collate``) and what is
-    read off the model's outputs (``run_compute_metrics``).
+    A task defines how rows become examples (``encoded``), how examples become a batch (``collate``) and what
+    is computed from the model's outputs (``run_compute_metrics``).
 
     Args:
-        engine: of this process.
+        engine: the engine of this process.
     """
 
     head: ClassVar[str]
@@ -65,7 +65,7 @@ class Task(Declaration):
     # -- what a task adds
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the examples that the rows of a part become."""
+        """Return the examples of the rows of a split."""
         raise NotImplementedError
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
@@ -73,30 +73,30 @@ class Task(Declaration):
         raise NotImplementedError
 
     def config_changes(self) -> dict[str, Any]:
-        """Return what the data change in the model's configuration.
+        """Return the changes of the model's configuration that the data require.
 
-        A missing column, or one that holds something else, is told here, before the model is looked for.
+        A missing or invalid column is reported here, before the model is loaded.
         """
         self.require_columns()
         return {}
 
     def require_columns(self) -> None:
-        """Check what the columns hold.
+        """Check the contents of the columns.
 
         Raises:
-            UsageError: one is missing, has no texts, or a row without.
+            UsageError: a column is missing or has no text, or a row has none.
         """
         texts.require(self.parts, self.columns)
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return what the tokenizer is loaded with."""
+        """Return the options for loading the tokenizer."""
         return {}
 
     # -- what they share
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each part; with --skip-bad-rows those without what the task needs are left out."""
+        """The rows of each split; with --skip-bad-rows without those that lack required values."""
         if not self.args.skip_bad_rows:
             return load(self.args)
         skipped = skipped_rows.Skipped(self.args)
@@ -107,17 +107,17 @@ class Task(Declaration):
         return found
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns in which each row has to have something, of those that each part has."""
+        """Return the columns in which each row needs a value, of those that all splits have."""
         return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
     def column_names(self) -> dict[str, list[str]]:
-        """The columns of each part."""
+        """The columns of each split."""
         return {part: rows.column_names for part, rows in self.parts.items()}
 
     @functools.cached_property
     def columns(self) -> dict[str, str]:
-        """The column of each role."""
+        """The column for each role."""
         return columns.find(self.column_names, self.roles, self.args.columns)
 
     @functools.cached_property
@@ -128,10 +128,10 @@ class Task(Declaration):
         return found
 
     def require_fit(self, config: Any) -> None:
-        """Check that a model has the head that is trained.
+        """Check that a model supports the head to train.
 
         Raises:
-            UsageError: it has not.
+            UsageError: it does not.
         """
         if not pretrained.has_head(config, self.head):
             name = self.args.pretrained_model_name_or_path
@@ -147,7 +147,7 @@ class Task(Declaration):
             )
 
     def own_labels(self) -> tuple[str, ...]:
-        """Return the names of the classes that the model brings; without a head they are two of no name."""
+        """Return the model's class names; without a head, two classes without names."""
         return pretrained.class_names(self.args.pretrained_model_name_or_path)
 
     @functools.cached_property
@@ -159,13 +159,13 @@ class Task(Declaration):
 
     @functools.cached_property
     def longest(self) -> int:
-        """How many tokens an example may have."""
+        """Maximum number of tokens of an example."""
         name = self.args.pretrained_model_name_or_path
         return pretrained.longest(name, self.tokenizer, self.config, self.args.seq_length)
 
     @functools.cached_property
     def examples(self) -> dict[str, Any]:
-        """The examples of each part; those of an evaluation are numbered, on from one part to the next."""
+        """The examples of each split; evaluation examples are numbered consecutively over the splits."""
         found, number = {}, 0
         with self._one_rank_first():
             encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
@@ -201,7 +201,7 @@ class Task(Declaration):
         return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
-        """Return the examples of each part (None: it is not there), and what makes batches of them."""
+        """Return the examples of each split (None: missing), and the collate function."""
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
@@ -213,12 +213,12 @@ class Task(Declaration):
     def padded(
         self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
     ) -> Batch:
-        """Return a batch of tokens [b, s], padded to the longest example.
+        """Return a batch of tokens [b, s] padded to the longest example.
 
         Args:
-            examples: as the tokenizer made them, with further columns.
-            numbers: columns of one number an example, [b].
-            rows: columns of one number a token, [b, s]; -100 fills up.
+            examples: results of the tokenizer, with further columns.
+            numbers: columns with one number per example, [b].
+            rows: columns with one number per token, [b, s], padded with -100.
         """
         from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
@@ -233,10 +233,10 @@ class Task(Declaration):
         return batch
 
     def require_places(self) -> None:
-        """Refuse a tokenizer that does not say where its tokens are.
+        """Reject tokenizers that do not return token positions.
 
         Raises:
-            UsageError: it is one in Python.
+            UsageError: it is a Python tokenizer.
         """
         if not self.tokenizer.is_fast:
             raise UsageError(
@@ -256,16 +256,16 @@ class Task(Declaration):
         read: Callable[[Batch, Any], Mapping[str, Tensor]],
         forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return what is read off every example of all ranks, each once and in the order of their numbers.
+        """Return the values read from every example of all ranks, each once and in order.
 
-        Ranks see an example twice where the number of all cannot be sharded evenly.
+        Ranks process an example twice if the total cannot be divided evenly.
 
         Args:
-            model: the model, in a list.
-            batches: of this rank.
-            read: makes rows of a batch and of the outputs for it: tensors [b] or [b, n] by name. Where n
-                differs between batches, -100 fills up.
-            forward: gives the outputs; by default those of the model called with the batch.
+            model: a list with the model.
+            batches: batches of this rank.
+            read: creates rows from a batch and its outputs: tensors [b] or [b, n] by name, padded with -100
+                if n differs between batches.
+            forward: returns the outputs; by default the model is called with the batch.
         """
         found: dict[str, Rows] = collections.defaultdict(lambda: Rows(IGNORED))
         for batch in batches:
@@ -298,16 +298,16 @@ def _draw_no_bars() -> None:
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return what of a batch the model is called with."""
+    """Return the model's inputs in a batch."""
     return {name: value for name, value in batch.items() if name != EXAMPLE}
 
 
 def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of each example [b], and over how many labels it is.
+    """Return the summed loss of each example [b], and its number of labels.
 
     Args:
         logits: [b, n, classes].
-        labels: [b, n], -100 where there is none.
+        labels: [b, n], -100 for no label.
     """
     losses = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
@@ -316,7 +316,7 @@ def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
-    """Return the mean over all labels of what ``label_losses`` has read, as ``loss`` and ``counted``."""
+    """Return the mean over all labels of ``loss`` and ``counted`` from ``label_losses``."""
     return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
 
 

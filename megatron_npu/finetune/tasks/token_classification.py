@@ -18,8 +18,8 @@ from megatron_npu.finetune.tasks.task import Batch, Task, label_losses, mean_los
 class TokenClassification(Task):
     """Fine-tune an ``AutoModelForTokenClassification``.
 
-    Columns: a list of words and a list of tags, numbers or names. The first token of a word carries its tag,
-    the others none. Metrics: accuracy over words; precision, recall and F1 over entities where tags are as
+    Columns: a list of words and a list of tags, as numbers or names. The first token of a word has its tag,
+    the others none. Metrics: accuracy over words; precision, recall and F1 over entities if tags look like
     ``B-PER``, ``I-PER``, ``O``.
     """
 
@@ -37,17 +37,17 @@ class TokenClassification(Task):
         return labels.of_tokens(self.parts, self.columns["tags"], self.own_labels())
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the tags."""
+        """Return the tag settings."""
         self.require_columns()
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a list of words and one of as many tags."""
+        """Check that every row has a list of words and the same number of tags."""
         labels.require_lists(self.parts["train"], self.columns["tags"])
         texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return what byte-level tokenizers need for words that are cut already."""
+        """Return the options that byte-level tokenizers need for pre-split words."""
         return {"add_prefix_space": True}
 
     def encoded(self, rows: Any, part: str) -> Any:
@@ -59,7 +59,7 @@ class TokenClassification(Task):
         return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch, padded to its longest example."""
+        """Return a batch padded to its longest example."""
         return self.padded(examples, rows=("labels",))
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
