@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,20 +69,40 @@ def run_on_cpu(folder: Path, *arguments: str, **variables: str) -> subprocess.Co
     )
 
 
-def document(folder: Path, processes: int) -> str:
-    """Write the document's own program for so many processes; return its path."""
-    sizes = DOCUMENT_SIZES | {"world_size": processes, "batch_size": 4 // processes}
+def document(folder: Path, processes: int, **values: object) -> str:
+    """Write the document's program for so many processes; return its path."""
+    sizes = DOCUMENT_SIZES | {"world_size": processes, "batch_size": 4 // processes} | values
     text = ddp_document.corrected(ddp_document.with_chapters(ddp_document.program()))
     text = ddp_document.sized(text, **sizes, master_port=str(free_port()))
     return str(ddp_document.write(text, folder))
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[float]:
-    """The losses of the document's program in one process on a CPU."""
+def one_process(folder: Path) -> str:
+    """The output of the document's program in one process on a CPU."""
     one = run_on_cpu(folder, document(folder, 1))
     assert one.returncode == 0, one.stdout
-    return losses(one.stdout, 1)
+    return one.stdout
+
+
+@pytest.fixture(scope="module")
+def expected(one_process: str) -> list[float]:
+    """Its losses."""
+    return losses(one_process, 1)
+
+
+def test_it_calls_what_the_document_s_text_calls() -> None:
+    """Our words against the document's, where its text is."""
+    text = ddp_document.printed()
+    if text is None:
+        pytest.skip("no text of the document in ../shared/seeds")
+    names = "DDP|DataLoader|DistributedSampler|init_process_group|destroy_process_group"
+    calls = rf"(?:torch|\bmp|\bos|\bmath)\.[\w.]+(?=[(\[])|(?:{names})\("
+    settings = r"\b(?:pin_memory|drop_last|shuffle|device_ids|backend|nprocs|top_k)=[\w\"\[\]]+"
+    for pattern in (calls, settings):
+        expected = set(re.findall(pattern, text)) - {"os.path.exists"}  # makedirs asks this itself
+        assert expected
+        assert expected <= set(re.findall(pattern, ddp_document.program()))
 
 
 def test_the_document_s_program_on_a_cpu(folder: Path, expected: list[float]) -> None:
@@ -91,6 +112,15 @@ def test_the_document_s_program_on_a_cpu(folder: Path, expected: list[float]) ->
     assert losses(two.stdout, 2) == pytest.approx(expected, abs=1e-3)  # printed with 3 digits
     assert "[GPU0] Epoch 1 finished, checkpoint: 000002" in two.stdout
     assert (folder / "checkpoint" / "model_000002.pth").is_file()
+
+
+def test_the_document_s_program_goes_on_from_a_checkpoint(folder: Path, one_process: str) -> None:
+    """Its first loss is that of the batch that was evaluated before the checkpoint was saved."""
+    evaluated = re.findall(r"Epoch 1 \(Step \d+\): Train loss ([\d.]+), Val loss [\d.]+", one_process)
+    again = run_on_cpu(folder, document(folder, 1, checkpoint=2))
+    assert again.returncode == 0, again.stdout
+    assert losses(again.stdout, 1)[0] == pytest.approx(float(evaluated[-1]), abs=1e-3)
+    assert "[GPU0] Epoch 1 finished, checkpoint: 000005" in again.stdout
 
 
 def test_the_document_s_program_needs_its_corrections(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONGEST, checkout
+from tests.conftest import LONGEST, ROOT, checkout
 from tests.sim.conftest import run_simulated, unavailable
 from tests.support import on_version, tiny, warm
 from tests.support.stock_core import git_status
@@ -38,6 +38,12 @@ def test_nvidias_example_runs_unedited(tag: str, device: str, tmp_path: Path) ->
     assert done.stdout.count("lm loss") == 10
     assert (tmp_path / "ckpt" / "metadata.json").is_file()
     assert git_status(tree) == before
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_first_page_names_it_as_a_way_in(page: str) -> None:
+    line = f"torchrun --nproc-per-node 2 -m megatron_npu run Megatron-LM/{EXAMPLE}\n"
+    assert line in (ROOT / page).read_text(encoding="utf-8")
 
 
 def run(
