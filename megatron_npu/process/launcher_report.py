@@ -3,6 +3,8 @@
 torchrun names a file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints its content, normally written by
 torch's ``record`` decorator, under "Root Cause". Without it, torchrun prints a link to its documentation,
 forty lines below the rank's own message.
+A script whose main function has that decorator (bigscience's) has already written the same error with its
+traceback, fifty lines for each rank: the line replaces it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,19 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell(line: str) -> None:
-    """Write the line for torchrun if it started this process; an existing file is kept."""
+    """Write the line for torchrun if it started this process; a file with another error is kept."""
     file = os.environ.get(_FILE)
-    if not file:
+    if not file or (os.path.exists(file) and not _is_of(line, file)):
         return
     content = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
-    with contextlib.suppress(OSError), open(file, "x", encoding="utf-8") as stream:  # it was printed anyway
+    with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:  # it was printed anyway
         json.dump(content, stream)
+
+
+def _is_of(line: str, file: str) -> bool:
+    """Return whether the decorator has written the error of the line, as ``Kind: what was wrong``."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(file, encoding="utf-8") as stream:
+            told = json.load(stream)["message"]["message"].partition(": ")[2]
+        return bool(told) and told in line
+    return False

@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Callable
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
@@ -53,6 +54,35 @@ def test_torchrun_finds_the_line_as_its_root_cause(reached, capsys, tmp_path, mo
     assert "megatron_npu: error: 'drift'" in ChildFailedError("it", {0: failure}).format_msg()
     assert cli.main(["convert", "--no-such-flag"]) == 2  # the first that was said stays
     assert json.loads(file.read_text())["message"]["message"] == "megatron_npu: error: 'drift'"
+
+
+def test_the_line_replaces_the_traceback_that_record_has_left_of_the_same_error(
+    reached, tmp_path, monkeypatch
+) -> None:
+    """bigscience's pretrain_gpt.py has torch's ``record`` on its main function: fifty lines of each rank."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    one_line_end.arm(UsageError)
+    error = UsageError("--lr 0", "a rate above 0", "Change it.")
+    with pytest.raises(UsageError):
+        record(raising(error))()
+    assert "py_callstack" in file.read_text()
+    with pytest.raises(SystemExit):
+        sys.excepthook(UsageError, error, None)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    shown = ChildFailedError("it", {0: failure}).format_msg()
+    assert f"megatron_npu: error: {error}" in shown
+    assert "Traceback" not in shown
+    with pytest.raises(SystemExit):  # of another error nothing is replaced
+        sys.excepthook(UsageError, UsageError("--tp 0", "1", "Change it."), None)
+    assert json.loads(file.read_text())["message"]["message"] == f"megatron_npu: error: {error}"
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def main() -> None:
+        raise error
+
+    return main
 
 
 def test_of_other_kinds_and_at_a_prompt_the_process_goes_on(reached, capsys, monkeypatch) -> None:
