@@ -111,6 +111,8 @@ def test_the_document_s_program_on_a_cpu(folder: Path, expected: list[float]) ->
     assert "Number of GPUs available: 2" in two.stdout
     assert losses(two.stdout, 2) == pytest.approx(expected, abs=1e-3)  # printed with 3 digits
     assert "[GPU0] Epoch 1 finished, checkpoint: 000002" in two.stdout
+    assert re.search(r"Epoch 1 \(Step \d+\): Train loss [\d.]+, Val loss [\d.]+", two.stdout)
+    assert "Generated Sample Text: 萧炎,斗之力,三段" in two.stdout
     assert (folder / "checkpoint" / "model_000002.pth").is_file()
 
 
