@@ -24,8 +24,12 @@ def arm() -> None:
         import megatron_npu  # noqa: F401 (arms; its parts may be imported already without it: sim/activate.py)
         from megatron_npu import plugin
         from megatron_npu.base import errors, settings
-    except Exception:
-        logging.getLogger(__name__).exception("megatron_npu could not arm its import hook")
+    except Exception as error:
+        told = logging.getLogger(__name__)
+        if type(error).__module__ == "megatron_npu.base.errors":  # a user's mistake, not ours
+            told.error("megatron_npu could not arm its import hook: %s", error)
+        else:
+            told.exception("megatron_npu could not arm its import hook")
         return
     try:
         settings.AUTOLOAD.get()  # a value that is neither 0 nor 1 is said, not taken for either

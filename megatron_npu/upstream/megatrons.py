@@ -86,11 +86,17 @@ class Upstream:
         others = [(path, version) for path, version in self.shadowed if version != self.version]
         if others:
             listed = ", ".join(f"{version} in {path}" for path, version in others)
+            name = settings.MEGATRON_PATH.name
+            remedy = f"Remove one from the path, or set {name} to the first one to confirm it."
+            if wanted and any(Path(wanted).resolve() == path.resolve() for path, _ in others):
+                remedy = (
+                    f"{name} is {wanted}, which is not the first: put it first with PYTHONPATH={wanted}, "
+                    "or start the script with `megatron-npu run`."
+                )
             raise UsageError(
                 f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
                 "a single one, because modules of a checkout and a wheel may be mixed",
-                f"Remove one from the path, or set {settings.MEGATRON_PATH.name} to the first one to "
-                "confirm it.",
+                remedy,
             )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
-from tests.support import tiny, warm
+from tests.support import processes, tiny, warm
 from tests.unit.test_upstream import make_core
 
 
@@ -58,6 +59,20 @@ def test_two_megatrons(script: Path, tmp_path: Path) -> None:
     message = refused(run(script, root))
     assert f"two Megatrons are on the path: 0.12.1 in {root} (first)" in message
     assert message.count("\n") == 1
+
+
+def test_two_megatrons_in_a_program_that_imports_megatron_before_torch(tmp_path: Path) -> None:
+    """As Megatron's tools/preprocess_data.py does: the hook finds Megatron there already."""
+    pytest.importorskip("megatron.core")
+    root = make_core(tmp_path / "core", "0.12.1")
+    (root / "megatron" / "core" / "__init__.py").write_text("")
+    (root / "megatron" / "core" / "tensor_parallel.py").write_text("")
+    environment = tiny.environment()
+    environment.pop("MEGATRON_LM_PATH", None)
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment["PYTHONPATH"]])
+    command = [sys.executable, "-c", "import megatron.core, torch, megatron.core.tensor_parallel"]
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"two Megatrons are on the path: 0.12.1 in {root} (first)" in refused(done)
 
 
 @pytest.fixture

@@ -128,6 +128,11 @@ def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
     assert found.shadowed == ((second, "0.12.1"),)
     with pytest.raises(UsageError, match=r"two Megatrons.*0\.16\.1 in .*a \(first\) and 0\.12\.1 in .*b"):
         found.require_supported()
+    monkeypatch.setenv(
+        "MEGATRON_LM_PATH", str(second)
+    )  # a tool that appends its tree to the path, typed directly
+    with pytest.raises(UsageError, match=rf"put it first with PYTHONPATH={second}"):
+        found.require_supported()
     monkeypatch.setenv("MEGATRON_LM_PATH", str(first))
     found.require_supported()
 
