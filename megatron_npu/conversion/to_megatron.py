@@ -27,6 +27,7 @@ from megatron_npu.pretrain.checkpoint import (
 )
 from megatron_npu.pretrain.flags import arguments, stock_arguments, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 from megatron_npu.pretrain.model import gpt as model
 from megatron_npu.pretrain.run import host_memory, initialize
 
@@ -102,12 +103,12 @@ def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn
     """Return the model on the host, with the weights of the files."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
-    gpt = model.gpt(args, config, None, True, True)
+    gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
     weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
     return gpt
 
 
-def _save(args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
+def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
     """Save the model as the driver does."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
@@ -147,7 +148,7 @@ def _moved(args: Namespace, part: Path, final: Path) -> Namespace:
 
 
 def _save_for_ranks(
-    given: Namespace, args: Namespace, family: Family, found: weights.Weights, part: Path, final: Path
+    given: Namespace, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
 ) -> None:
     """Save the model in the files of ranks that 285068c8, or the scripts of megatron-core, load."""
     torch_format.require_writable(args, *_sizes(given))

@@ -91,10 +91,12 @@ def _require_own(path: Path) -> None:
     except FileNotFoundError:
         return
     foreign = status.st_uid not in (os.geteuid(), _ROOT)
-    if foreign or status.st_mode & stat.S_IWOTH:
-        wrong = f"belongs to user {status.st_uid}" if foreign else "can be written by anyone"
+    if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        others = "anyone" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
+        wrong = f"belongs to user {status.st_uid}" if foreign else f"can be written by {others}"
         raise UsageError(
             f"the cache {path} {wrong}",
             "a cache that only this user can write to: lm-eval executes the code in it",
-            f"Remove it, or use another --use_cache or {_CACHE_VARIABLE}.",
+            f"Remove it; if you know what it holds, run chmod go-w on it; or use another --use_cache or "
+            f"{_CACHE_VARIABLE}.",
         )

@@ -16,6 +16,7 @@ import pytest
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import removal
 from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 from megatron_npu.pretrain.run import evaluating, termination
 from tests.support import tiny
 
@@ -157,8 +158,8 @@ def retention(folder: Path, keep: int | None, every: int | None):
     from megatron_npu.pretrain.run.retention import Retention
 
     said: list[str] = []
-    args = Namespace(save=str(folder), save_keep_last=keep, save_retain_interval=every, rank=0)
-    return Retention(args, said.append), said
+    flags = SaveFlags(str(folder), None, False, keep, every)
+    return Retention(flags, said.append), said
 
 
 def test_what_is_damaged_does_not_count_and_later_ones_stay(tmp_path):

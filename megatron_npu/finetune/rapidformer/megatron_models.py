@@ -27,6 +27,7 @@ from megatron_npu.pretrain.data.epochs import RoundAndRound
 from megatron_npu.pretrain.flags import arguments, derive, validation
 from megatron_npu.pretrain.flags.checks import data as data_checks
 from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import log as training_log
 from megatron_npu.pretrain.run import initialize, pretrain
@@ -149,7 +150,7 @@ def train(
 
     parts = data.Datasets(datasets.train, datasets.valid, datasets.test)
     trainer = _trainer(template, datasets)
-    outcome, _ = pretrain.train_chunks(args, config, [chunk], parts, trainer, journal)
+    outcome, _ = pretrain.train_chunks(RunPlan.of(args), config, [chunk], parts, trainer, journal)
     kept = journals[0]
     return Outcome(
         iteration=outcome.position.iteration,
@@ -207,7 +208,7 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
             if dataset is None:
                 return None
             order = RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
-            return [data.micro_batches(self.args, dataset, consumed, order, datasets.collate_fn)]
+            return [data.micro_batches(self.plan.flags, dataset, consumed, order, datasets.collate_fn)]
 
         def forward_step(self, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
             """Run one micro batch through this stage."""

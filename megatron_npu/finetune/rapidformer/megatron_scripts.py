@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_npu.finetune.rapidformer import megatron_models, state
 from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 from megatron_npu.pretrain.model import gpt
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def megatron_gpt() -> GPTModel:
         UsageError: see ``megatron_config``.
     """
     args = megatron_models.flags()
-    return gpt.gpt(args, gpt.transformer_config(args), None, *gpt.at_ends())
+    return gpt.gpt(ModelFlags.of(args), gpt.transformer_config(args), None, *gpt.at_ends())
 
 
 def get_tokenizer() -> Any:

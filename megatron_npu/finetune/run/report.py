@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron_npu import devices
+from megatron_npu.pretrain.flags.plan_parts import SinkFlags
 from megatron_npu.pretrain.report.sinks import Sinks
 
 
@@ -51,7 +52,8 @@ class Report(Sinks):
     def __init__(self, args: Namespace, iteration: int, ledger: Sequence[str]) -> None:
         names = ("world_size", "train_iters", "global_batch_size", "seq_length", "task")
         facts = {name: getattr(args, name) for name in names}
-        super().__init__(args, iteration, {**facts, "switches": [*ledger]})
+        self.args = args
+        super().__init__(SinkFlags.of(args), iteration, {**facts, "switches": [*ledger]})
         for line in ledger:
             self.say(f" {line}")
         self.say(

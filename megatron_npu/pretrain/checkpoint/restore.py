@@ -19,6 +19,7 @@ from megatron_npu.pretrain.data.tokenizers import Tokenizer
 from megatron_npu.pretrain.flags import derive
 from megatron_npu.pretrain.flags.checks import machine
 from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 from megatron_npu.pretrain.model import gpt as model
 from megatron_npu.pretrain.run import host_memory, initialize, layout
 
@@ -73,7 +74,7 @@ def restored(
         config = model.transformer_config(args)
         config.perform_initialization = False  # every weight is read
         first, last = model.at_ends()
-        gpt = model.gpt(args, config, None, first, last)
+        gpt = model.gpt(ModelFlags.of(args), config, None, first, last)
         if widened_by_caller:
             for parameter in gpt.parameters():
                 parameter.data = torch.empty_like(parameter, dtype=stored)

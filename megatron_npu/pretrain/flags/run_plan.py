@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_npu.pretrain.flags.batch_ramp import Ramp
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import (
+    EndFlags,
+    EvaluationFlags,
+    ExpertFlags,
+    GuardFlags,
+    LogFlags,
+    LoopFlags,
+    ModelSizes,
+    SaveFlags,
+    ScheduleFlags,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,12 @@ class RunPlan:
         ramp: the batch size ramp, or None.
         fully_sharded: what shards the weights: ``megatron``, ``torch`` or None.
         vocabulary, padded_vocabulary: number of tokens, and of embedding rows.
+        overlap_grad_reduce, overlap_param_gather: which communication overlaps with computation.
+        captures_steps: whether a step is one CUDA graph.
+        takes_over: whether only the weights of ``load_from`` are loaded (--finetune).
+        sums_over_context: whether megatron-core divides a loss by the tokens of all context-parallel ranks.
+        sizes, log, loop, ends, saves, guard, evaluation, experts, schedule: the flags of one subject each.
+        flags: all of them, frozen: checkpoints store them, and upstream's configs read fields by name.
     """
 
     rank: int
@@ -40,10 +57,25 @@ class RunPlan:
     fully_sharded: str | None
     vocabulary: int
     padded_vocabulary: int
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    captures_steps: bool
+    takes_over: bool
+    sums_over_context: bool
+    sizes: ModelSizes
+    log: LogFlags
+    loop: LoopFlags
+    ends: EndFlags
+    saves: SaveFlags
+    guard: GuardFlags
+    evaluation: EvaluationFlags
+    experts: ExpertFlags
+    schedule: ScheduleFlags
+    flags: Flags
     ramp: Ramp | None = None
 
     @staticmethod
-    def of(args: Namespace) -> RunPlan:
+    def of(args: Flags) -> RunPlan:
         """Return the plan of resolved flags, the result of ``validation.check``."""
         return RunPlan(
             rank=args.rank,
@@ -59,6 +91,21 @@ class RunPlan:
             fully_sharded=args.fully_sharded,
             vocabulary=args.tokenizer_vocab_size,
             padded_vocabulary=args.padded_vocab_size,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            captures_steps=args.cuda_graph_impl != "none",
+            takes_over=args.finetune,
+            sums_over_context=_sums_over_context(args),
+            sizes=ModelSizes.of(args),
+            log=LogFlags.of(args),
+            loop=LoopFlags.of(args),
+            ends=EndFlags.of(args),
+            saves=SaveFlags.of(args),
+            guard=GuardFlags.of(args),
+            evaluation=EvaluationFlags.of(args),
+            experts=ExpertFlags.of(args),
+            schedule=ScheduleFlags.of(args),
+            flags=args,
             ramp=Ramp.of(args),
         )
 
@@ -79,3 +126,12 @@ class RunPlan:
     def only_saves(self) -> bool:
         """Whether the run has no iterations: the model is initialized, or loaded, and saved."""
         return self.iterations == 0
+
+
+def _sums_over_context(args: Flags) -> bool:
+    """Return whether megatron-core wants the tokens of all context-parallel ranks' parts to divide by.
+
+    Up to 0.12 it multiplies by the number of parts, in a mean over each micro batch.
+    """
+    version = tuple(map(int, args.megatron_version.split(".")[:2]))
+    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and version < (0, 13)

@@ -1,4 +1,8 @@
-"""Build the GPT, its optimizer and schedule from flags, with megatron-core's classes and local spec."""
+"""Build the GPT, its optimizer and schedule from flags, with megatron-core's classes and local spec.
+
+Functions that fill in a config of megatron-core take all flags (``args``): which fields it has, each of them
+named as its flag, is decided by the installed version (``data_parallel.of_the_same_name``).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.optimizers.adam import FusedAdam
 from megatron_npu.options import memory_flags
 from megatron_npu.options.attention_flags import AttentionFlags
+from megatron_npu.pretrain.flags.plan_parts import ExpertFlags, ModelFlags, ScheduleFlags
+from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import data_parallel
 from megatron_npu.pretrain.model.data_parallel import of_the_same_name
 
@@ -97,7 +103,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     return config
 
 
-def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
+def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
     """Return one chunk of the model on the host or device, depending on ``--use-cpu-initialization``.
 
     Args:
@@ -108,45 +114,45 @@ def gpt(args: Namespace, config: TransformerConfig, stage: int | None, first: bo
 
     from megatron_npu.pretrain.model import attention_bias, rotary
 
-    layers = _layers(args, config, stage)
-    if args.add_attention_bias:
+    layers = _layers(flags, config, stage)
+    if flags.add_attention_bias:
         attention_bias.add(layers)
-    positions, scaled = args.position_embedding_type, args.use_rope_scaling
+    positions, scaled = flags.position_embedding_type, flags.use_rope_scaling
     result = GPTModel(
         config,
         layers,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=flags.padded_vocab_size,
+        max_sequence_length=flags.max_position_embeddings,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
         position_embedding_type="rope" if positions == "yarn" else positions,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        rope_scaling=scaled and rotary.is_of_core(args),
-        rope_scaling_factor=args.rope_scaling_factor,
-        mtp_block_spec=_predicting_layers(args, config, layers, stage),
+        rotary_percent=flags.rotary_percent,
+        rotary_base=flags.rotary_base,
+        seq_len_interpolation_factor=flags.rotary_seq_len_interpolation_factor,
+        rope_scaling=scaled and rotary.is_of_core(flags),
+        rope_scaling_factor=flags.rope_scaling_factor,
+        mtp_block_spec=_predicting_layers(flags, config, layers, stage),
         **_stage(stage),
     )
-    rotary.scale(args, result)
+    rotary.scale(flags, result)
     return result
 
 
-def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> Any:
+def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
     """Return megatron-core's local specification of the layers of a chunk: one for all, or one for each."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if args.num_experts is None:
+    if flags.num_experts is None:
         return gpt_layer_specs.get_gpt_layer_local_spec(
-            normalization=args.normalization,
-            qk_layernorm=args.qk_layernorm,
-            multi_latent_attention=args.multi_latent_attention,
+            normalization=flags.normalization,
+            qk_layernorm=flags.qk_layernorm,
+            multi_latent_attention=flags.multi_latent_attention,
         )
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=args.normalization, **_stage(stage)
+        config, use_transformer_engine=False, normalization=flags.normalization, **_stage(stage)
     )
-    if args.moe_shared_expert_gate and not hasattr(config, "moe_shared_expert_gate"):
+    if flags.moe_shared_expert_gate and not hasattr(config, "moe_shared_expert_gate"):
         # 0.16 has a field for it; before, the specification says False itself
         for layer in block.layer_specs:
             shared = getattr(layer.submodules.mlp.submodules, "shared_experts", None)
@@ -155,7 +161,7 @@ def _layers(args: Namespace, config: TransformerConfig, stage: int | None) -> An
     return block
 
 
-def _predicting_layers(args: Namespace, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
+def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
     """Return the specification of the layers of multi-token prediction that the chunk has; None: none.
 
     Args:
@@ -163,7 +169,7 @@ def _predicting_layers(args: Namespace, config: TransformerConfig, layers: Any, 
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if args.mtp_num_layers is None:
+    if flags.mtp_num_layers is None:
         return None
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=False, **_stage(stage)
@@ -212,11 +218,10 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Return this process's chunks of the model (one without interleaving), on the device."""
-    stages = args.virtual_pipeline_model_parallel_size
-    chunks = []
+    stages, flags, chunks = args.virtual_pipeline_model_parallel_size, ModelFlags.of(args), []
     for stage in range(stages) if stages else [None]:
         mean_stage(stage)
-        chunks.append(wrapped(args, config, gpt(args, config, stage, *at_ends(stage)), stage))
+        chunks.append(wrapped(args, config, gpt(flags, config, stage, *at_ends(stage)), stage))
     return chunks
 
 
@@ -260,37 +265,27 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
     return result
 
 
-def schedule(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def schedule(flags: ScheduleFlags, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Return the schedule of learning rate and weight decay, which counts samples as in Megatron."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    batch = args.global_batch_size
-    if args.train_samples is not None:
-        total, decay, warmup = args.train_samples, args.lr_decay_samples, args.lr_warmup_samples
-        last_part = args.lr_wsd_decay_samples
-    else:
-        total, decay, warmup = (
-            n * batch for n in (args.train_iters, args.lr_decay_iters, args.lr_warmup_iters)
-        )
-        last_part = args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
+    total, decay, warmup, last_part = flags.in_samples()
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.start_weight_decay,
+        end_wd=flags.end_weight_decay,
         wd_incr_steps=total,
-        wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wd_incr_style=flags.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=flags.override_opt_param_scheduler,
         wsd_decay_steps=last_part,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style,
     )
 
 
@@ -302,7 +297,7 @@ def unwrap(chunk: Any) -> Any:
 
 
 def connect(
-    args: Namespace,
+    plan: RunPlan,
     config: TransformerConfig,
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
@@ -316,10 +311,10 @@ def connect(
 
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if args.overlap_grad_reduce:
+    if plan.overlap_grad_reduce:
         config.no_sync_func = each("no_sync")
         config.grad_sync_func = each("start_grad_sync")
-    if args.overlap_param_gather and len(model) > 1:
+    if plan.overlap_param_gather and len(model) > 1:
         config.param_sync_func = each("start_param_sync")
 
 
@@ -338,7 +333,7 @@ class Parameters:
     active: int
 
 
-def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
+def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameters:
     """Return the numbers of weights of the whole model (including vocabulary padding).
 
     A collective: all ranks must call it. Each counts its share as megatron-core's gradient norm does: without
@@ -362,7 +357,7 @@ def count(args: Namespace, model: list[DistributedDataParallel]) -> Parameters:
     dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
     dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
     total, body = (dense + experts).tolist()
-    idle = int(experts) * (args.num_experts - args.moe_router_topk) // args.num_experts if int(experts) else 0
+    idle = int(experts) * (many - flags.moe_router_topk) // many if (many := flags.num_experts) else 0
     return Parameters(total, body, total - idle)
 
 

@@ -8,7 +8,6 @@ those of Transformers, so that both models use the same angles.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from typing import Any
 
 import torch
@@ -17,55 +16,56 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 
 
-def scale(args: Namespace, gpt: Any) -> None:
+def scale(flags: ModelFlags, gpt: Any) -> None:
     """Replace the plain rotary frequencies of a GPTModel by those of the flags."""
     embedding = getattr(gpt, "rotary_pos_emb", None)
-    if embedding is None or args.multi_latent_attention:
+    if embedding is None or flags.multi_latent_attention:
         return
-    if args.position_embedding_type == "yarn":
-        embedding.inv_freq = yarn(args, embedding.inv_freq)
-        factor = rotary_flags.concentration(args)
+    if flags.position_embedding_type == "yarn":
+        embedding.inv_freq = yarn(flags, embedding.inv_freq)
+        factor = flags.yarn_scale
         for module in gpt.modules():
             # queries and keys times the factor, which is a factor of what they have in common
             if isinstance(module, DotProductAttention):
                 module.softmax_scale *= factor**2
-    elif not args.use_rope_scaling or is_of_core(args):
+    elif not flags.use_rope_scaling or is_of_core(flags):
         return
-    elif args.rope_scaling_type == rotary_flags.DYNAMIC:
-        gpt.rotary_pos_emb = DynamicRotary(args, embedding)
+    elif flags.rope_scaling_type == rotary_flags.DYNAMIC:
+        gpt.rotary_pos_emb = DynamicRotary(flags, embedding)
     else:
-        embedding.inv_freq = llama3(args, embedding.inv_freq)
+        embedding.inv_freq = llama3(flags, embedding.inv_freq)
 
 
-def is_of_core(args: Namespace) -> bool:
+def is_of_core(flags: ModelFlags) -> bool:
     """Return whether ``--use-rope-scaling`` is megatron-core's built-in scaling, except for the factor."""
-    given = {name: getattr(args, name) for name in rotary_flags.NAMES}
+    given = {name: getattr(flags, name) for name in rotary_flags.NAMES}
     return given == rotary_flags.OF_CORE
 
 
-def llama3(args: Namespace, plain: Tensor) -> Tensor:
+def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
     """Return Llama 3's frequencies: long wavelengths are lowered by the factor, short ones are kept."""
-    length = args.rope_scaling_original_max_position_embeddings
-    low, high = args.rope_scaling_low_freq_factor, args.rope_scaling_high_freq_factor
-    factor, waves = args.rope_scaling_factor, 2 * math.pi / plain
+    length = flags.rope_scaling_original_max_position_embeddings
+    low, high = flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor
+    factor, waves = flags.rope_scaling_factor, 2 * math.pi / plain
     lowered = torch.where(waves > length / low, plain / factor, plain)
     smooth = (length / waves - low) / (high - low)
     between = ~(waves < length / high) & ~(waves > length / low)
     return torch.where(between, (1 - smooth) * lowered / factor + smooth * lowered, lowered)
 
 
-def yarn(args: Namespace, plain: Tensor) -> Tensor:
+def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
     """Return YaRN's frequencies: fast channels are kept, slow ones interpolated."""
     pairs = plain.numel()
-    dim, base, length = 2 * pairs, args.rotary_base, args.yarn_original_max_position_embeddings
+    dim, base, length = 2 * pairs, flags.rotary_base, flags.yarn_original_max_position_embeddings
 
     def channel(turns: float) -> float:
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = channel(args.yarn_beta_fast), channel(args.yarn_beta_slow)
-    if args.yarn_correction_range_round_to_int:
+    low, high = channel(flags.yarn_beta_fast), channel(flags.yarn_beta_slow)
+    if flags.yarn_correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -73,7 +73,7 @@ def yarn(args: Namespace, plain: Tensor) -> Tensor:
     ramp = (torch.arange(pairs, dtype=torch.float32, device=plain.device) - low) / (high - low)
     kept = 1 - ramp.clamp(0, 1)
     powers = base ** (torch.arange(0, dim, 2, device=plain.device).float() / dim)
-    return 1.0 / (args.rotary_scaling_factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return 1.0 / (flags.rotary_scaling_factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 class DynamicRotary(RotaryEmbedding):
@@ -83,18 +83,18 @@ class DynamicRotary(RotaryEmbedding):
     token with a KV cache, each token keeps the angles of its first use, as in Transformers.
 
     Args:
-        args: arguments of the model.
+        flags: flags of the model.
         plain: the embedding that it replaces.
     """
 
-    def __init__(self, args: Namespace, plain: RotaryEmbedding) -> None:
+    def __init__(self, flags: ModelFlags, plain: RotaryEmbedding) -> None:
         torch.nn.Module.__init__(self)
         for name, value in vars(plain).items():
             if name not in vars(self):
                 setattr(self, name, value)
-        self.plain, self.base = plain.inv_freq, float(args.rotary_base)
-        self.factor = args.rope_scaling_factor
-        self.original = args.rope_scaling_original_max_position_embeddings
+        self.plain, self.base = plain.inv_freq, float(flags.rotary_base)
+        self.factor = flags.rope_scaling_factor
+        self.original = flags.rope_scaling_original_max_position_embeddings
         self._growing: Any = None  # the context of a text that grows, from when its length is asked for
 
     def frequencies(self, length: int) -> Tensor:

@@ -13,6 +13,7 @@ from megatron_npu.data.tokenization.tokenizer import Tokenizer
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.generation.sampling.sampler import Sampler
 from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.flags.plan_parts import SampleFlags
 
 
 class Text(NamedTuple):
@@ -26,16 +27,16 @@ class Samples:
     """Generates samples for the same prompts repeatedly.
 
     Args:
-        args: the result of ``validation.check``.
+        flags: the prompts and how they are continued.
         model: this process's chunks.
     """
 
-    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
-        self.prompts: list[str] = args.sample_prompt
-        self._options = Options(args.sample_tokens, temperature=args.sample_temperature, seed=args.seed)
-        self._tokenizer = tokenizers.build(args)
+    def __init__(self, flags: SampleFlags, model: Sequence[torch.nn.Module]) -> None:
+        self.prompts = flags.sample_prompt
+        self._options = Options(flags.sample_tokens, temperature=flags.sample_temperature, seed=flags.seed)
+        self._tokenizer = tokenizers.build(flags.tokenizer)
         self._ids = [ids_of(self._tokenizer, prompt) for prompt in self.prompts]
-        self._sampler = Sampler(model, self._tokenizer, args.tokenizer_vocab_size)
+        self._sampler = Sampler(model, self._tokenizer, flags.tokenizer_vocab_size)
 
     def draw(self) -> list[Text]:
         """Return a sample for each prompt. A collective of all ranks; no global random generator is used.
@@ -64,7 +65,7 @@ def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
 
 
 def check(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Check the prompts before anything is built.
+    """Check the prompts before anything is built, while the flags are being resolved.
 
     Raises:
         UsageError: a prompt is too long for the model, or contains text that the tokenizer cannot encode.

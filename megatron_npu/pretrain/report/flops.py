@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
-from megatron_npu.pretrain.flags.derive import expert_layers
+from megatron_npu.pretrain.flags.plan_parts import ModelSizes
 
 
-def of_step(args: Namespace) -> float:
+def of_step(sizes: ModelSizes) -> float:
     """Return the operations of one global batch: matrix products only, without those that the mask hides.
 
     A product of [m, k] and [k, n] takes 2mnk operations, and training needs three: forward, the input's
@@ -24,30 +22,31 @@ def of_step(args: Namespace) -> float:
     the last one, a projection from 2h to h, and logits. Recomputed activations are not counted; a window
     (``--pre-tockens``) is not subtracted.
     """
-    hidden, further = args.hidden_size, args.mtp_num_layers or 0
-    matrices = 3 if args.swiglu else 2
-    kinds = expert_layers(args)
+    hidden, further = sizes.hidden_size, sizes.mtp_num_layers or 0
+    matrices = 3 if sizes.swiglu else 2
+    kinds = [*sizes.expert_layers]
     inner = sum(
-        _of_experts(args) if experts else args.ffn_hidden_size for experts in kinds + further * kinds[-1:]
+        _of_experts(sizes) if experts else sizes.ffn_hidden_size for experts in kinds + further * kinds[-1:]
     )
-    layers = (args.num_layers + further) * _of_attention(args) + matrices * hidden * inner
-    token = 6 * (layers + further * 2 * hidden**2 + (1 + further) * hidden * args.padded_vocab_size)
-    return float(token) * args.seq_length * args.global_batch_size
+    layers = (sizes.num_layers + further) * _of_attention(sizes) + matrices * hidden * inner
+    token = 6 * (layers + further * 2 * hidden**2 + (1 + further) * hidden * sizes.padded_vocab_size)
+    return float(token) * sizes.seq_length * sizes.global_batch_size
 
 
-def _of_attention(args: Namespace) -> float:
+def _of_attention(sizes: ModelSizes) -> float:
     """Return the products of a token in the attention of one layer."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    if not args.multi_latent_attention:
-        queries, groups = args.kv_channels * heads, args.kv_channels * args.num_query_groups
-        return hidden * (queries + 2 * groups) + queries * hidden + queries * args.seq_length
-    rotated, rank = args.qk_pos_emb_head_dim, args.kv_lora_rank
-    queries, values = (args.qk_head_dim + rotated) * heads, args.v_head_dim * heads
-    asking = args.q_lora_rank * (hidden + queries) if args.q_lora_rank else hidden * queries
-    known = hidden * (rank + rotated) + rank * (args.qk_head_dim * heads + values)
-    return asking + known + values * hidden + (queries + values) * args.seq_length / 2
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    if not sizes.multi_latent_attention:
+        queries, groups = sizes.kv_channels * heads, sizes.kv_channels * sizes.num_query_groups
+        return hidden * (queries + 2 * groups) + queries * hidden + queries * sizes.seq_length
+    rotated, rank = sizes.qk_pos_emb_head_dim, sizes.kv_lora_rank
+    queries, values = (sizes.qk_head_dim + rotated) * heads, sizes.v_head_dim * heads
+    asking = sizes.q_lora_rank * (hidden + queries) if sizes.q_lora_rank else hidden * queries
+    known = hidden * (rank + rotated) + rank * (sizes.qk_head_dim * heads + values)
+    return asking + known + values * hidden + (queries + values) * sizes.seq_length / 2
 
 
-def _of_experts(args: Namespace) -> int:
+def _of_experts(sizes: ModelSizes) -> int:
     """Return the inner sizes of all experts of a token together."""
-    return args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+    shared = sizes.moe_shared_expert_intermediate_size or 0
+    return sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or 0) + shared

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +15,7 @@ from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.devices.rows import Rows
+from megatron_npu.pretrain.flags.plan_parts import LogFlags
 from megatron_npu.pretrain.report import flops
 from megatron_npu.pretrain.report.drawn_texts import Text
 from megatron_npu.pretrain.report.rank_times import Place
@@ -68,13 +68,14 @@ class Log(Sinks):
     """The log of a run, on rank 0.
 
     Args:
-        args: the result of ``validation.check``.
+        flags: what the log lines contain.
         iteration: the first iteration.
     """
 
-    def __init__(self, args: Namespace, iteration: int) -> None:
+    def __init__(self, flags: LogFlags, iteration: int) -> None:
         names = ("world_size", "train_iters", "global_batch_size", "seq_length")
-        super().__init__(args, iteration, {name: getattr(args, name) for name in names})
+        super().__init__(flags, iteration, {name: getattr(flags, name) for name in names})
+        self.flags = flags
 
     def training(
         self,
@@ -100,8 +101,8 @@ class Log(Sinks):
         if not self.on_rank_0:
             return
         of_experts, of_predictions = of_experts or {}, of_predictions or {}
-        row = _row(self.args, steps) | self._of_layers(of_experts) | dict(of_predictions)
-        self.say(line(self.args, iteration, row))
+        row = _row(self.flags, steps) | self._of_layers(of_experts) | dict(of_predictions)
+        self.say(line(self.flags, iteration, row))
         if of_ranks is not None:
             self._of_ranks(iteration, of_ranks)
             row["losses_of_ranks"] = {str(rank): loss for rank, loss in of_ranks.items()}
@@ -115,7 +116,7 @@ class Log(Sinks):
     def _of_layers(self, of_experts: Mapping[str, list[float]]) -> dict[str, Any]:
         """Return the mean of each loss of experts, and those of the layers where that is asked for."""
         row: dict[str, Any] = {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
-        if self.args.moe_per_layer_logging:
+        if self.flags.moe_per_layer_logging:
             row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         return row
 
@@ -128,7 +129,7 @@ class Log(Sinks):
     def _of_ranks(self, iteration: int, losses: Mapping[int, float]) -> None:
         for rank, loss in losses.items():
             self.say(
-                f" [rank {rank}] iteration {iteration:8d}/{self.args.train_iters:8d} | lm loss: {loss:.6E} |"
+                f" [rank {rank}] iteration {iteration:8d}/{self.flags.train_iters:8d} | lm loss: {loss:.6E} |"
             )
             self.scalars(iteration, [(f"lm loss of rank {rank}", loss)])
 
@@ -207,15 +208,15 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def _row(args: Namespace, steps: Steps) -> dict[str, Any]:
+def _row(flags: LogFlags, steps: Steps) -> dict[str, Any]:
     losses, interval, seconds = steps.losses, steps.interval, steps.seconds
     each, memory = seconds / len(losses), devices.current().memory()
     together = sum(interval.batches)
     counted = [loss for loss in losses if math.isfinite(loss)]
     return {
         "consumed_samples": steps.samples,
-        **({"global_batch_size": interval.batches[-1]} if args.rampup_batch_size else {}),
-        **({} if args.epochs is None else {"epoch": steps.samples / args.epoch_samples}),
+        **({"global_batch_size": interval.batches[-1]} if flags.ramps else {}),
+        **({} if not flags.epoch_samples else {"epoch": steps.samples / flags.epoch_samples}),
         "loss": sum(counted) / len(counted) if counted else math.nan,
         "losses": losses,
         "grad_norm": interval.norms[-1],
@@ -223,9 +224,9 @@ def _row(args: Namespace, steps: Steps) -> dict[str, Any]:
         "learning_rate": steps.learning_rate,
         "loss_scale": steps.scale,
         "elapsed_ms": each * 1e3,
-        "tokens_per_second": together * args.seq_length / seconds,
-        "tflops_per_device": flops.of_step(args)
-        * (together / args.global_batch_size / seconds / args.world_size / 1e12),
+        "tokens_per_second": together * flags.seq_length / seconds,
+        "tflops_per_device": _operations(flags)
+        * (together / flags.global_batch_size / seconds / flags.world_size / 1e12),
         "peak_memory_bytes": memory.peak,
         "memory_bytes": memory.allocated,
         "utilization": devices.current().utilization(),
@@ -234,28 +235,32 @@ def _row(args: Namespace, steps: Steps) -> dict[str, Any]:
     }
 
 
+def _operations(flags: LogFlags) -> float:
+    return 0.0 if flags.sizes is None else flops.of_step(flags.sizes)
+
+
 def _spaced(name: str) -> str:
     """Return the name of a loss as upstream writes it: ``load balancing loss``, ``mtp_1 loss``."""
     return PREFIX * name.startswith(PREFIX) + name.removeprefix(PREFIX).replace("_", " ")
 
 
-def line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
+def line(flags: LogFlags, iteration: int, row: dict[str, Any]) -> str:
     """Return the console line of one log event: Megatron's fields, then throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""
     busy = "" if row["utilization"] is None else f" device utilization: {row['utilization']:.0%} |"
-    epoch = f" epoch: {row['epoch']:.3f}/{args.epochs} |" if "epoch" in row else ""
+    epoch = f" epoch: {row['epoch']:.3f}/{flags.epochs} |" if "epoch" in row else ""
     names = [*LOSSES, *(name for name in row if name.startswith(PREFIX))]
     further = "".join(f" {_spaced(name)}: {row[name]:.6E} |" for name in names if name in row)
     return (
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{flags.train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |{epoch}"
         f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
         f" throughput per device (TFLOP/s): {row['tflops_per_device']:.4g} |"
         f" tokens per second: {row['tokens_per_second']:.1f} |"
         f" learning rate: {row['learning_rate']:.6E} |"
-        f" global batch size: {row.get('global_batch_size', args.global_batch_size):5d} |"
+        f" global batch size: {row.get('global_batch_size', flags.global_batch_size):5d} |"
         f" lm loss: {row['loss']:.6E} |{further} loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" number of nan iterations: {row['nan_iterations']:3d} |"

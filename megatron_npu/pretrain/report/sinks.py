@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_npu import devices
+from megatron_npu.pretrain.flags.plan_parts import SinkFlags
 from megatron_npu.pretrain.report import history, superseded, wandb_run
 from megatron_npu.pretrain.report.json_lines import JsonLines
 
@@ -19,31 +19,31 @@ class Sinks:
     """The sinks of a run. On ranks other than 0 every method is silent.
 
     Args:
-        args: the run's flags.
+        flags: the destinations.
         iteration: the first iteration.
         start: further values for the first JSON object, besides the device.
     """
 
-    def __init__(self, args: Namespace, iteration: int, start: dict[str, Any]) -> None:
-        self.args = args
-        self.on_rank_0 = args.rank == 0
+    def __init__(self, flags: SinkFlags, iteration: int, start: dict[str, Any]) -> None:
+        self._places = flags
+        self.on_rank_0 = flags.rank == 0
         self._went_well = False
-        self.path = metrics_path(args) if self.on_rank_0 else None
+        self.path = metrics_path(flags) if self.on_rank_0 else None
         if self.path is not None:
             superseded.put_aside(self.path, iteration)
         self._reader = None if self.path is None else history.Reader(self.path)
         self._lines = JsonLines(self.path)
         self._board, self._bar = self._open_board(iteration), self._open_bar(iteration)
-        self._wandb = wandb_run.WandbRun.of(args) if self.on_rank_0 else None
+        self._wandb = wandb_run.WandbRun(flags.wandb) if flags.wandb and self.on_rank_0 else None
         self.write("start", iteration, {"device": devices.current().title, **start})
 
     def _open_board(self, iteration: int) -> Any:
-        if not self.on_rank_0 or not self.args.tensorboard_dir:
+        if not self.on_rank_0 or not self._places.tensorboard_dir:
             return None
         from torch.utils.tensorboard import SummaryWriter
 
         # what a killed run has written after its checkpoint is not shown beside what comes now
-        folder = devices.board_folder(self.args.tensorboard_dir)
+        folder = devices.board_folder(self._places.tensorboard_dir)
         return SummaryWriter(folder, purge_step=iteration + 1)
 
     def _open_bar(self, iteration: int) -> Any:
@@ -51,7 +51,7 @@ class Sinks:
             return None
         from tqdm import tqdm
 
-        return tqdm(total=self.args.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
+        return tqdm(total=self._places.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -94,9 +94,10 @@ class Sinks:
 
         If the plot cannot be written, this is logged and the run continues.
         """
-        if not self.args.plot or not (past := self.past()).losses:
+        folder = self._places.save or self._places.tensorboard_dir
+        if not (self._places.plot and folder) or not (past := self.past()).losses:
             return None
-        path = Path(self.args.save or self.args.tensorboard_dir) / "training.png"
+        path = Path(folder) / "training.png"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             history.draw(past, path)
@@ -119,9 +120,9 @@ class Sinks:
             self._wandb.close(went_well=self._went_well)
 
 
-def metrics_path(args: Namespace) -> Path | None:
+def metrics_path(flags: SinkFlags) -> Path | None:
     """Return the path of the JSON lines; None if they have no destination."""
-    if args.json_log:
-        return Path(args.json_log)
-    directory = args.save or args.tensorboard_dir
+    if flags.json_log:
+        return Path(flags.json_log)
+    directory = flags.save or flags.tensorboard_dir
     return Path(directory) / "metrics.jsonl" if directory else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import plain_arguments
+from megatron_npu.pretrain.flags.plan_parts import WandbFlags
 
 _PATIENCE = 600.0  # seconds that the end of a run waits for a server that is out of reach
 
@@ -17,41 +17,36 @@ class WandbRun:
     """The Weights & Biases run, with the flags as its configuration.
 
     Args:
-        args: the result of ``validation.check``.
+        flags: project, name and contents of the run.
 
     Raises:
         UsageError: no run can be started, because nobody is logged in or the server cannot be reached.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, flags: WandbFlags) -> None:
         import wandb
 
-        place = Path(args.wandb_save_dir or Path(args.save) / "wandb")
+        place = Path(flags.place)
         place.mkdir(parents=True, exist_ok=True)
-        further: dict[str, Any] = {"entity": args.wandb_entity} if args.wandb_entity else {}
+        further: dict[str, Any] = {"entity": flags.wandb_entity} if flags.wandb_entity else {}
         settings = getattr(wandb, "Settings", None)
         if "finish_timeout" in getattr(settings, "model_fields", {}):  # older ones wait for ever
             further["settings"] = wandb.Settings(finish_timeout=_PATIENCE)
         self._failed = False
         try:
             self._run: Any = wandb.init(
-                project=args.wandb_project,
-                name=args.wandb_exp_name,
+                project=flags.wandb_project,
+                name=flags.wandb_exp_name,
                 dir=str(place),
-                config=plain_arguments(args),
+                config=plain_arguments(flags.config),
                 **further,
             )
         except Exception as error:  # of its own kinds, and of the network's
             raise UsageError(
-                f"--wandb-project {args.wandb_project}: {' '.join(str(error).split())}",
+                f"--wandb-project {flags.wandb_project}: {' '.join(str(error).split())}",
                 "a run that wandb can start",
                 "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
-
-    @staticmethod
-    def of(args: Namespace) -> WandbRun | None:
-        """Return the run that the flags request, or None."""
-        return WandbRun(args) if getattr(args, "wandb_project", None) else None
 
     def log(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the values of an iteration."""

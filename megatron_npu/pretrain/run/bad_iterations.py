@@ -20,7 +20,7 @@ from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, generators, whole_checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
-from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.run import loss
 from megatron_npu.pretrain.run.divergence import DivergedError, Spikes
 
@@ -72,16 +72,16 @@ class Guard:
     Otherwise each iteration waits for its loss, with two small collectives, and all gradients are checked.
 
     Args:
-        args: the run's flags.
+        plan: the plan of the run.
         state: model and optimizer.
         spikes: the loss-spike detector.
         say: prints a line on rank 0.
     """
 
-    def __init__(self, args: Flags, state: State, spikes: Spikes, say: Callable[[str], None]) -> None:
-        self.args, self.state, self.spikes, self.say = args, state, spikes, say
-        self.reruns = args.rerun_mode != "disabled"
-        self.acts = args.loss_spike_policy != "note"
+    def __init__(self, plan: RunPlan, state: State, spikes: Spikes, say: Callable[[str], None]) -> None:
+        self.plan, self.state, self.spikes, self.say = plan, state, spikes, say
+        self.reruns = plan.guard.rerun_mode != "disabled"
+        self.acts = plan.guard.loss_spike_policy != "note"
         self.watches = self.reruns or self.acts
         self._left_out = 0
         self._gone_back: dict[int, int] = {}
@@ -126,8 +126,8 @@ class Guard:
         (value,) = loss.means(sums[None])
         if not math.isfinite(value):
             # fp16's scaler leaves such an update out by itself, and lowers the scale
-            return None if self.args.fp16 else Fault(f"the loss is {value} at iteration {number}")
-        if not self.args.fp16 and not self._gradients_are_finite():
+            return None if self.plan.guard.fp16 else Fault(f"the loss is {value} at iteration {number}")
+        if not self.plan.guard.fp16 and not self._gradients_are_finite():
             return Fault(f"a gradient is not finite at iteration {number}")
         leap = self.spikes.leap(number, value)
         if leap is None or not self.acts:
@@ -187,7 +187,7 @@ class Guard:
 
         All ranks must call this and get the same result.
         """
-        found = [whole_checkpoints.newest_whole(self.args.save) if dist.get_rank() == 0 else None]
+        found = [whole_checkpoints.newest_whole(self.plan.flags.save) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found, 0)
         return found[0]
 
@@ -208,11 +208,11 @@ class Guard:
                 f"{fault.words}; the run has returned to iteration {iteration} {GONE_BACK} times. Lower "
                 "--lr, check the data, or resume from an older checkpoint (--ckpt-step)."
             )
-        changes = {"load": self.args.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
-        saved = checkpoints.load(self.args.changed(**changes, finetune=False), self.state)
+        changes = {"load": self.plan.flags.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
+        saved = checkpoints.load(self.plan.flags.changed(**changes, finetune=False), self.state)
         self._left_out = 0
         self.say(
-            f" {fault.words}: returned to {checkpoint_files.directory(self.args.save, iteration)}; "
+            f" {fault.words}: returned to {checkpoint_files.directory(self.plan.flags.save, iteration)}; "
             f"samples {saved.train_samples} to {position.train_samples - 1} are skipped"
         )
         return Position(saved.iteration, position.train_samples, position.valid_samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +15,7 @@ from megatron_npu.pretrain.checkpoint import checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.data import validation
+from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.drawn_texts import Samples
 from megatron_npu.pretrain.report.log import Log
@@ -31,7 +31,7 @@ class Evaluation:
     """Evaluates a model without affecting random generators and training data.
 
     Args:
-        args: the result of ``validation.check``.
+        plan: the plan of the run.
         prepared: the model, and the training, validation and test data.
         log: the run's log.
         batches: returns micro batches of a dataset, starting after the given number of samples.
@@ -46,18 +46,18 @@ class Evaluation:
 
     def __init__(
         self,
-        args: Namespace,
+        plan: RunPlan,
         prepared: Prepared,
         log: Log,
         batches: Callable[[Dataset | None, int], data.Batches],
         forward: Callable[[data.Batches], torch.Tensor],
         time_is_up: Callable[[], bool],
     ) -> None:
-        self.args, self.datasets, self.log = args, prepared.datasets, log
+        self.plan, self.datasets, self.log = plan, prepared.datasets, log
         self._model, self._batches, self._forward = prepared.state.model, batches, forward
         self._time_is_up = time_is_up
-        self._sets = validation.sets(args, self.datasets)
-        self._samples = Samples(args, self._model) if args.sample_prompt else None
+        self._sets = validation.sets(plan.flags, self.datasets)
+        self._samples = Samples(samples, self._model) if (samples := plan.evaluation.samples) else None
         self.loss: float | None = None
         self.losses: dict[str, float] = {}
         self.test_loss: float | None = None
@@ -81,7 +81,7 @@ class Evaluation:
             return
         with self._evaluating():
             try:
-                self.test_loss = self._mean_loss(self.datasets.test, 0, self.args.eval_iters)
+                self.test_loss = self._mean_loss(self.datasets.test, 0, self.plan.evaluation.eval_iters)
             except _TimeIsUpError:
                 return
         self.log.test(iteration, self.test_loss)
@@ -90,20 +90,20 @@ class Evaluation:
         """Measure the loss on the validation samples, and on those of training if a flag says so."""
         if not self._sets:
             return position
-        count, trained = self.args.eval_iters, None
+        count, trained = self.plan.evaluation.eval_iters, None
         with self._evaluating():
             losses = [
                 self._mean_loss(each.dataset, 0 if each.is_whole else position.valid_samples, each.batches)
                 for each in self._sets
             ]
-            if self.args.eval_train_loss and count:
+            if self.plan.evaluation.eval_train_loss and count:
                 # always the first samples, so that two evaluations can be compared
                 trained = self._mean_loss(self.datasets.train, 0, count)
         self.loss = sum(losses) / len(losses)
         pairs = [(each.name, loss) for each, loss in zip(self._sets, losses, strict=True) if each.name]
         self.losses = dict(pairs)
         self.log.validation(position.iteration, self.loss, trained, pairs)
-        used = 0 if self.args.full_validation else count * self.args.global_batch_size
+        used = 0 if self.plan.evaluation.full_validation else count * self.plan.global_batch_size
         return checkpoints.advance(position, valid=used)
 
     def _sample(self, iteration: int) -> None:
@@ -124,7 +124,7 @@ class Evaluation:
         """Hold the model in evaluation mode, without gradients."""
         with (
             watchdog.phase("evaluating"),
-            gathered(self._model, overlaps=self.args.overlap_param_gather),
+            gathered(self._model, overlaps=self.plan.overlap_param_gather),
             torch.no_grad(),
         ):
             for chunk in self._model:

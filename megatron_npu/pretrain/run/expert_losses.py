@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
-from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.plan_parts import ExpertFlags
 
 # --moe-router-load-balancing-type -> megatron-core's name for what it measures
 _NAMES = {
@@ -18,17 +17,22 @@ _NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
+_Value = TypeVar("_Value")
 LOSSES = (*_NAMES.values(), "z_loss")
 
 
-def names(args: Namespace) -> list[str]:
+def names(flags: ExpertFlags) -> list[str]:
     """Return megatron-core's names of a run's balancing losses."""
-    if args.num_experts is None:
+    if flags.num_experts is None:
         return []
-    kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    pairs = zip(kinds, weights, strict=True) if isinstance(kinds, list) else [(kinds, weights)]
-    found = [_name(kind, args.megatron_version) for kind, weight in pairs if weight]
-    return found + ["z_loss"] * (args.moe_z_loss_coeff is not None)
+    kinds, weights = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
+    pairs = [*zip(_each(kinds), _each(weights), strict=True)]
+    found = [_name(kind, flags.megatron_version) for kind, weight in pairs if weight]
+    return found + ["z_loss"] * (flags.moe_z_loss_coeff is not None)
+
+
+def _each(values: _Value | list[_Value]) -> list[_Value]:
+    return values if isinstance(values, list) else [values]
 
 
 def _name(kind: str, version: str) -> str:
@@ -43,17 +47,16 @@ class ExpertLosses:
 
     Attributes:
         names: megatron-core's names of these losses.
-        layers: whether each layer has experts.
+        layers: whether each layer has experts; layers of multi-token prediction come last.
     """
 
     names: tuple[str, ...]
     layers: tuple[bool, ...]
 
     @staticmethod
-    def of(args: Namespace) -> ExpertLosses:
+    def of(flags: ExpertFlags) -> ExpertLosses:
         """Return the balancing losses of a run with these flags."""
-        layers = tuple(map(bool, derive.expert_layers(args)))
-        return ExpertLosses(tuple(names(args)), layers)
+        return ExpertLosses(tuple(names(flags)), flags.layers)
 
     def take(self, micro_batches: int) -> dict[str, list[float]]:
         """Return each loss of each layer with experts, averaged since the last call.
@@ -95,7 +98,8 @@ def _take_into(row: torch.Tensor, name: str) -> None:
     tracker = _tracker()
     if name not in tracker:
         return
-    row += tracker[name]["values"]
+    values = tracker[name]["values"]
+    row[: len(values)] += values  # 0.12 has no places for the layers of multi-token prediction
     group = tracker[name]["reduce_group"]
     if group is not None:  # each rank has measured a part of the tokens' loss
         dist.all_reduce(row, group=group)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import warnings
-from argparse import Namespace
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_npu import devices, plugin, watchdog
 from megatron_npu.ops.compiled import building
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.run import step_graph
 
 
@@ -30,11 +30,11 @@ def silence_known_warnings() -> None:
 
 
 @contextlib.contextmanager
-def session(args: Namespace) -> Iterator[None]:
+def session(args: Flags) -> Iterator[None]:
     """Set up a run inside the block: bug fixes, process groups, current device, seeds.
 
     Args:
-        args: the result of ``validation.check``.
+        args: the result of ``validation.check``, or flags stored in a checkpoint: some callers have no plan.
     """
     from megatron.core import parallel_state
 
@@ -46,7 +46,7 @@ def session(args: Namespace) -> Iterator[None]:
     building.prepare()
     joined = dist.is_initialized()  # a caller's own group is left as it is
     if not joined:
-        _init_process_group(args)
+        _init_process_group(args.world_size, timedelta(minutes=args.distributed_timeout_minutes))
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -59,7 +59,7 @@ def session(args: Namespace) -> Iterator[None]:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
         seed_everything(args.seed)
-        with step_graph.on_its_stream(args), watchdog.watching():
+        with step_graph.on_its_stream(args.cuda_graph_impl != "none"), watchdog.watching():
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -85,7 +85,7 @@ def deterministic(asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _init_process_group(args: Namespace) -> None:
+def _init_process_group(world_size: int, timeout: timedelta) -> None:
     """Join the group of all processes; a process that is alone needs no address.
 
     Raises:
@@ -93,9 +93,8 @@ def _init_process_group(args: Namespace) -> None:
             files for it.
     """
     backend = devices.current().backend
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    watchdog.require_open_files(args.world_size)
-    if args.world_size == 1:
+    watchdog.require_open_files(world_size)
+    if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         watchdog.require_fresh_store()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,21 +73,21 @@ def of_all_processes(
         "pipeline_model_parallel_size": pipeline,
         "expert_tensor_parallel_size": tensor,
     }
-    _check(Namespace(**{**trained, **layout}))
+    _check({**trained, **layout})
     return layout
 
 
-def _check(args: Namespace) -> None:
-    tensor = args.tensor_model_parallel_size
+def _check(flags: Mapping[str, Any]) -> None:
+    tensor = flags["tensor_model_parallel_size"]
     sizes = ["num_attention_heads", "num_query_groups", "ffn_hidden_size"]
     sizes += ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
     for flag in sizes:
-        size = getattr(args, flag)
+        size = flags[flag]
         if size is not None:
             divides(tensor, "--tensor-model-parallel-size", size, f"the model's {flag}")
     divides(
-        args.pipeline_model_parallel_size,
+        flags["pipeline_model_parallel_size"],
         "--pipeline-model-parallel-size",
-        args.num_layers,
+        flags["num_layers"],
         "the model's num_layers",
     )

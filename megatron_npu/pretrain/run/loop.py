@@ -16,7 +16,6 @@ from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
 from megatron_npu.pretrain.data import datasets as data
-from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Interval, Log, Steps
@@ -41,7 +40,7 @@ class Trainer:
     """Trains a model from a given position.
 
     Args:
-        args: the result of ``validation.check``.
+        plan: the plan of the run.
         prepared: model and data.
         log: the run's log.
         on_gradients: called in each iteration with its number and the model's chunks, when every
@@ -54,7 +53,7 @@ class Trainer:
 
     def __init__(
         self,
-        args: Flags,
+        plan: RunPlan,
         prepared: Prepared,
         log: Log,
         on_gradients: OnGradients | None = None,
@@ -62,26 +61,26 @@ class Trainer:
     ) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.args, self.log, self.on_gradients = args, log, on_gradients
+        self.plan, self.log, self.on_gradients = plan, log, on_gradients
         self.state, self.datasets, self.position = prepared
-        self.plan = RunPlan.of(args)
-        self.of_experts = ExpertLosses.of(args)
-        self.of_predictions = PredictionLosses(args.mtp_num_layers or 0)
+        self.of_experts = ExpertLosses.of(plan.experts)
+        self.of_predictions = PredictionLosses(plan.sizes.mtp_num_layers or 0)
         self.begin = self.position.iteration
         self.outcome = Outcome(self.position)
         self.clock = Clock()
         self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
         self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
-        self.guard = Guard(args, self.state, self.spikes, log.say)
+        self.guard = Guard(plan, self.state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         forward = functools.partial(self._forward, forward_only=True)
-        self.times = RankTimes(measures=args.cuda_graph_impl == "none")
-        self.deadline = Deadline(args.exit_duration_in_mins, time.monotonic() if began is None else began)
-        self.evaluation = Evaluation(args, prepared, log, self.batches, forward, self.deadline.has_passed)
-        self.saving = Saving(args, self.state, self.clock, log)
+        self.times = RankTimes(measures=not plan.captures_steps)
+        began = time.monotonic() if began is None else began
+        self.deadline = Deadline(plan.ends.exit_duration_in_mins, began)
+        self.evaluation = Evaluation(plan, prepared, log, self.batches, forward, self.deadline.has_passed)
+        self.saving = Saving(plan, self.state, self.clock, log)
         compute = get_forward_backward_func()
         self.forward_backward: Callable[..., list[torch.Tensor]] = compute
-        if args.cuda_graph_impl != "none":
+        if plan.captures_steps:
             self.forward_backward = StepGraph(compute)
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
@@ -94,8 +93,9 @@ class Trainer:
             chunk.train()
         self._data = self.guard.batches(self.training_batches())
         with self.saving:
-            heard = (signal.Signals[self.args.exit_signal], signal.SIGINT)
-            with Termination(self.args.exit_signal_handler, heard) as termination:
+            ends = self.plan.ends
+            heard = (signal.Signals[ends.exit_signal], signal.SIGINT)
+            with Termination(ends.exit_signal_handler, heard) as termination:
                 self.clock.start()
                 with watchdog.phase("between two steps"):
                     while self.position.iteration < self.plan.iterations:
@@ -108,39 +108,40 @@ class Trainer:
 
     def training_batches(self) -> data.Batches:
         """Return micro batches of the training data from the run's position on."""
-        return data.training_batches(self.args, self.datasets.train, self.position.train_samples)
+        return data.training_batches(self.plan.flags, self.datasets.train, self.position.train_samples)
 
     def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
         """Return micro batches for evaluation, starting after ``consumed`` samples."""
-        return data.batches(self.args, dataset, consumed)
+        return data.batches(self.plan.flags, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
         """Run one micro batch through one model chunk; the signature is megatron-core's."""
-        return _forward_step(batches, chunk, loss.wants_tokens_of_all_parts(self.args))
+        return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
         """Train one iteration; log, evaluate and save if it is time."""
-        args, end = self.args, self.plan.iterations
+        due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return
         iteration = self.position.iteration
         self.log.tick()
         self.saving.take_finished()
-        if iteration % args.log_interval == 0 or iteration in (self.begin + 1, end):
+        if iteration % due.log_interval == 0 or iteration in (self.begin + 1, end):
             self._report()
         last = iteration == end  # what is done then is done once, at the end
-        if args.eval_interval and iteration % args.eval_interval == 0 and not last:
+        if due.eval_interval and iteration % due.eval_interval == 0 and not last:
             with self.clock.paused():
                 self._evaluate()
                 self.log.draw()
-        if args.save_interval and iteration % args.save_interval == 0 and not last:
+        every = self.plan.saves.save_interval
+        if every and iteration % every == 0 and not last:
             self.saving.save(self.position)
 
     @watchdog.phase("training")
     def _step(self) -> bool:
         """Train one iteration; return False where the run has gone back instead."""
         watchdog.step(self.position.iteration + 1)
-        if self.position.iteration in self.args.iterations_to_skip:
+        if self.position.iteration in self.plan.loop.iterations_to_skip:
             self._skip_data()
             return True
         self.guard.begin()
@@ -190,14 +191,14 @@ class Trainer:
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
         """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
         self.saving.wait()  # what is being written may be the last good one
-        to = self.guard.goes_back_to() if self.args.loss_spike_policy == "rewind" else None
+        to = self.guard.goes_back_to() if self.plan.guard.loss_spike_policy == "rewind" else None
         if to is None:
             self.guard.leave_out(fault)
             self._count(losses, None, updated=False)
             return True
         self._report()  # of what came before
         self._advance()
-        with self.clock.paused(), gathered(self.state.model, overlaps=self.args.overlap_param_gather):
+        with self.clock.paused(), gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
             self.position = self.guard.go_back(to, fault, self.position)
         self.log.write("rewind", to, {"fault": fault.words})
         self._data = self.guard.batches(self.training_batches())
@@ -230,11 +231,11 @@ class Trainer:
             self._compare_weights()
 
     def _compares_replicas(self) -> bool:
-        interval = self.args.check_weight_hash_across_dp_replicas_interval
-        return bool(interval) and (self.position.iteration + 1) % interval == 0
+        interval = self.plan.loop.check_weight_hash_across_dp_replicas_interval
+        return (self.position.iteration + 1) % interval == 0 if interval else False
 
     def _compare_weights(self) -> None:
-        with gathered(self.state.model, overlaps=self.args.overlap_param_gather):
+        with gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
             replicas.check_megatron(self.state.model)
         self.log.say(f" the replicas are identical after iteration {self.position.iteration}")
 
@@ -277,7 +278,7 @@ class Trainer:
             self.log.say(f" {leap}")
 
     def _diverged(self, what: str) -> None:
-        if self.args.check_for_nan_in_loss_and_grad and not self.args.fp16:
+        if self.plan.guard.check_for_nan_in_loss_and_grad and not self.plan.guard.fp16:
             raise DivergedError(
                 f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or check the "
                 f"data{self.goes_on}."
@@ -309,7 +310,7 @@ class Trainer:
                 learning_rate=groups[0]["lr"] if groups else 0.0,
                 scale=self.state.optimizer.get_loss_scale().item(),
             ),
-            of_ranks=loss.of_ranks(self.interval.losses.all()) if self.args.log_loss_per_rank else None,
+            of_ranks=loss.of_ranks(self.interval.losses.all()) if self.plan.loop.log_loss_per_rank else None,
             of_experts=self.of_experts.take(count),
             of_predictions=self.of_predictions.take(),
             milliseconds=times,
@@ -336,7 +337,7 @@ class Trainer:
             self.outcome.ended_by = "signal"
         elif self.deadline.has_passed():
             self.outcome.ended_by = "exit-duration"
-        elif self.args.exit_interval and iteration % self.args.exit_interval == 0:
+        elif (every := self.plan.ends.exit_interval) and iteration % every == 0:
             self.outcome.ended_by = "exit-interval"
         else:
             return False
@@ -346,15 +347,15 @@ class Trainer:
 
     def _finish(self) -> None:
         """Log the rest, evaluate at the true end, save what is not saved yet."""
-        args, plan = self.args, self.plan
+        plan, saves = self.plan, bool(self.plan.saves.save)
         self._report()
         self.saving.wait()
         iteration = self.position.iteration
-        if iteration >= plan.iterations and not (plan.only_saves and args.save):
+        if iteration >= plan.iterations and not (plan.only_saves and saves):
             self._evaluate()
             self.evaluation.test(iteration)
-        is_new = iteration > self.begin or (plan.only_saves and plan.load_from is None) or args.finetune
-        if args.save and is_new:
+        is_new = iteration > self.begin or (plan.only_saves and plan.load_from is None) or plan.takes_over
+        if saves and is_new:
             self.saving.save_last(self.position)
         self.outcome.position = self.position
         self.outcome.seconds = self.clock.total

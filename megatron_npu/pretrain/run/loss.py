@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import torch
 import torch.distributed as dist
-
-
-def wants_tokens_of_all_parts(args: Namespace) -> bool:
-    """Return whether megatron-core divides by the tokens of all context-parallel ranks.
-
-    Up to 0.12 it multiplies by the number of parts, with a mean over each micro batch.
-    """
-    version = tuple(map(int, args.megatron_version.split(".")[:2]))
-    return args.context_parallel_size > 1 and not args.calculate_per_token_loss and version < (0, 13)
 
 
 def masked_sum(

@@ -22,6 +22,7 @@ from megatron_npu.pretrain.checkpoint import row_shards, save_folder, stock_chec
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags import arguments, run_config, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import LogFlags, SinkFlags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.report import flops, history, log, sinks
@@ -29,6 +30,7 @@ from megatron_npu.pretrain.report.dashboard.process import shown
 from megatron_npu.pretrain.run import initialize, last_words, loop, resume_changes
 from megatron_npu.pretrain.run.outcome import Outcome, Prepared
 from megatron_npu.process import collector, extension_locks
+from megatron_npu.web.address import Address
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -125,32 +127,34 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     began = time.monotonic()
     plugin.install()
     flags = validation.check(args)
+    plan = RunPlan.of(flags)
     config = gpt.transformer_config(flags)
     repeatable = initialize.deterministic(flags.deterministic_mode)
-    with save_folder.owned(flags), _dashboard(flags), initialize.session(flags), repeatable:
+    shows = _dashboard(plan.log, flags.dashboard)
+    with save_folder.owned(flags), shows, initialize.session(flags), repeatable:
         save_folder.require_shared(flags)
         chunks = gpt.build(flags, config)
-        datasets = data.datasets(flags) if RunPlan.of(flags).has_data else data.Datasets(None, None, None)
+        datasets = data.datasets(flags) if plan.has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
         collector.resume()
-        saves = flags.save and flags.rank == 0
+        saves = flags.save and plan.rank == 0
         own = run_config.text_of(args, flags, arguments.parser()) if saves else None
-        return train_chunks(flags, config, chunks, datasets, trainer, own_config=own)[1]
+        return train_chunks(plan, config, chunks, datasets, trainer, own_config=own)[1]
 
 
 def train_chunks(
-    args: Flags,
+    plan: RunPlan,
     config: TransformerConfig,
     chunks: list[DistributedDataParallel],
     datasets: data.Datasets,
     trainer: Callable[..., loop.Trainer],
-    journal_of: Callable[[Namespace, int], log.Log] = log.Log,
+    journal_of: Callable[[LogFlags, int], log.Log] = log.Log,
     own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
     """Train model chunks inside ``initialize.session``; return the outcome and the summary.
 
     Args:
-        args: the result of ``validation.check``.
+        plan: the plan of the run.
         config: the model's configuration.
         chunks: the results of ``model.wrapped``.
         datasets: training, validation and test data.
@@ -163,24 +167,23 @@ def train_chunks(
         DivergedError: the gradient is NaN or infinite.
         ReplicasDifferError: data-parallel ranks have different weights or gradients.
     """
-    if args.load:
-        place = RunPlan.of(args).load_from
-        shared_folder.require_same("--load", args.load, Path(place).name if place else None)
-    optimizer = gpt.optimizer(args, chunks)
-    state = checkpoint.State(chunks, optimizer, gpt.schedule(args, optimizer))
-    gpt.connect(args, config, chunks, optimizer)
-    size = gpt.count(args, chunks)
-    plan = RunPlan.of(args)
-    if plan.fully_sharded == "torch" and (args.save or plan.load_from):
+    flags, place = plan.flags, plan.load_from
+    if flags.load:
+        shared_folder.require_same("--load", flags.load, place.name if place else None)
+    optimizer = gpt.optimizer(flags, chunks)
+    state = checkpoint.State(chunks, optimizer, gpt.schedule(plan.schedule, optimizer))
+    gpt.connect(plan, config, chunks, optimizer)
+    size = gpt.count(plan.experts, chunks)
+    if plan.fully_sharded == "torch" and (flags.save or plan.load_from):
         row_shards.require_even(chunks)
-    position = checkpoint.load(args, state) if plan.load_from else checkpoint.Position()
+    position = checkpoint.load(flags, state) if plan.load_from else checkpoint.Position()
     if own_config is not None:  # not earlier: a resume that is refused changes nothing
-        files.write(Path(args.save) / "config.yaml", own_config)
-    journal = journal_of(args, position.iteration)
+        files.write(Path(flags.save) / "config.yaml", own_config)
+    journal = journal_of(plan.log, position.iteration)
     try:
-        _log_start(args, size, journal, position)
-        outcome = trainer(args, Prepared(state, datasets, position), journal).run()
-        summary = _report(args, size, outcome, journal)
+        _log_start(plan, size, journal, position)
+        outcome = trainer(plan, Prepared(state, datasets, position), journal).run()
+        summary = _report(plan, size, outcome, journal)
         journal.end(outcome.ended_by)
         return outcome, summary
     except BaseException as error:
@@ -192,27 +195,24 @@ def train_chunks(
 
 
 @contextlib.contextmanager
-def _dashboard(args: Namespace) -> Iterator[None]:
+def _dashboard(places: SinkFlags, address: Address | None) -> Iterator[None]:
     """Have the page of the run served inside the block, if the flags ask for it."""
-    metrics = sinks.metrics_path(args)
-    if args.dashboard is None or args.rank or metrics is None:
+    metrics = sinks.metrics_path(places)
+    if address is None or places.rank or metrics is None:
         yield
         return
-    with shown(metrics, args.dashboard) as url:
+    with shown(metrics, address) as url:
         print(f" dashboard of the run: {url}", flush=True)
         yield
 
 
-def _log_start(
-    args: Namespace, size: gpt.Parameters, journal: log.Log, position: checkpoint.Position
-) -> None:
+def _log_start(plan: RunPlan, size: gpt.Parameters, journal: log.Log, position: checkpoint.Position) -> None:
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
-    experts = ""
-    if args.num_experts is not None:
+    experts, flags = "", plan.flags
+    if plan.experts.num_experts is not None:
         names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
-        experts = f", {size.active} of them active ({args.moe_router_topk} of {args.num_experts} experts)"
-    sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in names)
-    plan = RunPlan.of(args)
+        experts = f", {size.active} of them active ({flags.moe_router_topk} of {flags.num_experts} experts)"
+    sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(flags, name)}" for name in names)
     journal.say(
         f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "
         f"{sizes}, data parallel size {plan.data_parallel_size}; "
@@ -221,9 +221,9 @@ def _log_start(
     )
     if plan.load_from:
         journal.say(f" loaded {plan.load_from}; resuming from iteration {position.iteration}")
-        _say_changes(args, journal)
-    elif args.load:
-        journal.say(f" no checkpoint in {args.load} yet: starting from scratch")
+        _say_changes(flags, journal)
+    elif flags.load:
+        journal.say(f" no checkpoint in {flags.load} yet: starting from scratch")
 
 
 def _micro_batches(plan: RunPlan) -> str:
@@ -232,7 +232,7 @@ def _micro_batches(plan: RunPlan) -> str:
     return f"{first}{plan.micro_batches}"
 
 
-def _say_changes(args: Namespace, journal: log.Log) -> None:
+def _say_changes(args: Flags, journal: log.Log) -> None:
     """Say what differs from the run that saved the checkpoint."""
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     if found.is_own:
@@ -240,36 +240,36 @@ def _say_changes(args: Namespace, journal: log.Log) -> None:
             journal.say(line)
 
 
-def _report(args: Namespace, size: gpt.Parameters, outcome: Outcome, journal: log.Log) -> Summary:
+def _report(plan: RunPlan, size: gpt.Parameters, outcome: Outcome, journal: log.Log) -> Summary:
     """Draw the plot, write the summary, return it."""
-    summary = _summary(args, size, outcome, journal.past(), journal.draw(), journal.path)
-    if args.save and args.rank == 0:
-        path = Path(args.save) / "summary.json"
+    summary = _summary(plan, size, outcome, journal.past(), journal.draw(), journal.path)
+    if plan.saves.save and plan.rank == 0:
+        path = Path(plan.saves.save) / "summary.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, json.dumps(asdict(summary), indent=1) + "\n")
     return summary
 
 
 def _summary(
-    args: Namespace,
+    plan: RunPlan,
     size: gpt.Parameters,
     outcome: Outcome,
     past: history.History,
     picture: Path | None,
     metrics: Path | None,
 ) -> Summary:
-    device, plan = devices.current(), RunPlan.of(args)
+    device = devices.current()
     losses, throughputs = list(past.losses.values()), list(past.throughput.values())
     speed = outcome.samples_per_second()
     throughput = speed * plan.seq_length if speed else throughputs[-1] if throughputs else None
-    operations = flops.of_step(args) / plan.tokens
+    operations = flops.of_step(plan.sizes) / plan.tokens
     saved = outcome.checkpoint or plan.load_from
     loss = outcome.validation_loss
     return Summary(
         device=device.name,
         backend=device.backend,
         simulated=device.simulated,
-        upstream=f"megatron_core {args.megatron_version}",
+        upstream=f"megatron_core {plan.experts.megatron_version}",
         ledger=plugin.engine().ledger.summary(),
         world_size=plan.world_size,
         parameters=size.total,

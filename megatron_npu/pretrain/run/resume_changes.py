@@ -6,12 +6,12 @@ checks (``checkpoint_compatibility``) and listed only on the page.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 _SCHEDULE = "needs --override-opt_param-scheduler: the new schedule, at the run's current position"
 _DATA = "samples are shuffled again, and the run continues at its number of samples in the new order"
@@ -78,12 +78,12 @@ _FOLLOWING = ("start_weight_decay", "end_weight_decay")  # of --weight-decay, wh
 _LONGEST = 100  # characters of a value that are shown
 
 
-def since(found: CheckpointInfo, args: Namespace) -> list[str]:
+def since(found: CheckpointInfo, args: Flags) -> list[str]:
     """Return the log lines, one per difference; empty without any.
 
     Args:
         found: a checkpoint of the built-in trainer.
-        args: the result of ``validation.check``.
+        args: the result of ``validation.check``: the table names flags of every subject.
     """
     lines = [*_differences(found.arguments, args)]
     if args.no_load_optim and found.has_optimizer and not args.finetune:
@@ -96,17 +96,17 @@ def since(found: CheckpointInfo, args: Namespace) -> list[str]:
     return [f" changed since the checkpoint {found.path}:", *(f"   {line}" for line in lines)]
 
 
-def _goes_on(args: Namespace) -> bool:
+def _goes_on(args: Flags) -> bool:
     return args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
 
 
-def _has_no_effect(name: str, args: Namespace) -> bool:
+def _has_no_effect(name: str, args: Flags) -> bool:
     if args.finetune and name not in _OF_WEIGHTS:
         return True
     return name in _FOLLOWING and args.weight_decay_incr_style == "constant"
 
 
-def _differences(saved: Mapping[str, Any], args: Namespace) -> Iterator[str]:
+def _differences(saved: Mapping[str, Any], args: Flags) -> Iterator[str]:
     """Yield what differs; what one of the two does not have, as older checkpoints, is no difference."""
     for row in FLAGS:
         if row.name not in saved or not hasattr(args, row.name) or _has_no_effect(row.name, args):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, disks, removal
 from megatron_npu.pretrain.checkpoint import checkpoint_files, whole_checkpoints
+from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 
 
 class Retention:
@@ -20,20 +20,20 @@ class Retention:
     Without --save-keep-last only the previous checkpoint is removed, as in upstream.
 
     Args:
-        args: the result of ``validation.check``.
+        flags: which checkpoints are kept.
         say: prints a line.
     """
 
-    def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:
-        self._keep, self._every = args.save_keep_last, args.save_retain_interval
-        self._root, self._say = args.save, say
+    def __init__(self, flags: SaveFlags, say: Callable[[str], None]) -> None:
+        self._keep, self._every = flags.save_keep_last, flags.save_retain_interval
+        self._root, self._say = flags.save, say
         self._acts = disks.leads() and bool(self._keep or self._every)
         self._before = checkpoint_files.newest(self._root) if self._acts and self._root else None
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
         """Remove surplus checkpoints after that of an iteration is complete."""
-        if not self._acts:
+        if not self._acts or self._root is None:
             return
         before, self._before = self._before, path
         found = whole_checkpoints.surplus(self._root, self._keep or 1, self._every, _is_whole, iteration)

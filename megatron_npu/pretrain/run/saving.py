@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from types import TracebackType
 
 from megatron_npu.pretrain.checkpoint import checkpoint_failures, checkpoint_files, checkpoints
 from megatron_npu.pretrain.checkpoint.async_saves import AsyncSaves
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Log
 from megatron_npu.pretrain.run.clock import Clock
@@ -19,7 +19,7 @@ class Saving:
     """Writes checkpoints to ``--save``. As a context manager it abandons an unfinished one on an error.
 
     Args:
-        args: the result of ``validation.check``.
+        plan: the plan of the run.
         state: the state to save.
         clock: the training clock, which is paused meanwhile.
         log: the run's log.
@@ -28,11 +28,11 @@ class Saving:
         last: the newest complete checkpoint written here.
     """
 
-    def __init__(self, args: Namespace, state: State, clock: Clock, log: Log) -> None:
-        self.args, self.state, self.clock, self.log = args, state, clock, log
+    def __init__(self, plan: RunPlan, state: State, clock: Clock, log: Log) -> None:
+        self.plan, self.state, self.clock, self.log = plan, state, clock, log
         self.last: Path | None = None
-        self._retention = Retention(args, log.say)
-        self._writers = AsyncSaves(args, self._saved) if args.async_save else None
+        self._retention = Retention(plan.saves, log.say)
+        self._writers = AsyncSaves(plan.flags, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
         """Write the checkpoint of a position, or start writing it with --async-save. Collective.
@@ -41,12 +41,12 @@ class Saving:
             UnsavedError: it, or the previous one, could not be written.
         """
         try:
-            with self.clock.paused(), gathered(self.state.model, overlaps=self.args.overlap_param_gather):
+            with self.clock.paused(), gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
                 if self._writers is not None:
                     return self._writers.begin(self.state, position)
-                path = checkpoints.save(self.args, self.state, position)
+                path = checkpoints.save(self.plan.flags, self.state, position)
         except checkpoint_failures.FAILURES as error:
-            raise checkpoint_failures.unsaved(error, position.iteration, self.args.save) from error
+            raise checkpoint_failures.unsaved(error, position.iteration, self.plan.flags.save) from error
         return self._saved(path, position.iteration)
 
     def save_last(self, position: Position) -> None:
@@ -55,7 +55,7 @@ class Saving:
         Raises:
             UnsavedError: see ``save``.
         """
-        if self.last != checkpoint_files.directory(self.args.save, position.iteration):
+        if self.last != checkpoint_files.directory(self.plan.flags.save, position.iteration):
             self.save(position)
             self.wait()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,13 +22,13 @@ Compute = Callable[..., list[torch.Tensor]]
 
 
 @contextlib.contextmanager
-def on_its_stream(args: Namespace) -> Iterator[None]:
-    """Select a stream that can be captured, before the model is built, if a graph is requested.
+def on_its_stream(captures: bool) -> Iterator[None]:
+    """Select a stream that can be captured, before the model is built, if ``captures``.
 
     CUDA's default stream cannot be captured, and autograd accumulates a gradient on the stream on which the
     weight was first used.
     """
-    if args.cuda_graph_impl == "none":
+    if not captures:
         yield
         return
     with torch.cuda.stream(torch.cuda.Stream()):

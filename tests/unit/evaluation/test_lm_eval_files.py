@@ -81,7 +81,7 @@ def test_results_of_a_run_before_do_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["database", "requests"])
-def test_a_cache_that_anyone_can_write_is_refused(kind, tmp_path, monkeypatch):
+def test_a_cache_that_others_can_write_is_refused(kind, tmp_path, monkeypatch):
     if kind == "database":
         cache = tmp_path / "cache_rank0.db"
     else:
@@ -89,7 +89,11 @@ def test_a_cache_that_anyone_can_write_is_refused(kind, tmp_path, monkeypatch):
         monkeypatch.setenv("LM_HARNESS_CACHE_PATH", str(tmp_path))
     cache.write_bytes(b"")
     asked = lm_eval_files.given(["--use_cache", str(tmp_path / "cache"), "--limit", "3"])
-    lm_eval_files.require(asked)
-    cache.chmod(0o666)
-    with pytest.raises(UsageError, match=f"the cache {cache} can be written by anyone"):
-        lm_eval_files.require(asked)
+    tmp_path.chmod(0o755)
+    for mode, others in ((0o644, ""), (0o664, f"group {cache.stat().st_gid}"), (0o666, "anyone")):
+        cache.chmod(mode)
+        if not others:
+            lm_eval_files.require(asked)
+            continue
+        with pytest.raises(UsageError, match=f"the cache {cache} can be written by {others}"):
+            lm_eval_files.require(asked)

@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_npu.pretrain.checkpoint.checkpoints import Position
+from megatron_npu.pretrain.flags.plan_parts import LogFlags
 from megatron_npu.pretrain.report import history, log
 from megatron_npu.pretrain.run import clock, loop
 from megatron_npu.pretrain.run.clock import Clock
@@ -41,8 +42,8 @@ def test_pauses_do_not_count_and_may_lie_in_each_other(pass_time):
 def test_evaluating_and_drawing_are_no_training(pass_time, monkeypatch):
     """A picture of a long run takes seconds: they are none of the next iteration's."""
     trainer = object.__new__(loop.Trainer)
-    trainer.args = Namespace(log_interval=9, eval_interval=1, save_interval=None)
-    trainer.plan, trainer.begin = Namespace(iterations=9), 0
+    due, saves = Namespace(log_interval=9, eval_interval=1), Namespace(save_interval=None)
+    trainer.plan, trainer.begin = Namespace(iterations=9, loop=due, saves=saves), 0
     trainer.saving = Namespace(take_finished=lambda: None)
     trainer.position, trainer.clock = Position(iteration=2), Clock()
     trainer.log = Namespace(tick=lambda: None, draw=lambda: pass_time(50))
@@ -54,9 +55,8 @@ def test_evaluating_and_drawing_are_no_training(pass_time, monkeypatch):
 
 
 def test_each_line_of_the_log_is_read_once_for_all_pictures(tmp_path, monkeypatch):
-    args = {"rank": 0, "json_log": str(tmp_path / "m.jsonl"), "save": str(tmp_path), "plot": True}
-    sizes = {"tensorboard_dir": None, "train_iters": 9, "global_batch_size": 4, "seq_length": 32}
-    journal = log.Log(Namespace(**args, **sizes, world_size=1), 0)
+    places = {"json_log": str(tmp_path / "m.jsonl"), "save": str(tmp_path), "plot": True}
+    journal = log.Log(LogFlags(rank=0, train_iters=9, **places), 0)
     read = []
     add = history.History.add
     monkeypatch.setattr(history.History, "add", lambda self, row: (read.append(row), add(self, row)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+import torch
 
 from megatron_npu.base.arg_parser import Unfit
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.flags import arguments, derive, validation
 from megatron_npu.pretrain.flags.checks import experts
 from megatron_npu.pretrain.flags.expert_flags import layer_frequency
+from megatron_npu.pretrain.flags.plan_parts import ExpertFlags, ModelSizes
 from megatron_npu.pretrain.report import flops
 from megatron_npu.pretrain.run import expert_losses
 from megatron_npu.pretrain.run.expert_losses import ExpertLosses
@@ -58,7 +60,7 @@ def test_what_follows(check):
     assert not args.use_cpu_initialization  # which would draw the same experts on each rank
     assert derive.expert_layers(args) == [True, True]
     dense = check()
-    assert (dense.moe_ffn_hidden_size, expert_losses.names(dense)) == (None, [])
+    assert (dense.moe_ffn_hidden_size, expert_losses.names(ExpertFlags.of(dense))) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -129,14 +131,29 @@ def test_flops_count_the_experts_of_a_token(check):
         *"--moe-shared-expert-intermediate-size 7".split(),
     )
     more = (2 * 5 + 7 - 3) * 2 * 32  # inner sizes more, two matrices, hidden size
-    assert flops.of_step(mixed) - flops.of_step(dense) == 6 * more * 32 * 4
+    assert flops.of_step(ModelSizes.of(mixed)) - flops.of_step(ModelSizes.of(dense)) == 6 * more * 32 * 4
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_layers_of_prediction_have_balancing_losses_too(check, monkeypatch, places):
+    """megatron-core counts them behind the layers of the model; 0.12 adds their losses to the others'."""
+    mtp = "--mtp-num-layers 1 --position-embedding-type rope".split()
+    flags = ExpertFlags.of(check(*EXPERTS.split(), *mtp))
+    assert flags.layers == (True, True, True)
+    kept = {"z_loss": {"values": torch.ones(places), "reduce_group": None}}
+    monkeypatch.setattr(expert_losses, "_tracker", lambda: kept)
+    row = torch.zeros(len(flags.layers))
+    expert_losses._take_into(row, "z_loss")
+    assert row.sum() == places
+    assert not kept["z_loss"]["values"].any()
 
 
 def test_a_second_run_of_a_process_begins_anew(check, monkeypatch):
     """megatron-core keeps the losses in a table of the process, with as many layers as the first run had."""
     kept = {"load_balancing_loss": {"values": [1.0, 2.0]}}
     monkeypatch.setattr(expert_losses, "_tracker", lambda: kept)
-    ExpertLosses.of(check(*EXPERTS.split())).forget()
+    ExpertLosses.of(ExpertFlags.of(check(*EXPERTS.split()))).forget()
     assert kept
-    ExpertLosses.of(check(*EXPERTS.split(), "--moe-aux-loss-coeff", "0.1")).forget()
+    balanced = check(*EXPERTS.split(), "--moe-aux-loss-coeff", "0.1")
+    ExpertLosses.of(ExpertFlags.of(balanced)).forget()
     assert not kept

@@ -11,6 +11,7 @@ from argparse import Namespace
 
 import pytest
 
+from megatron_npu.pretrain.flags.plan_parts import LogFlags, ModelSizes
 from megatron_npu.pretrain.report import flops, history, log
 from megatron_npu.pretrain.report.drawn_texts import Text
 
@@ -34,7 +35,7 @@ def row(**changes):
 
 
 def test_the_line_has_the_fields_of_megatron():
-    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
+    text = log.line(LogFlags(rank=0, train_iters=100, global_batch_size=4), 10, row())
     for part in (
         " iteration       10/     100 |",
         " consumed samples:           40 |",
@@ -50,29 +51,19 @@ def test_the_line_has_the_fields_of_megatron():
     ):
         assert part in text
     assert "utilization" not in log.line(
-        Namespace(train_iters=1, global_batch_size=4), 1, row(utilization=None)
+        LogFlags(rank=0, train_iters=1, global_batch_size=4), 1, row(utilization=None)
     )
 
 
 def test_the_line_of_a_simulated_device_says_so(monkeypatch):
     device = Namespace(simulated=True, title="simulated npu")
     monkeypatch.setattr(log.devices, "current", lambda: device)
-    text = log.line(Namespace(train_iters=100, global_batch_size=4), 10, row())
+    text = log.line(LogFlags(rank=0, train_iters=100, global_batch_size=4), 10, row())
     assert text.endswith("| simulated npu |")
 
 
 def journal(tmp_path, iteration=0, rank=0):
-    args = Namespace(
-        rank=rank,
-        json_log=str(tmp_path / "m.jsonl"),
-        save=None,
-        tensorboard_dir=None,
-        train_iters=9,
-        global_batch_size=4,
-        seq_length=32,
-        world_size=1,
-    )
-    return log.Log(args, iteration)
+    return log.Log(LogFlags(rank=rank, train_iters=9, json_log=str(tmp_path / "m.jsonl")), iteration)
 
 
 def test_numbers_keep_their_digits_and_what_is_none_is_null(tmp_path):
@@ -175,12 +166,9 @@ def test_a_picture_leaves_no_figure_in_memory(tmp_path):
 
 
 def test_flops_of_gpt2():
-    args = Namespace(
+    sizes = ModelSizes(
         num_layers=12,
-        mtp_num_layers=None,
-        multi_latent_attention=False,
-        num_experts=None,
-        moe_layer_freq=1,
+        expert_layers=[False] * 12,
         hidden_size=768,
         num_attention_heads=12,
         kv_channels=64,
@@ -195,15 +183,21 @@ def test_flops_of_gpt2():
     # 72 B s l h² (1 + s/12h + V/12lh) for one forward and two backward passes
     h, s, layers, vocabulary = 768, 1024, 12, 50304
     expected = 72 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
-    assert flops.of_step(args) == pytest.approx(expected)
+    assert flops.of_step(sizes) == pytest.approx(expected)
 
 
 def test_flops_of_latent_attention_and_a_further_layer():
     """The matrices by their shapes: ``--multi-latent-attention``, and ``--mtp-num-layers 1``."""
-    sizes = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
-    layer = {"num_layers": 1, "num_experts": None, "moe_layer_freq": 1, "ffn_hidden_size": 32, "swiglu": True}
-    args = Namespace(
-        **sizes,
+    latent = {
+        "q_lora_rank": 6,
+        "kv_lora_rank": 5,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 3,
+    }
+    layer = {"num_layers": 1, "expert_layers": [False], "ffn_hidden_size": 32, "swiglu": True}
+    sizes = ModelSizes(
+        **latent,
         **layer,
         **{"mtp_num_layers": 1, "multi_latent_attention": True, "hidden_size": 16, "num_attention_heads": 2},
         **{"seq_length": 10, "padded_vocab_size": 64, "global_batch_size": 1},
@@ -211,4 +205,4 @@ def test_flops_of_latent_attention_and_a_further_layer():
     matrices = [(16, 6), (6, 12), (16, 5 + 2), (5, 8 + 6), (6, 16), (16, 32), (16, 32), (32, 16), (16, 64)]
     products = sum(rows * columns for rows, columns in matrices)
     scores = (12 + 6) * 10 / 2  # with half of them, as the mask is causal
-    assert flops.of_step(args) == 6 * 10 * (2 * (products + scores) + 32 * 16)
+    assert flops.of_step(sizes) == 6 * 10 * (2 * (products + scores) + 32 * 16)

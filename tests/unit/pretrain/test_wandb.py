@@ -17,6 +17,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.plan_parts import LogFlags, WandbFlags
 from megatron_npu.pretrain.report import log
 from megatron_npu.pretrain.run import pretrain
 from tests.support import tiny
@@ -114,8 +115,8 @@ def test_what_it_cannot_do_is_one_line(train, wandb, tmp_path):
 
 
 def test_other_ranks_have_none(wandb):
-    args = Namespace(rank=1, wandb_project="p", json_log=None, save=None, tensorboard_dir=None)
-    log.Log(Namespace(**vars(args), world_size=2, train_iters=1, global_batch_size=1, seq_length=1), 0)
+    place = WandbFlags("p", None, None, "", Namespace())
+    log.Log(LogFlags(rank=1, train_iters=1, world_size=2, wandb=place), 0)
     assert not wandb.begun
 
 

@@ -1,0 +1,291 @@
+"""The parts of a run's plan, by subject: frozen, with the flags' names, and each field with its type.
+
+A room of the built-in trainer takes the part that it needs. ``of`` fills a part in from resolved flags: what
+``validation.check`` returned, or what a checkpoint has stored.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.derive import expert_layers
+
+_Part = TypeVar("_Part", bound="Part")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Flags of one subject, as fields of the same names."""
+
+    @classmethod
+    def of(cls: type[_Part], args: Namespace) -> _Part:
+        """Return the part of resolved flags.
+
+        Raises:
+            AttributeError: there is no such flag.
+        """
+        derived = cls._derived(args)
+        names = [field.name for field in fields(cls) if field.name not in derived]
+        return cls(**{name: getattr(args, name) for name in names}, **derived)
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        """Return the fields that are not simply the flag of their name."""
+        return {}
+
+
+@dataclass(frozen=True)
+class WandbFlags(Part):
+    """Where Weights & Biases gets a run; ``place`` is its folder, ``config`` all flags, which it shows."""
+
+    wandb_project: str
+    wandb_exp_name: str | None
+    wandb_entity: str | None
+    place: str
+    config: Namespace
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"config": args, "place": args.wandb_save_dir or str(Path(args.save) / "wandb")}
+
+
+@dataclass(frozen=True)
+class SinkFlags(Part):
+    """Where a run is reported; ``train_iters`` is the bar's end, ``wandb`` None without --wandb-project."""
+
+    rank: int
+    train_iters: int
+    save: str | None = None
+    tensorboard_dir: str | None = None
+    json_log: str | None = None
+    plot: bool = False
+    wandb: WandbFlags | None = None
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        asked = getattr(args, "wandb_project", None)  # ``train`` has no such flag
+        return {"wandb": WandbFlags.of(args) if asked else None}
+
+
+@dataclass(frozen=True)
+class ModelSizes(Part):
+    """The sizes from which operations are counted; ``expert_layers``: whether each layer has experts."""
+
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    swiglu: bool
+    seq_length: int
+    global_batch_size: int
+    padded_vocab_size: int
+    expert_layers: Sequence[bool]
+    multi_latent_attention: bool = False
+    kv_channels: int = 0
+    num_query_groups: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None
+    mtp_num_layers: int | None = None
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"expert_layers": tuple(expert_layers(args))}
+
+
+@dataclass(frozen=True)
+class LogFlags(SinkFlags):
+    """What the log's lines say beside what happened; ``ramps``: whether the global batch grows."""
+
+    world_size: int = 1
+    global_batch_size: int = 1
+    seq_length: int = 1
+    epochs: int | None = None
+    epoch_samples: int | None = None
+    ramps: bool = False
+    moe_per_layer_logging: bool = False
+    sizes: ModelSizes | None = None
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {
+            **super()._derived(args),
+            "ramps": bool(args.rampup_batch_size),
+            "sizes": ModelSizes.of(args),
+        }
+
+
+@dataclass(frozen=True)
+class SampleFlags(Part):
+    """Texts that are drawn during training; ``tokenizer`` is all flags, of which it is built."""
+
+    sample_prompt: list[str]
+    sample_tokens: int
+    sample_temperature: float
+    seed: int
+    tokenizer_vocab_size: int
+    tokenizer: Namespace
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"tokenizer": args}
+
+
+@dataclass(frozen=True)
+class SaveFlags(Part):
+    """When checkpoints are written, and which stay."""
+
+    save: str | None
+    save_interval: int | None
+    async_save: bool
+    save_keep_last: int | None
+    save_retain_interval: int | None
+
+
+@dataclass(frozen=True)
+class LoopFlags(Part):
+    """What is due between two steps."""
+
+    log_interval: int
+    eval_interval: int | None
+    iterations_to_skip: Sequence[int]
+    check_weight_hash_across_dp_replicas_interval: int | None
+    log_loss_per_rank: bool
+
+
+@dataclass(frozen=True)
+class EndFlags(Part):
+    """What ends a run before its last iteration."""
+
+    exit_signal: str
+    exit_signal_handler: bool
+    exit_interval: int | None
+    exit_duration_in_mins: int | None
+
+
+@dataclass(frozen=True)
+class GuardFlags(Part):
+    """How bad iterations are found, and what is done about them."""
+
+    rerun_mode: str
+    loss_spike_policy: str
+    check_for_nan_in_loss_and_grad: bool
+    fp16: bool
+    save: str | None
+
+
+@dataclass(frozen=True)
+class EvaluationFlags(Part):
+    """What an evaluation measures; ``samples`` None without --sample-prompt."""
+
+    eval_iters: int
+    eval_train_loss: bool
+    full_validation: bool
+    global_batch_size: int
+    samples: SampleFlags | None
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"samples": SampleFlags.of(args) if args.sample_prompt else None}
+
+
+@dataclass(frozen=True)
+class ExpertFlags(Part):
+    """What balances experts; ``layers``: whether each layer has any, those of prediction last."""
+
+    num_experts: int | None
+    moe_router_load_balancing_type: str | list[str]
+    moe_aux_loss_coeff: float | list[float]
+    moe_z_loss_coeff: float | None
+    moe_router_topk: int
+    megatron_version: str
+    layers: tuple[bool, ...]
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        layers = expert_layers(args)
+        return {"layers": tuple(layers + (args.mtp_num_layers or 0) * layers[-1:])}
+
+
+@dataclass(frozen=True)
+class ModelFlags(Part):
+    """What a GPT is built of beside its configuration; ``yarn_scale``: YaRN's factor of queries and keys."""
+
+    normalization: str
+    qk_layernorm: bool
+    multi_latent_attention: bool
+    num_experts: int | None
+    moe_shared_expert_gate: bool
+    mtp_num_layers: int | None
+    add_attention_bias: bool
+    padded_vocab_size: int
+    max_position_embeddings: int
+    untie_embeddings_and_output_weights: bool
+    position_embedding_type: str
+    rotary_percent: float
+    rotary_base: float
+    rotary_seq_len_interpolation_factor: float | None
+    use_rope_scaling: bool
+    rope_scaling_type: str
+    rope_scaling_factor: float
+    rope_scaling_original_max_position_embeddings: int
+    rope_scaling_low_freq_factor: float
+    rope_scaling_high_freq_factor: float
+    rotary_scaling_factor: float
+    yarn_original_max_position_embeddings: int
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_correction_range_round_to_int: bool
+    yarn_scale: float
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        has_yarn = args.position_embedding_type == "yarn"
+        return {"yarn_scale": rotary_flags.concentration(args) if has_yarn else 1.0}
+
+
+@dataclass(frozen=True)
+class ScheduleFlags(Part):
+    """The schedule of learning rate and weight decay."""
+
+    lr: float
+    min_lr: float
+    lr_warmup_init: float
+    lr_warmup_fraction: float | None
+    lr_warmup_iters: int
+    lr_warmup_samples: int
+    lr_decay_iters: int | None
+    lr_decay_samples: int | None
+    lr_decay_style: str
+    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_samples: int | None
+    lr_wsd_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_style: str
+    use_checkpoint_opt_param_scheduler: bool
+    override_opt_param_scheduler: bool
+    train_iters: int
+    train_samples: int | None
+    global_batch_size: int
+
+    def in_samples(self) -> tuple[int, int, float, int | None]:
+        """Return the whole run, the decay, the warm-up and the last part of the decay, all in samples."""
+        unit, names = self.global_batch_size, "iters"
+        if self.train_samples is not None:
+            unit, names = 1, "samples"
+        words = (f"train_{names}", f"lr_decay_{names}", f"lr_warmup_{names}", f"lr_wsd_decay_{names}")
+        total, decay, warmup, last = (value and value * unit for value in map(self.__getattribute__, words))
+        if self.lr_warmup_fraction is not None:
+            warmup = self.lr_warmup_fraction * decay
+        return total, decay, warmup, last
