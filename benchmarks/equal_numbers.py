@@ -343,6 +343,8 @@ def _stages(group: Group, tree: Path, common: list[str], name: str, folder: Path
     """Run stages and one process from the weights of one checkpoint."""
     start, parts = folder / "start", folder / "stages"
     common = [*common, *stock_lm.TOOL_MULTIPLE.split()]
+    if group.device == "npu":  # its stages would all-reduce host tensors; the weights are loaded anyway
+        common = [word for word in common if word != "--use-cpu-initialization"]
     saving = f"--save {start} --save-interval 1 --exit-interval 1".split()
     _script(group, tree, [*common, *saving], folder / "board start", 1)
     stock_lm.change_layout(tree, start, parts, 1, 2)
