@@ -1,8 +1,8 @@
 """Print a random sample of the project's sentences for a reader to judge; one seed gives one sample.
 
 python scripts/sample_sentences.py SEED [--count N] prints N texts: 45 % prose of the documentation (no
-records, no generated tables), 10 % cells of hand-written tables, 15 % help strings, 15 % error messages and log
-lines, 15 % docstrings. `--all KIND` prints every text of one kind.
+records, no generated tables), 10 % cells of hand-written tables, 15 % help strings, 15 % error messages and
+log lines, 15 % docstrings. `--all KIND` prints every text of one kind.
 """
 
 import argparse
