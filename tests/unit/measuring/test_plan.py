@@ -40,7 +40,7 @@ def test_layouts_that_the_devices_are_too_few_for_are_not_run():
     outcome = beforehand(line, 2)
     assert (outcome.kind, outcome.reason) == (
         NA,
-        "4 x 1 takes 4 devices, or a multiple of them; there are 2",
+        "4 x 1 needs 4 devices, or a multiple of them; there are 2",
     )
     assert "16 devices" in beforehand("--suite 3d --devices 4", 6).reason
     assert "3 heads" in beforehand("--suite 3d --devices 2 --model 2x96x3", 1).reason

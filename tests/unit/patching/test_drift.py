@@ -188,19 +188,19 @@ def test_an_around_is_judged_by_what_it_takes(
     verdict = compare(upstream.registry.patches[0], source, pins)
     assert (verdict.status, verdict.fits, verdict.fails) == ("signature_changed", True, False)
     assert verdict.detail.startswith(
-        "nothing that our function takes: signature changed from 'def gelu(x, bia"
+        "no change that affects our function: signature changed from 'def gelu(x, bia"
     )
     engine = upstream.engine(pins=pins)
     gelu = upstream.load("user").gelu
     assert gelu(1, exact=True) == ("around", 2)
     assert engine.ledger.rows[0].state == "applied"
-    assert "nothing that our function takes" in engine.ledger.rows[0].reason
+    assert "no change that affects our function" in engine.ledger.rows[0].reason
     assert len(caplog.records) == 1
     engine.undo()
     upstream.registry.around(GELU, why="v", order=2)(takes_no_more)
     verdicts = [compare(patch, source, pins) for patch in upstream.registry.patches]
     assert [verdict.fails for verdict in verdicts] == [False, True]
-    assert "exact is new, and our function does not take it" in verdicts[1].detail
+    assert "exact is new, and our function does not accept it" in verdicts[1].detail
 
 
 def test_two_of_one_target_have_each_its_own_reason(upstream: UpstreamTree) -> None:
