@@ -505,10 +505,13 @@ def main(argv: list[str] | None = None) -> int:
         "--only", nargs="+", default=[""], metavar="TEXT", help="trials with it in their name"
     )
     parser.add_argument("--keep", type=Path, help="a folder for what the machines have said")
+    parser.add_argument("--output", type=Path, help="a JSON file of results, to which each trial's is added")
+    parser.add_argument("--missing", action="store_true", help="only trials that are not in that file")
     given = parser.parse_args(argv)
     failed = 0
     for name, (machines, command, ranks, look) in trials().items():
-        if not any(text in name for text in given.only):
+        known = _results(given.output)
+        if not any(text in name for text in given.only) or (given.missing and name in known):
             continue
         with cluster(machines) as them, tempfile.TemporaryDirectory() as folder:
             out = (given.keep or Path(folder)) / name.replace("/", "-")
@@ -517,8 +520,22 @@ def main(argv: list[str] | None = None) -> int:
             began = time.monotonic()
             faults = look(Trial(them, out, COMMANDS[command](), ranks))
         failed += bool(faults)
-        print(f"{name}: {'; '.join(faults) or 'as it should'} ({time.monotonic() - began:.0f} s)", flush=True)
+        seconds = round(time.monotonic() - began)
+        print(f"{name}: {'; '.join(faults) or 'as it should'} ({seconds} s)", flush=True)
+        if given.output:
+            row = {"faults": faults, "seconds": seconds, "date": time.strftime("%F"), "commit": _commit()}
+            text = json.dumps({**_results(given.output), name: row}, indent=1, sort_keys=True)
+            given.output.write_text(text + "\n", encoding="utf-8")
     return int(bool(failed))
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+def _results(path: Path | None) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
 
 
 if __name__ == "__main__":
