@@ -145,8 +145,9 @@ function showMachines() {
     const box = element("li");
     box.append(element("p", "", `${host}: ${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}`));
     if (milliseconds.length) {
-      const [low, high] = extremes([milliseconds]);
+      const [low, high] = extremes([milliseconds]).map((time) => time.toFixed(1));
       box.append(element("b", "", low === high ? `${low} ms` : `${low} to ${high} ms`));
+      box.append(element("p", "", milliseconds.map((time, place) => `${ranks[place]}: ${time.toFixed(0)}`).join(" · ")));
     }
     if (slow.length) box.append(element("p", "slow", `slow: rank ${slow.join(", ")}`));
     return box;
