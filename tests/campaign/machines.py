@@ -38,7 +38,7 @@ FLAGS = [
 ]
 STOCK = [*FLAGS, *"--eval-interval 1000000 --eval-iters 0".split()]
 TRAIN = ROOT / "tests" / "finetune" / "scripts" / "dropout.py"
-LOSS = r"\bloss: (\S+)"
+LOSS = r"\bloss: ([-+]?\d[-+.\dEe]*)"
 
 
 @dataclass(frozen=True)
