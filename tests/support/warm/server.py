@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import inspect
 import marshal
 import multiprocessing.spawn
@@ -79,13 +80,20 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module; one whose name ends with ``?`` where there is one."""
+    """Import a module; one whose name ends with ``?`` only if there is such a file."""
     module = name.removesuffix("?")
-    try:
+    if module == name or _is_there(module):
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if module == name or not error.name or not f"{module}.".startswith(f"{error.name}."):
-            raise
+
+
+def _is_there(module: str) -> bool:
+    """Look for the file of a module, without importing the packages that it is in: they may not be whole."""
+    top, *below = module.split(".")
+    found = importlib.util.find_spec(top)
+    if found is None or not below:
+        return found is not None
+    places = [Path(place, *below) for place in found.submodule_search_locations or ()]
+    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
 
 
 class Parent:
