@@ -44,6 +44,7 @@ STOCK = (
     "megatron.core.models.gpt.gpt_layer_specs?",
     "megatron.core.models.gpt.experimental_attention_variant_module_specs?",
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs?",
+    "megatron.core.tokenizers.text.text_tokenizer?",  # since 0.17 with transformers
     "megatron.core.tokenizers.text.utils.build_tokenizer?",
     "megatron.core.tokenizers.utils.build_tokenizer?",
 )

@@ -92,8 +92,11 @@ def _is_there(module: str) -> bool:
     found = importlib.util.find_spec(top)
     if found is None or not below:
         return found is not None
-    places = [Path(place, *below) for place in found.submodule_search_locations or ()]
-    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
+    for place in map(Path, found.submodule_search_locations or ()):
+        if (place / below[0]).is_dir():  # the first one counts: a tree's comes before what is installed
+            file = place.joinpath(*below)
+            return file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()
+    return len(below) == 1 and importlib.util.find_spec(module) is not None
 
 
 class Parent:
