@@ -40,6 +40,7 @@ DRIVER = (
 # The second half, where a tree has them, is what its GPT scripts import.
 STOCK = (
     "megatron.training",
+    "megatron.core.datasets.blended_megatron_dataset_builder?",
     "megatron.core.datasets.gpt_dataset?",
     "megatron.core.models.gpt.gpt_layer_specs?",
     "megatron.core.models.gpt.experimental_attention_variant_module_specs?",
