@@ -7,7 +7,7 @@
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
-# WORKERS: processes that run tests side by side, on two cores: tests wait for clocks a seventh of the time
+# WORKERS: processes that run tests side by side: more than cores, as some tests wait for clocks
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv
