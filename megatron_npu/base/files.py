@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import grp
 import os
+import pwd
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
 _REPLACED = ".replaced"
+_ROOT = 0
 PRIVATE = 0o027  # what is taken from the modes of new files and folders: the group's write, all of others'
 
 
@@ -93,6 +97,32 @@ def refusal(folder: Path) -> str:
     except OSError as error:
         return error.strerror or "no reason given"
     return ""
+
+
+def others(path: str | Path) -> str:
+    """Return how somebody else can have written a file or folder, for an error; empty: nobody can.
+
+    Root and this user count as nobody else.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return ""
+    if status.st_uid not in (os.geteuid(), _ROOT):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH:
+        return "can be written by anyone"
+    shared = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
+    return f"can be written by group {status.st_gid}" if shared else ""
+
+
+def _is_private(group: int) -> bool:
+    """Return whether a group is the one that many systems make for each user, of that user's name."""
+    try:
+        own, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == own and not set(found.gr_mem) - {own}
 
 
 def write(path: str | Path, content: str | bytes) -> None:

@@ -15,7 +15,7 @@ from megatron_npu import plugin
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.evaluation import lm_eval_files
+from megatron_npu.evaluation import lm_eval_files, whole_results
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
 TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
@@ -51,14 +51,15 @@ def main(argv: list[str]) -> int:
     import lm_eval.models  # noqa: F401  # fills the registry
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
+    from lm_eval.loggers import evaluation_tracker
 
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=TARGET)
     sys.argv = ["lm_eval", *argv]
-    code = cli_evaluate() or 0
-    if code or not is_first or asked.output_path is None:
-        return code
-    lost = lm_eval_files.why_lost(asked.output_path, since)
-    if lost:
-        print(f"megatron-npu evaluate: error: {lost}", file=sys.stderr)
-    return 1 if lost else 0
+    with whole_results.writing_whole(evaluation_tracker) as lost:
+        code = cli_evaluate() or 0
+    if not lost and not code and is_first and asked.output_path is not None:
+        lost += filter(None, [lm_eval_files.why_lost(asked.output_path, since)])
+    for line in lost:
+        print(f"megatron-npu evaluate: error: {line}", file=sys.stderr)
+    return code or (1 if lost else 0)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.evaluation import whole_results
 
 _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
-_ROOT = 0
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
@@ -50,6 +49,7 @@ def require(asked: argparse.Namespace) -> None:
             "a writable folder, or a .json file in one",
             "Use another path: otherwise lm-eval would evaluate and lose the results.",
         )
+    whole_results.remove_abandoned(place)
 
 
 def why_lost(output_path: Path, since: float) -> str:
@@ -86,14 +86,7 @@ def _caches(prefix: str | None) -> Iterator[Path]:
 
 
 def _require_own(path: Path) -> None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return
-    foreign = status.st_uid not in (os.geteuid(), _ROOT)
-    if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        others = "anyone" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
-        wrong = f"belongs to user {status.st_uid}" if foreign else f"can be written by {others}"
+    if wrong := files.others(path):
         raise UsageError(
             f"the cache {path} {wrong}",
             "a cache that only this user can write to: lm-eval executes the code in it",

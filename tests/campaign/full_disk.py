@@ -37,6 +37,8 @@ def trials(place: Path, chance: random.Random, only: set[str] | None = None) -> 
     pretrain = ["pretrain", *tiny.flags_for(data), "--save-interval", "1"]
     whole = place / "whole"
     assert tiny.run(*pretrain, "--save", str(whole)).returncode == 0
+    passages = place / "passages.jsonl"
+    passages.write_text('{"text": "1 2 3 4 5 6 7 8"}\n' * 3000)
     target = place / "full"
     target.mkdir()
     commands = {
@@ -62,6 +64,15 @@ def trials(place: Path, chance: random.Random, only: set[str] | None = None) -> 
             str(whole),
             *"--prompt 1 --num-tokens 20 --output".split(),
             f"{target}/t",
+        ],
+        "lambada": [
+            "lambada",
+            "--load",
+            str(whole),
+            "--valid-data",
+            str(passages),
+            "--results",
+            f"{target}/r",
         ],
     }
     for name, argv in commands.items():
@@ -94,7 +105,7 @@ def _harmed(name: str, argv: list[str], target: Path) -> str:
     if "Traceback" in err or str(target) not in err:  # which does not say what could not be written
         return ""
     left = [path.name for path in target.rglob("*") if path.name.endswith(".partial")]
-    if left and name in ("convert", "generate"):
+    if left and name in ("convert", "generate", "lambada"):
         return ""
     processes.run(["mount", "-o", "remount,size=1g,nr_inodes=100000", target], check=True)
     if name == "convert":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import plain_arguments
 from megatron_npu.pretrain.flags.plan_parts import WandbFlags
@@ -26,6 +28,7 @@ class WandbRun:
     def __init__(self, flags: WandbFlags) -> None:
         import wandb
 
+        _tell_of_server()
         place = Path(flags.place)
         place.mkdir(parents=True, exist_ok=True)
         further: dict[str, Any] = {"entity": flags.wandb_entity} if flags.wandb_entity else {}
@@ -43,7 +46,7 @@ class WandbRun:
             )
         except Exception as error:  # of its own kinds, and of the network's
             raise UsageError(
-                f"--wandb-project {flags.wandb_project}: {' '.join(str(error).split())}",
+                f"--wandb-project {flags.wandb_project}: {_words(error)}",
                 "a run that wandb can start",
                 "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
@@ -63,6 +66,31 @@ class WandbRun:
             call(*args, **kwargs)
         except Exception as error:  # of its own kinds: its service has ended, its disk is full
             if not self._failed:
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                print(f" Weights & Biases failed; training continues without it: {said}", flush=True)
+                print(f" Weights & Biases failed; training continues without it: {_words(error)}", flush=True)
             self._failed = True
+
+
+def _words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _tell_of_server() -> None:
+    """Say which server wandb's settings in the working directory name: it gets the key of the account.
+
+    Raises:
+        UsageError: somebody else can have written them.
+    """
+    for folder in (".wandb", "wandb"):  # of which wandb reads one
+        path = Path(os.environ.get("WANDB_DIR", ""), folder, "settings")
+        if not path.is_file():
+            continue
+        if wrong := files.others(path) or files.others(path.parent):
+            raise UsageError(
+                f"--wandb-project with {path} in {Path.cwd()}, which {wrong}",
+                "settings that this user alone can write: they can send the account's key to another server",
+                "Work in another directory, remove the file, or run chmod go-w on it and its folder.",
+            )
+        for line in files.lines(path):
+            name, _, value = line.partition("=")
+            if name.strip() == "base_url":
+                print(f" Weights & Biases: the server is {value.strip()} ({path})", flush=True)

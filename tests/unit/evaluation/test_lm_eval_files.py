@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -11,9 +12,10 @@ from types import ModuleType
 
 import pytest
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
-from megatron_npu.evaluation import harness, lm_eval_files
+from megatron_npu.evaluation import harness, lm_eval_files, whole_results
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def lm_eval(monkeypatch):
             "lm_eval": {},
             "lm_eval.models": {},
             "lm_eval.api": {},
+            "lm_eval.loggers": {"evaluation_tracker": ModuleType("evaluation_tracker")},
             "lm_eval.__main__": {"cli_evaluate": work},
             "lm_eval.api.registry": {"model_registry": {harness.MODEL: None}},
         }
@@ -90,6 +93,7 @@ def test_a_cache_that_others_can_write_is_refused(kind, tmp_path, monkeypatch):
     cache.write_bytes(b"")
     asked = lm_eval_files.given(["--use_cache", str(tmp_path / "cache"), "--limit", "3"])
     tmp_path.chmod(0o755)
+    monkeypatch.setattr(files, "_is_private", lambda group: False)
     for mode, others in ((0o644, ""), (0o664, f"group {cache.stat().st_gid}"), (0o666, "anyone")):
         cache.chmod(mode)
         if not others:
@@ -97,3 +101,49 @@ def test_a_cache_that_others_can_write_is_refused(kind, tmp_path, monkeypatch):
             continue
         with pytest.raises(UsageError, match=f"the cache {cache} can be written by {others}"):
             lm_eval_files.require(asked)
+
+
+_TRACKER = """
+from pathlib import Path
+from types import ModuleType
+def save(folder):
+    path = Path(folder) / "model"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "results_now.json").write_text("{}", encoding="utf-8")
+    with open(path / "samples_mine_now.jsonl", "a", encoding="utf-8") as stream:
+        stream.write("one\\n")
+"""  # as lm_eval.loggers.evaluation_tracker does
+
+
+def test_results_are_whole_or_not_there(tmp_path, monkeypatch):
+    tracker, kept = ModuleType("tracker"), tmp_path / "model" / "samples_mine_now.jsonl"
+    exec(_TRACKER, vars(tracker))
+    kept.parent.mkdir()
+    kept.write_text("zero\n")
+    with whole_results.writing_whole(tracker) as lost:
+        tracker.save(tmp_path)
+        monkeypatch.setattr(whole_results.files, "sync", _full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space"):
+                tracker.save(tmp_path)
+    assert kept.read_text() == "zero\none\n"
+    assert len(lost) == 2
+    assert lost[0].endswith("results_now.json could not be written: No space left on device")
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["results_now.json", kept.name]
+    assert "open" not in vars(tracker)
+
+
+def _full(stream):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_a_killed_run_was_writing_is_removed(tmp_path):
+    for name in (
+        "model/results_1.json.9999999.partial",
+        "mine_1.json.9999999.partial",
+        "model/other.partial",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{")
+    lm_eval_files.require(lm_eval_files.given(["--output_path", str(tmp_path)]))
+    assert [path.name for path in tmp_path.rglob("*.partial")] == ["other.partial"]

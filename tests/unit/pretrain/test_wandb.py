@@ -114,6 +114,26 @@ def test_what_it_cannot_do_is_one_line(train, wandb, tmp_path):
         train(*WORDS, "--save", tmp_path)
 
 
+def test_a_server_that_the_working_directory_names_is_said_or_refused(wandb, tmp_path, monkeypatch, capsys):
+    """The package reads wandb/settings there, and sends the account's key to the server that it names."""
+    settings = tmp_path / "wandb" / "settings"
+    settings.parent.mkdir(mode=0o755)
+    settings.write_text("[default]\nbase_url = http://elsewhere\n")
+    settings.chmod(0o644)
+    monkeypatch.chdir(tmp_path)
+    flags = LogFlags(rank=0, train_iters=1, wandb=WandbFlags("p", None, None, str(tmp_path), Namespace()))
+    log.Log(flags, 0)
+    assert "the server is http://elsewhere (wandb/settings)" in capsys.readouterr().out
+    settings.chmod(0o646)
+    with pytest.raises(UsageError, match=r"wandb/settings in .* can be written by anyone.*another server"):
+        log.Log(flags, 0)
+    settings.chmod(0o644)
+    os.chown(settings, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match="belongs to user"):
+        log.Log(flags, 0)
+    assert len(wandb.begun) == 1
+
+
 def test_other_ranks_have_none(wandb):
     place = WandbFlags("p", None, None, "", Namespace())
     log.Log(LogFlags(rank=1, train_iters=1, world_size=2, wandb=place), 0)
