@@ -8,6 +8,7 @@ called ``.NAME.replaced`` in the meantime. Modes follow the user's umask.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import grp
@@ -97,6 +98,29 @@ def refusal(folder: Path) -> str:
     except OSError as error:
         return error.strerror or "no reason given"
     return ""
+
+
+def own_opener(path: str, flags: int) -> int:
+    """Open a file (``open(..., opener=own_opener)``), but not through a link that another user has made.
+
+    In a folder that several users write, such a link would let this user write into a file of its own.
+
+    Raises:
+        PermissionError: there is such a link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+    try:
+        if os.fstat(link).st_uid not in (os.geteuid(), _ROOT):
+            raise PermissionError(errno.EACCES, "it is a link that another user has made", path)
+        target = os.readlink("", dir_fd=link)  # of this very link, whatever has its name now
+    finally:
+        os.close(link)
+    return os.open(os.path.join(os.path.dirname(path), target), flags, 0o666)
 
 
 def others(path: str | Path) -> str:

@@ -10,6 +10,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
 NAME = ".lock"
@@ -48,11 +49,11 @@ def hold(folder: Path) -> int | None:
 
 
 def _opened(path: Path) -> int:
-    """Open the file, which is made; another user of the group may only read it, which suffices to lock it."""
+    """Open the file, which is made; another user's, or a link of theirs, is only read, which suffices."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+        return files.own_opener(str(path), os.O_RDWR | os.O_CREAT)
     except PermissionError:
-        return os.open(path, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def held() -> bool:

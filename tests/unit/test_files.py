@@ -192,3 +192,20 @@ def test_what_the_system_refuses_is_named(tmp_path: Path, block: Callable[[Path]
     named = pytest.raises(OSError, match=r"No space left on device: '.*/result'")
     with named, block(tmp_path / "result"), open("/dev/full", "wb", buffering=0) as full:
         full.write(b"text")
+
+
+def test_a_link_that_another_user_has_made_is_not_written_through(tmp_path: Path, monkeypatch) -> None:
+    mine, theirs, target = tmp_path / "mine", tmp_path / "theirs", tmp_path / "precious"
+    target.write_text("a\n")
+    for link in (mine, theirs):
+        link.symlink_to("precious")
+    with open(mine, "a", opener=files.own_opener) as stream:
+        stream.write("b\n")
+    other = os.geteuid() + 12345
+    if os.geteuid() == 0:
+        os.lchown(theirs, other, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(PermissionError, match="a link that another user has made"):
+        open(theirs, "a", opener=files.own_opener)  # noqa: SIM115
+    assert target.read_text() == "a\nb\n"

@@ -42,6 +42,8 @@ def begin(root: str | Path, iteration: int) -> Path:
     """Create the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
     part = hidden(root, iteration)
     if disks.leads():
+        if part.is_symlink():
+            part.unlink()
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import files
+
 
 class JsonLines:
     """Appends events to a file.
@@ -28,13 +30,13 @@ class JsonLines:
         if self.path is None:
             return
         row = {"event": event, "iteration": iteration, **values}
-        with open(self.path, "a", encoding="utf-8") as stream:
+        with open(self.path, "a", encoding="utf-8", opener=files.own_opener) as stream:
             stream.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
 
 def _end_line(path: Path) -> None:
     """End a line in the middle of which a run was killed, so that the next one is not lost with it."""
-    with open(path, "ab+") as stream:
+    with open(path, "ab+", opener=files.own_opener) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
             if stream.read() != b"\n":

@@ -37,7 +37,7 @@ def put_aside(path: Path, iteration: int) -> None:
         aside.append(line if line.endswith(b"\n") else line + b"\n")
         kept += _up_to(row, iteration)
     if aside:
-        with open(place_of(path), "ab") as stream:
+        with open(place_of(path), "ab", opener=files.own_opener) as stream:
             stream.writelines(aside)
         files.write(path, b"".join(kept))
 

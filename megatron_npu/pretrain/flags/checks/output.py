@@ -332,7 +332,7 @@ def _require_appendable(flag: str, file: Path) -> None:
     if not file.is_file():  # to be made; or a device or a pipe, which an attempt could hold up
         return
     try:
-        file.open("ab").close()
+        open(file, "ab", opener=files.own_opener).close()
     except OSError as error:
         raise UsageError(
             f"{flag}: {file} cannot be written ({error.strerror})",
