@@ -6,6 +6,7 @@ import pytest
 
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.run import pretrain
+from megatron_npu.pretrain.run.expert_losses import ExpertLosses
 from tests.support import curves, tiny
 
 pytest.importorskip("megatron.core")
@@ -118,3 +119,21 @@ def test_experts_losses_are_means_over_the_forward_passes_that_there_were(train,
     found = [row["load_balancing_loss"] for row in tiny.rows(tmp_path / "m")]
     assert len(found) > 2
     assert found == pytest.approx([1.0] * len(found), abs=0.3)
+
+
+def test_experts_of_layers_of_prediction_have_losses_of_their_own(steady, tmp_path, monkeypatch):
+    """Three layers, each about 1: megatron-core up to 0.16 adds the third one's to the first's."""
+    taken: list[list[float]] = []
+    take = ExpertLosses.take
+
+    def noting(losses: ExpertLosses, micro_batches: int) -> dict[str, list[float]]:
+        found = take(losses, micro_batches)
+        taken.append(found["load_balancing_loss"])
+        return found
+
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    monkeypatch.setattr(ExpertLosses, "take", noting)
+    experts = "--num-experts 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+    more = "--disable-bias-linear --mtp-num-layers 1 --position-embedding-type rope --global-batch-size 16"
+    pretrain.train(arguments.parse([*steady, *experts.split(), *more.split()]))
+    assert taken == [pytest.approx([1.0] * 3, abs=0.3)] * 2

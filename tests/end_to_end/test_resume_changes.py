@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ pytest.importorskip("megatron.core")
 
 COMMON = ("--eval-iters", "0", "--no-plot", "--weight-decay", "0.1")
 AT, END = 3, 6
+GROWING = "--start-weight-decay 0.1 --end-weight-decay 0.9 --weight-decay-incr-style linear"
 OVERRIDE, KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 SCHEDULE = f"--lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine {OVERRIDE}"
 
@@ -85,6 +87,26 @@ ROWS = [
     ("--null-tokenizer-eod-id 7", "--null-tokenizer-eod-id 7 (the checkpoint: None)", None, None),
     ("--micro-batch-size 2", "--micro-batch-size 2 (the checkpoint: 1)", None, None),
     (f"--global-batch-size 2 {OVERRIDE}", "--global-batch-size 2 (the checkpoint: 4)", True, True),
+    ("--reset-position-ids", "--reset-position-ids on (the checkpoint: off)", None, True),
+    (f"--lr 2e-2 {OVERRIDE}", "--lr 0.02 (the checkpoint: 0.01)", False, True),
+    (f"--min-lr 5e-3 {OVERRIDE}", "--min-lr 0.005 (the checkpoint: 0.0)", False, True),
+    (
+        f"--lr-decay-style constant {OVERRIDE}",
+        "--lr-decay-style constant (the checkpoint: linear)",
+        False,
+        True,
+    ),
+    (f"--lr-warmup-iters 2 {OVERRIDE}", "--lr-warmup-iters 2 (the checkpoint: 0)", False, True),
+    (f"--lr-warmup-fraction 0.5 {OVERRIDE}", "--lr-warmup-fraction 0.5 (the checkpoint: None)", False, True),
+    (f"--lr-decay-iters 4 {OVERRIDE}", "--lr-decay-iters 4 (the checkpoint: 6)", False, True),
+    (f"{GROWING} {OVERRIDE}", "--end-weight-decay 0.9 (the checkpoint: 0.1)", False, True),
+    (f"{GROWING} {OVERRIDE}", "--weight-decay-incr-style linear (the checkpoint: constant)", False, True),
+    (
+        f"{GROWING} --start-weight-decay 0.3 {OVERRIDE}",
+        "--start-weight-decay 0.3 (the checkpoint: 0.1)",
+        False,
+        True,
+    ),
 ]
 
 
@@ -97,6 +119,77 @@ def test_a_flag_takes_effect_and_is_said(resume, words, line, first, later):
         assert (losses(after)[0] != losses(before)[0]) == first
     if later is not None:
         assert (losses(after)[1:] != losses(before)[1:]) == later
+
+
+EXPERTS = "--num-experts 2 --disable-bias-linear --moe-router-load-balancing-type aux_loss "
+EXPERTS += (
+    "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --mtp-num-layers 1 --position-embedding-type rope"
+)
+KINDS = {  # of runs that begin otherwise
+    "experts": EXPERTS,
+    "fp16": "--fp16 --initial-loss-scale 64",
+    "samples": "--train-samples 24 --lr-decay-samples 24",
+    "muon": "--optimizer muon",
+}
+OTHERS = [
+    ("experts", "--moe-aux-loss-coeff 5", "--moe-aux-loss-coeff 5.0 (the checkpoint: 0.01)"),
+    ("experts", "--moe-z-loss-coeff 5", "--moe-z-loss-coeff 5.0 (the checkpoint: 0.001)"),
+    ("experts", "--mtp-loss-scaling-factor 5", "--mtp-loss-scaling-factor 5.0 (the checkpoint: 0.1)"),
+    ("fp16", "--initial-loss-scale 256", "--initial-loss-scale 256.0 (the checkpoint: 64.0)"),
+    ("samples", f"--lr-warmup-samples 20 {OVERRIDE}", "--lr-warmup-samples 20 (the checkpoint: 0)"),
+    ("samples", f"--lr-decay-samples 16 {OVERRIDE}", "--lr-decay-samples 16 (the checkpoint: 24)"),
+    ("samples", f"--train-samples 32 {OVERRIDE}", "--train-samples 32 (the checkpoint: 24)"),
+    (
+        "samples",
+        f"--rampup-batch-size 2 2 24 {OVERRIDE}",
+        "--rampup-batch-size 2 2 24 (the checkpoint: None)",
+    ),
+    ("muon", "--muon-momentum 0.1", "--muon-momentum 0.1 (the checkpoint: 0.9)"),
+]
+
+
+@pytest.fixture(scope="module")
+def begun_otherwise(dataset, tmp_path_factory) -> Callable[[str], tuple[list[str], Path]]:
+    """Return a function: kind of a run -> its flags, and the folder with a checkpoint of its middle."""
+
+    @functools.cache
+    def begin(kind: str) -> tuple[list[str], Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        words = [*tiny.flags_for(dataset), *COMMON, *KINDS[kind].split()]
+        if kind == "samples":  # in place of iterations
+            at = words.index("--train-iters")
+            del words[at : at + 2]
+        pretrain.train(arguments.parse([*words, "--save", str(folder), "--exit-interval", str(AT)]))
+        return words, folder
+
+    return begin
+
+
+@pytest.mark.parametrize(("kind", "words", "line"), OTHERS, ids=[row[1] for row in OTHERS])
+def test_a_flag_of_other_runs_takes_effect_and_is_said(
+    begun_otherwise, kind, words, line, monkeypatch, capsys, tmp_path
+):
+    if kind == "muon":
+        pytest.importorskip("emerging_optimizers")
+    monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
+    flags, folder = begun_otherwise(kind)
+
+    def rest(*more: str) -> list[tuple[float, ...]]:
+        log = tmp_path / f"{len(more)}.jsonl"
+        pretrain.train(arguments.parse([*flags, "--load", str(folder), "--json-log", str(log), *more]))
+        return [(row["consumed_samples"], row["loss"], row["grad_norm"]) for row in tiny.rows(log)]
+
+    before = rest()
+    capsys.readouterr()
+    after = rest(*words.split())
+    said = capsys.readouterr().out
+    assert re.search(r"changed since the checkpoint \S+:\n(   .+\n)*   " + re.escape(line), said), said
+    assert (after == before) == (kind == "fp16")  # nothing overflows: the checkpoint's scale stays
+
+
+def test_each_row_of_the_page_is_tested():
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [row.flag for row in resume_changes.FLAGS if f"{row.flag} " not in text] == []
 
 
 def test_other_data_are_said(resume, tmp_path_factory):
@@ -177,6 +270,24 @@ def test_another_vocabulary_of_the_same_size_is_said(begun, resume, tmp_path):
         "files of the tokenizer vocab_file sha256 bbbbbbbbbbbb (the checkpoint: vocab_file sha256 aaaa"
         in line
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--tokenizer-type another (the checkpoint: one): the ids that",
+        "--train-data-path another (the checkpoint: one): samples are",
+        "--valid-data-path another (the checkpoint: one): samples are",
+        "--test-data-path another (the checkpoint: one): samples are",
+    ],
+)
+def test_what_needs_other_files_is_said(begun, tmp_path, line):
+    found = stock_checkpoints.existing(str(begun))
+    args = arguments.parse([*tiny.flags_for(tmp_path), "--load", str(begun)])
+    name = line.split()[0].strip("-").replace("-", "_")
+    found.arguments[name] = "one"
+    setattr(args, name, "another")
+    assert [one for one in resume_changes.since(found, args) if one.strip().startswith(line)]
 
 
 def test_the_page_has_a_row_for_each_flag():

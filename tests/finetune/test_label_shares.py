@@ -66,11 +66,11 @@ def loop(model: torch.nn.Module, loss_of: Any, largest: float = 1.0) -> tuple[li
     return losses, norms
 
 
-def of_pairs(model: Any, folder: Path) -> torch.Tensor:
+def of_pairs(model: Any, folder: Path, rows: int = len(PAIRS)) -> torch.Tensor:
     """Return the mean over the tokens of all targets, each row by itself: nothing is filled up."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     every, count = [], 0
-    for row in PAIRS:
+    for row in PAIRS[:rows]:
         source, target = (torch.tensor([tokenizer(row[name])["input_ids"]]) for name in ("source", "target"))
         begins = torch.cat([torch.zeros_like(target[:, :1]), target[:, :-1]], 1)
         logits = model(input_ids=source, decoder_input_ids=begins).logits
@@ -79,11 +79,11 @@ def of_pairs(model: Any, folder: Path) -> torch.Tensor:
     return torch.stack(every).sum() / count
 
 
-def of_tags(model: Any, folder: Path) -> torch.Tensor:
+def of_tags(model: Any, folder: Path, rows: int = len(TAGS)) -> torch.Tensor:
     """Return the mean over all words, each row by itself."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     every, names = [], ["B-LOC", "O"]
-    for row in TAGS:
+    for row in TAGS[:rows]:
         ids = [tokenizer.convert_tokens_to_ids(word) for word in row["tokens"]]
         whole = torch.tensor([[tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]])
         if ids:
@@ -166,13 +166,22 @@ def test_one_rank(micro_batch: int, task: str, place: Path, whole: Any) -> None:
     assert outcome.grad_norms == pytest.approx(whole[task][1], rel=1e-5)
 
 
-def test_the_loss_of_an_evaluation_is_over_all_questions(place: Path) -> None:
-    """Five rows in batches of one and of eight: what fills them up counts in none."""
-    reader = transformers.BertForQuestionAnswering.from_pretrained(place / "reader").eval()
+EVALUATED: dict[str, tuple[str, str, Any]] = {
+    "seq2seq": ("t5", "T5ForConditionalGeneration", of_pairs),
+    "token_classification": ("bert", "BertForTokenClassification", of_tags),
+    "question_answering": ("reader", "BertForQuestionAnswering", of_answers),
+}
+
+
+@pytest.mark.parametrize("task", EVALUATED)
+def test_the_loss_of_an_evaluation_is_over_all_labels(task: str, place: Path) -> None:
+    """Five rows in batches of one and of eight: what fills them up counts in none, no batch counts more."""
+    folder, kind, loss_of = EVALUATED[task]
+    model = getattr(transformers, kind).from_pretrained(place / folder).eval()
     with torch.no_grad():
-        expected = float(of_answers(reader, place / "reader", 5))
+        expected = float(loss_of(model, place / folder, 5))
     for micro_batch in (1, 8):
-        argv = [*command(place, "question_answering", micro_batch), "--lr", "0", "--epochs", "1"]
+        argv = [*command(place, task, micro_batch), "--lr", "0", "--epochs", "1"]
         _, outcome = tasks_data.train(argv)
         assert [one.loss for one in outcome.evaluations.values()] == [pytest.approx(expected, rel=2e-6)]
 

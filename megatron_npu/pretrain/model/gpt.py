@@ -136,7 +136,21 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
         **_stage(stage),
     )
     rotary.scale(flags, result)
+    _number_routers(config, result)
     return result
+
+
+def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
+    """Number the routers of multi-token prediction after those of the other layers.
+
+    Up to megatron-core 0.16 their routers count from 1, so that their losses are added to the first layers'.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
+        for router in layer.modules():
+            if isinstance(router, TopKRouter) and not hasattr(router, "is_mtp_layer"):
+                router.layer_number = config.num_layers + layer.layer_number
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
