@@ -157,8 +157,8 @@ def _whole(parts: list[Tensors]) -> Tensors:
     if len(parts) == 1:
         return parts[0]
     across = ("linear_proj.weight", "linear_fc2.weight")  # cut by input
-    along = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias")
-    along += ("linear_fc1.weight", "linear_fc1.bias")
+    columns = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+    along = ("word_embeddings.weight", *columns)
     joined = {}
     for name, first in parts[0].items():
         cut = 1 if name.endswith(across) else 0 if name.endswith(along) else None
@@ -274,7 +274,7 @@ def _work(spec: Path) -> int:
     if told["fp64"]:
         _compute_in_fp64()
     if told["rounded"]:
-        loop.Trainer.run = _from_rounded_weights(loop.Trainer.run)  # type: ignore[method-assign]
+        loop.Trainer.run = _from_rounded_weights(loop.Trainer.run)  # type: ignore[method-assign,assignment]
     kept: list[dict[str, Tensors]] = []
 
     def keep(iteration: int, chunks: Any) -> None:
