@@ -7,8 +7,8 @@ import pytest
 from tests.support import curves, tiny
 from tests.support.curves import Curve
 
-# with the first weights of seed 1234 one of the 21 losses of zero-2 and zero-3 in bf16 is 1.3 % off, as far as
-# one process in bf16 is with other seeds (docs/explanation/equal-numbers.md)
+# with the first weights of seed 1234 one of the 21 losses of zero-2 and zero-3 in bf16 is 1.3 % off, as one
+# process in bf16 is with other seeds (docs/explanation/equal-numbers.md)
 FLAGS = (
     "--attention-dropout 0 --hidden-dropout 0 --train-iters 20 --log-interval 1 --eval-iters 1 --no-plot "
     "--seed 7"

@@ -79,9 +79,9 @@ lacks one of them is not judged; the run says so.
 *Excluded* is a test that failed for a reason which has nothing to do with the plug-in; each rule and its
 reason are in `upstream_tests/exclusions.json`. A rule never turns a pass into anything else, and a test that
 passed once and fails now is a regression whatever the rules say. A few tests are not even started: those
-that fill the device's memory, where it is the machine's, and five that never end ([below](#tests-that-never-end)).
-*Skipped* is what upstream's own marks skip. The quota is passed / (passed + failed). A file that cannot be
-imported counts as one test.
+that fill the device's memory, where it is the machine's, and five that
+[never end](#tests-that-never-end). *Skipped* is what upstream's own marks skip. The quota is
+passed / (passed + failed). A file that cannot be imported counts as one test.
 
 A file that is not recorded was not run to its end where the baseline was taken; the tables say how many
 are. Of a test that is not recorded nothing is known.
@@ -91,11 +91,13 @@ are. Of a test that is not recorded nothing is known.
 In core_v0.18.2 twelve tests of two files once had no result on a CPU. Five of them hang; the other seven were
 not run, because the runner gives up a file in which three tests hang. The rules now leave the five out.
 
-| tests | what happens | cause |
-|---|---|---|
-| `test_multimodule_schedules.py`: `test_single_encoder_8gpu`, `test_dual_encoder_8gpu` | ranks of different groups wait for each other when gloo connects a group | some ranks alone call `new_group`; torch numbers groups by these calls, so two groups get the same name. NCCL connects a group only at its first use |
-| `test_mimo_checkpoint.py`: the three of `TestMimoCheckpoint` | some ranks wait in the barrier of `_cleanup_tmpdir`, the others in `optimizer.step()` | TransformerEngine's layers are mocks here: the ranks that build the projection raise `StopIteration` at the second model, and go to the barrier |
-| `test_mimo_checkpoint.py`: the seven of `TestOptimizerCheckpointHelpers` | they pass | they use no collective |
+- `test_single_encoder_8gpu` and `test_dual_encoder_8gpu` of `test_multimodule_schedules.py` hang while gloo
+  connects a group: ranks of different groups wait for each other. Some ranks alone call `new_group`; torch
+  numbers groups by these calls, so two groups get the same name. NCCL connects a group only at its first use.
+- The three of `TestMimoCheckpoint` hang with some ranks in the barrier of `_cleanup_tmpdir` and the others in
+  `optimizer.step()`. TransformerEngine's layers are mocks here: the ranks that build the projection raise
+  `StopIteration` at the second model and go to the barrier.
+- The seven of `TestOptimizerCheckpointHelpers` in `test_mimo_checkpoint.py` pass: they use no collective.
 """
 
 
