@@ -41,7 +41,8 @@ a gradient's norm, to **one process** of the same version, device and type, with
 "one" compares that process with the one on the CPU in fp32. `npu` is a simulated Ascend. fp32 has 24
 bits, so that 6e-8 is one in the last place; 0 is equal to the bit.
 
-An open cell (–) has not been measured yet. 285068c8 has no context or expert parallelism and no FSDP.
+An open cell (–) has not been measured yet. The built-in trainer's cells of eaebf123 and older commits began
+with other first weights. 285068c8 has no context or expert parallelism and no FSDP.
 """
 
 
