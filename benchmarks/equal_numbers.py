@@ -36,6 +36,7 @@ from tests.support import stock_lm, tiny  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "equal" / "numbers.json"
 STOCK = "285068c8"
 VERSIONS = (STOCK, "0.12.1", "0.16.1", "0.19.2")
+TREES = {"0.20.0": "core_main_d98e8a64"}  # what is in checkouts/ under another name than its version
 STEPS = 10
 LIMIT = 900  # seconds of one start
 MODEL = (
@@ -257,7 +258,7 @@ def _run(group: Group, command: list[str], processes: int) -> str:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
     if group.version != "0.16.1":
-        tree = ROOT / "checkouts" / f"megatron_core-{group.version}"
+        tree = ROOT / "checkouts" / TREES.get(group.version, f"megatron_core-{group.version}")
         path.insert(0, str(tree))
         environment["MEGATRON_LM_PATH"] = str(tree)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

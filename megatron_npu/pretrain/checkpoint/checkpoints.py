@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu import watchdog
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
+from megatron_npu.checkpoint_files import checksums, disks, hybrid_layers, stranger_weights
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_compatibility,
     checkpoint_description,
@@ -263,20 +263,21 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
     metadata = dist_ckpt_versions.module_metadata({})
     wanted = _cut_weights(model, metadata)
     with checkpoint_failures.reading(path):
-        _require_all_used(wanted, str(path))
+        saved = dist_checkpointing.load_tensors_metadata(str(path))
+        if hybrid_layers.is_of_hybrid(saved):
+            hybrid_layers.point_at(wanted)
+        _require_all_used(wanted, saved, str(path))
         sharded_weights.read_in_place(wanted)
         content = dist_checkpointing.load(wanted, str(path))
         _load_weights(model, content)
 
 
-def _require_all_used(wanted: dict[str, Any], path: str) -> None:
+def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -> None:
     """Check that no weight is left over, which megatron-core would not mind."""
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
-    saved = dist_checkpointing.load_tensors_metadata(path)
-    rest = sorted(key for key in saved.keys() - used if key.partition(".")[0] in _PARTS)
+    rest = sorted(key for key in set(saved) - used if key.partition(".")[0] in _PARTS)
     if rest:
         raise UsageError(
             f"{path} has {rest[0]}" + (f" and {len(rest) - 1} more" if rest[1:] else ""),

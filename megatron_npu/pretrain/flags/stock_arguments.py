@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import hybrid_layers
 from megatron_npu.options.attention_flags import AttentionFlags
 from megatron_npu.pretrain.flags import arguments, derive, latent_flags, rotary_flags
 
@@ -58,6 +59,8 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "enable_gpt_oss": (False,),
     "export_qk_l2_norm": (False,),
 }
+# What a hybrid model is told of layers that a GPT has not, by the beginnings of names
+_OF_HYBRIDS = ("hybrid_", "is_hybrid", "mamba_", "spec")
 # Fields of TransformerConfig that say how it is computed, distributed or trained, by the beginnings of names.
 _NOT_OF_THE_MODEL = tuple(
     """
@@ -84,6 +87,7 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: the trainer does not support the model or tokenizer.
     """
+    values = _as_gpt(values)
     _require_known_model(values)
     required = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings".split()
     flags = [word for name in required for word in (f"--{name.replace('_', '-')}", str(_take(values, name)))]
@@ -106,6 +110,19 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
     derive.expert_layout(result)
     result.data_parallel_size, result.use_cpu_initialization = 1, devices.current().is_host
     return vars(result)
+
+
+def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of the GPT that computes what a hybrid model of attention and MLPs does.
+
+    Raises:
+        UsageError: the hybrid has other layers.
+    """
+    pattern = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
+    if not pattern:
+        return values
+    told = {name: value for name, value in values.items() if not name.startswith(_OF_HYBRIDS)}
+    return {**told, "num_layers": hybrid_layers.layers_of_gpt(str(pattern))}
 
 
 def _counts_the_end(values: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ FLAGS = [
 ]
 KINDS = {
     "torch's FSDP2": "--use-torch-fsdp2 --ckpt-format torch_dcp",
+    "torch's FSDP2, torch_dist": "--use-torch-fsdp2 --ckpt-format torch_dist",
     "Megatron-FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
     "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
 }
@@ -38,9 +39,16 @@ def test_shards_train_like_the_whole(tree: Path, tmp_path: Path, whole, kind: st
     """Losses alone would not show gradients that are twice as large: Adam hides that."""
     # upstream refuses this value with FSDP, and demands it with much else: launch scripts set it
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = pretrain(tree, tmp_path, *FLAGS, *KINDS[kind].split(), processes=2, **variables)
+    flags, place = [*FLAGS, *KINDS[kind].split()], str(tmp_path / "saved")
+    save = ["--save", place, "--save-interval", "1"]
+    done = pretrain(tree, tmp_path, *flags, *save, processes=2, **variables)
     assert losses(done) == pytest.approx(losses(whole), rel=1e-6)
     assert norms(done) == norms(whole)
+    load = ["--load", place, "--ckpt-step", "1"]
+    rest = pretrain(tree, tmp_path, *flags, *load, processes=2, **variables)
+    assert norms(rest) == norms(whole)[1:]
+    # the second line of a process is the mean of its first two losses
+    assert 2 * losses(rest)[1] - losses(rest)[0] == pytest.approx(losses(whole)[2], abs=3e-6)
 
 
 @pytest.mark.parametrize("wrappers", [0, 1, 3])

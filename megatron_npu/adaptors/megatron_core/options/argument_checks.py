@@ -102,6 +102,12 @@ def tell_factors_without_effect(args: argparse.Namespace) -> None:
         logger.warning(line, flag, settings.BACKPORT.name)
 
 
+def name_the_length_for_servers(args: argparse.Namespace) -> None:
+    """Give --inference-max-seq-length the name, too, under which the text-generation server reads it."""
+    if hasattr(args, "inference_max_seq_length") and not hasattr(args, "inference_max_sequence_length"):
+        args.inference_max_sequence_length = args.inference_max_seq_length
+
+
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
     """Say before anything is built that batches which are dealt out are not kept to be run again."""
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
@@ -231,6 +237,12 @@ CHECKS = (  # they run in this order
         tell_factors_without_effect,
         why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect, and nothing "
         "says so (0.12 to 0.20)",
+        until=NOT_FIXED,
+    ),
+    Check(
+        name_the_length_for_servers,
+        why="tools/run_text_generation_server.py and run_inference_performance_test.py are AttributeErrors: "
+        "they read inference_max_sequence_length of a flag that is inference_max_seq_length (0.18 to 0.20)",
         until=NOT_FIXED,
     ),
     Check(

@@ -4,8 +4,8 @@ They are fields of ``TransformerConfig`` and, mostly under the same names, of th
 would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
 speed of launches alone is switched off, and that is reported.
 
-Connects ``transformer.transformer_config``, ``models.mamba.mamba_model`` and ``ssm.mamba_mixer`` of
-``megatron.core``; ``arguments`` does the same for the scripts' arguments.
+Connects ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
+``ssm.mamba_mixer`` of ``megatron.core``; ``arguments`` does the same for the scripts' arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import NonCallableMock
 
 from megatron_npu import devices, standins
 from megatron_npu.adaptors.megatron_core.decorators import (
     WITHOUT_CUDA,
     around,
     installed,
+    te_layers_present,
     transformer_engine_present,
 )
 from megatron_npu.adaptors.megatron_core.te import redirect
@@ -234,3 +236,30 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
         "these packages, or MEGATRON_NPU_TE=local, which provides the layers in plain torch",
         "Set MEGATRON_NPU_TE=local.",
     )
+
+
+@around(
+    "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+    versions=">=0.18",
+    order=1,
+    condition=te_layers_present,
+    why="the specs of hybrid models name TransformerEngine's layers, of which there are mocks without it: a "
+    "StopIteration of unittest in the middle of the model",
+)
+def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse attention of TransformerEngine's classes in a hybrid; a spec of local layers passes."""
+    submodules = kwargs.get("submodules", args[1] if len(args) > 1 else None)
+    if isinstance(_query_projection(submodules), NonCallableMock):
+        raise UsageError(
+            "a hybrid model of TransformerEngine's layers, which is not installed",
+            "the package, or MEGATRON_NPU_TE=local, which provides its layers",
+            "Set MEGATRON_NPU_TE=local.",
+        )
+    original(self, *args, **kwargs)
+
+
+def _query_projection(submodules: Any) -> Any:
+    """Return the class that the attention of a hybrid's layers projects with; None: not named."""
+    for name in ("attention_layer", "self_attention"):
+        submodules = getattr(getattr(submodules, name, None), "submodules", None)
+    return getattr(submodules, "linear_qkv", None)

@@ -2,7 +2,8 @@
 
 Connects ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
 ``megatron.training.dist_signal_handler``,
-``megatron.legacy.fused_kernels``, ``megatron.core.parallel_state`` and ``megatron.core.datasets.utils``.
+``megatron.legacy.fused_kernels``, and ``parallel_state``, ``datasets.utils`` and ``ssm.ops.gdp.common`` of
+``megatron.core``.
 """
 
 from __future__ import annotations
@@ -91,3 +92,15 @@ def move_to_the_device(
         for part in model_list:
             part.to(devices.current().torch_device())
     return original(model_list, transformer_config, *args, **kwargs)
+
+
+@replace(
+    "megatron.core.ssm.ops.gdp.common:check_shared_mem",
+    versions=">=0.20",
+    devices=WITHOUT_CUDA,
+    why="megatron.training imports it always, and it asks for the memory of the first device's processors "
+    "when it is imported: every rank initializes the first NPU, and none can fork after that",
+)
+def small_blocks(arch: str = "none") -> bool:
+    """Return False, as upstream does where it cannot ask: the kernels whose blocks it chooses are CUDA's."""
+    return False

@@ -51,13 +51,16 @@ around(
     why=_WHY_INFERENCE,
 )(_local_submodules)
 
-around(f"{_SPECS}:get_mlp_module_spec", condition=te_layers_present, why=_NAME_ERROR)(
-    force_flag_off("use_te")
-)
+around(
+    f"{_SPECS}:get_mlp_module_spec",
+    versions="<0.20",  # which asks the provider, as the next ones do
+    condition=te_layers_present,
+    why=_NAME_ERROR,
+)(force_flag_off("use_te"))
 
 around(
     f"{_SPECS}:get_gpt_decoder_layer_specs",
-    versions=">=0.16,<0.20",  # which asks the provider, as the next ones do
+    versions=">=0.16,<0.20",
     condition=te_layers_present,
     why=_NAME_ERROR,
 )(force_flag_off("use_transformer_engine"))

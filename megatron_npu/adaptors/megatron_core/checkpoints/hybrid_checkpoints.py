@@ -1,0 +1,77 @@
+"""Load a hybrid model's checkpoint into a GPT; upstream's main has the other direction alone.
+
+Connects ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import hybrid_layers
+
+_WHY = (
+    "main deprecates GPT in favour of HybridModel, and loads a GPT's checkpoint into a hybrid; a hybrid's "
+    "into a GPT is a RuntimeError, though *-*- is the same model"
+)
+
+
+class IntoGPT:
+    """Stands where upstream has its maps of layers: the checkpoint is a hybrid's, the model a GPT."""
+
+
+@around("megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load", versions=">=0.20", why=_WHY)
+def accept_a_hybrid(
+    original: Callable[..., tuple[Any, bool]],
+    args: argparse.Namespace,
+    ckpt_args: argparse.Namespace,
+    model: Sequence[Any],
+) -> tuple[Any, bool]:
+    """Return ``IntoGPT``, and whether the optimizer's state is loaded, where upstream would refuse."""
+    pattern = _pattern(ckpt_args)
+    if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
+        return original(args, ckpt_args, model)
+    layers = hybrid_layers.layers_of_gpt(pattern)
+    if layers != args.num_layers:
+        raise UsageError(
+            f"--num-layers {args.num_layers}, and a hybrid model's checkpoint of the pattern {pattern}",
+            f"--num-layers {layers}: an attention and an MLP of the pattern are one layer of a GPT",
+            f"Pass --num-layers {layers}.",
+        )
+    load_optimizer = not args.no_load_optim and not getattr(ckpt_args, "no_save_optim", False)
+    if load_optimizer:
+        _require_named_state(ckpt_args)
+    return IntoGPT(), load_optimizer
+
+
+def _pattern(args: argparse.Namespace) -> str | None:
+    return getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+
+
+def _require_named_state(ckpt_args: argparse.Namespace) -> None:
+    """Raise UsageError where the optimizer's state lies in buckets, whose order is the hybrid's."""
+    named = getattr(ckpt_args, "dist_ckpt_optim_fully_reshardable", False)
+    if getattr(ckpt_args, "use_distributed_optimizer", False) and not named:
+        raise UsageError(
+            "a hybrid model's checkpoint with the distributed optimizer's buckets, loaded into a GPT",
+            "a checkpoint that was saved with --dist-ckpt-optim-fully-reshardable",
+            "Save it again with that flag, or add --no-load-optim to load only the weights.",
+        )
+
+
+@around(
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop:retarget_sharded_state_dict_to_gpt_checkpoint",
+    versions=">=0.20",
+    why=_WHY,
+)
+def look_where_the_hybrid_has_it(
+    original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
+) -> None:
+    """Point a GPT's entries at the hybrid's where ``layer_maps`` is ``IntoGPT``."""
+    if isinstance(layer_maps, IntoGPT):
+        hybrid_layers.point_at(sharded_state_dict)
+    else:
+        original(sharded_state_dict, layer_maps)

@@ -1,0 +1,87 @@
+"""A resume with torch's FSDP2 (``--use-torch-fsdp2``), in both formats of checkpoints that it takes.
+
+Connects ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
+
+_COUNT = "step"
+_resume = partial(
+    around,
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="a resume with torch's FSDP2 begins Adam's count of steps anew, whose first updates are then too "
+    "large: with --ckpt-format torch_dist upstream leaves out load_state_dict, for the shards were read in "
+    "place; the settings of groups were not",
+)
+_saved: list[Any] = []  # the optimizer's state of the checkpoint that was read last
+
+
+@around(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="a checkpoint of the format torch_dcp cannot be loaded: load_checkpoint passes is_loading, which the "
+    "chain does not know (TypeError), though every optimizer is in one",
+)
+def accept_is_loading(original: Callable[[Any], Any], self: Any, is_loading: bool = False) -> Any:
+    """Make the state that is to be filled, as the optimizers for 16 bits do when they are told."""
+    if is_loading:
+        for each in self.chained_optimizers:
+            each.init_state_fn(each.optimizer, each.config)
+            for group in each.optimizer.param_groups:
+                group.setdefault(_COUNT, 0)  # what is not there is not read
+    return original(self)
+
+
+@_resume("megatron.training.checkpointing:_load_base_checkpoint", order=2)
+def keep_the_state(
+    original: Callable[..., Any],
+    load_dir: str,
+    args: argparse.Namespace,
+    rank0: bool = False,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Keep the optimizer's part of what is read, where it is wanted."""
+    result = original(load_dir, args, rank0, *rest, **kwargs)
+    if not rank0:
+        wanted = isinstance(result[0], dict) and not (args.finetune or args.no_load_optim)
+        _saved[:] = [result[0]["optimizer"]] if wanted and "optimizer" in result[0] else []
+    return result
+
+
+@_resume("megatron.training.checkpointing:load_checkpoint", order=1)
+def go_on_counting(
+    original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    """Give each group the count of the checkpoint's, where upstream has left out load_state_dict."""
+    _saved.clear()
+    result = original(ddp_model, optimizer, *rest, **kwargs)
+    if kwargs.get("skip_load_to_model_and_opt") and _saved:
+        for each, state in _pairs(optimizer, _saved.pop()):
+            ours = each.optimizer.param_groups
+            in_our_order = getattr(each, "_filter_and_reorder_param_groups", _as_saved)  # since 0.16
+            for group, found in zip(ours, in_our_order(ours, state), strict=True):
+                if _COUNT in found:
+                    group[_COUNT] = found[_COUNT]
+    return result
+
+
+def _as_saved(ours: list[dict[str, Any]], state: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return state
+
+
+def _pairs(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each optimizer of a chain with its groups in the checkpoint."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    for number, each in enumerate(chain):
+        own = state if len(chain) == 1 else state[number]
+        yield each, own.get("optimizer", own)["param_groups"]
