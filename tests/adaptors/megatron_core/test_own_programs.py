@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -88,3 +89,43 @@ def test_names_that_were_bound_before_the_plugin_came_are_patched_too(tmp_path: 
         said.append(re.findall(r"goes on bit for bit after (.*)", done.stdout))
     assert len(said[0]) == 1
     assert said[0] == said[1]
+
+
+ON_REQUEST = pytest.mark.skipif(
+    os.environ.get("TEST_EVERY_VERSION") != "1", reason="TEST_EVERY_VERSION=1 runs it"
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "device"),
+    [
+        ("0.19.2", "cpu"),
+        *(
+            pytest.param(version, device, marks=ON_REQUEST)
+            for version, device in (("0.19.2", "npu"), (on_version.MAIN, "cpu"), (on_version.MAIN, "npu"))
+        ),
+    ],
+)
+@pytest.mark.parametrize("program", ["own_policy.py", "own_objects.py"])
+def test_core_as_verl_and_ms_swift_use_it(version: str, device: str, program: str, tmp_path: Path) -> None:
+    """Names by value, packed answers, configuration by objects; a resume has the same bits."""
+    path = str(Path(__file__).with_name(program))
+    command = [sys.executable, *tiny.torchrun(2), path, str(tmp_path / "checkpoint")]
+    modules = warm.DRIVER if (version, device) == ("0.19.2", "cpu") else ()
+    done = run(command, device, tmp_path, on_version.environment(version), modules)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr or ''}"[-6000:]
+    assert done.stdout.count("goes on bit for bit") == 1
+
+
+@ON_REQUEST
+@pytest.mark.parametrize("version", ["0.19.2", on_version.MAIN])
+@pytest.mark.parametrize("program", ["own_policy.py", "own_objects.py"])
+def test_the_plugin_may_come_behind_what_they_have_bound(version: str, program: str, tmp_path: Path) -> None:
+    """Without triton these versions cannot be imported before the plug-in at all."""
+    pytest.importorskip("triton")
+    path = str(Path(__file__).with_name(program))
+    command = [sys.executable, *tiny.torchrun(2), path, str(tmp_path / "checkpoint")]
+    variables = {"MEGATRON_NPU_AUTOLOAD": "0", "LATE": "1"}
+    done = run(command, "cpu", tmp_path, on_version.environment(version) | variables)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("goes on bit for bit") == 1

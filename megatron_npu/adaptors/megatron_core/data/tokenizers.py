@@ -1,7 +1,7 @@
 """Methods that generation needs from GPT-2's and BERT's tokenizers, and the files they are loaded from.
 
-Connects ``datasets.megatron_tokenizer`` and, of ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and
-``megatron_hf_tokenizer`` of ``megatron.core``.
+Connects ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, of
+``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,23 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
         begin = _common_length(self.detokenize(ids[:count]), text, begin)
         starts.append(begin)
     return starts
+
+
+@around(
+    "megatron.core.tokenizers.text.text_tokenizer:MegatronTokenizerText.offsets",
+    versions=">=0.17",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="tokenizers of Hugging Face, GPT-2 and BERT have no such method, and the text-generation "
+    "server calls it for every answer: HTTP 500",
+)
+def offsets_without_a_method(
+    original: Callable[..., list[int]], self: Any, ids: list[int], text: str
+) -> list[int]:
+    """Find the positions in the text where the library's tokenizer cannot tell them."""
+    if hasattr(self._tokenizer, "offsets"):
+        return original(self, ids, text)
+    return offsets(self, ids, text)
 
 
 def _common_length(start: str, text: str, known: int) -> int:
