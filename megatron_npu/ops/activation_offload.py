@@ -1,7 +1,7 @@
 """Offload tensors that autograd saves in a forward pass to the host until the backward pass needs them.
 
-Copies go out on a stream of their own while the forward pass goes on, and come back on another: a layer's,
-when the backward pass reaches the layer behind it. Values are copied: results are the same bit for bit.
+Copies to the host run on their own stream during the forward pass. A layer's tensors are copied back, on
+another stream, when the backward pass reaches the layer above it. Results are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ _SAVING = "megatron_npu_saving"  # of a module: the context in which what its fo
 
 
 def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a result of ``module`` is to be computed that is not by its forward."""
+    """Return a context for computing a result of ``module`` outside its forward, with offloading."""
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
 
 
 class Offload:
-    """Moves what chosen modules of a stack of layers save.
+    """Offloads what chosen modules in a stack of layers save for backward.
 
     Args:
-        smallest: how many numbers a tensor has that is moved, or more.
+        smallest: tensors with fewer elements stay on the device.
     """
 
     def __init__(self, smallest: int) -> None:
@@ -100,12 +100,12 @@ class Offload:
         self.last: _Group | None = None
 
     def attach(self, module: torch.nn.Module, name: str, layer: int) -> None:
-        """Let what ``module`` saves be moved from now on.
+        """Offload what ``module`` saves from now on.
 
         Args:
-            module: a part of a layer; its forward becomes an attribute of its own.
-            name: of the part, the same in all layers.
-            layer: the place of the layer; the backward pass runs from the highest to the lowest.
+            module: a part of a layer; its forward is replaced on the instance.
+            name: of the part; the same in every layer.
+            layer: index of the layer; the backward pass runs from the highest to the lowest.
         """
         original = module.forward
 

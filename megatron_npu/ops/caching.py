@@ -1,8 +1,8 @@
 """Cache computed values, on the tensor or object they come from, or by arguments.
 
-Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor made in
-that mode can never be saved for a backward, and its version does not count writes: so nothing is cached on
-such a tensor, and what is cached is never made in that mode.
+Generation runs under ``torch.inference_mode()`` and training in the same process does not. A tensor created
+in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such
+tensors, and cached values are never created in that mode.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Value = TypeVar("Value")
 
 
 def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
-    """Return ``compute()``, called once until the tensor is written to; every layer gets the same value.
+    """Return ``compute()``, called once until the tensor is written to; all layers share the value.
 
     Args:
-        tensor: what ``compute`` reads; the value dies with it.
-        name: of the value, one per purpose.
+        tensor: what ``compute`` reads; the cached value lives as long as it.
+        name: of the value; one per purpose.
         key: what else the value depends on; another key replaces the cached value.
     """
     if tensor.is_inference():
@@ -44,11 +44,13 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """As ``cache_on_tensor``, for a value read from several tensors: cached on the object that holds them.
+    """As ``cache_on_tensor``, for a value read from several tensors: cached on the object that owns them.
 
     Args:
-        owner: takes attributes; a copy takes the cached value along, which its own tensors do not match.
-        sources: what ``compute`` reads; the value is computed again for another tensor, or one written to.
+        owner: an object that takes attributes. A copy of it has the cached value too, but other tensors, so
+            it is recomputed.
+        sources: the tensors that ``compute`` reads; another tensor, or a write to one, causes a
+            recomputation.
     """
     if any(source is not None and source.is_inference() for source in sources):
         return compute()
@@ -67,7 +69,8 @@ def _attribute(name: str) -> str:
 
 
 def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator: ``functools.lru_cache`` for functions that make tensors, usable in training."""
+    """Return a decorator like ``functools.lru_cache`` for functions that create tensors, usable in
+    training."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.lru_cache(maxsize)
@@ -83,6 +86,6 @@ def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def usable_in_training() -> Iterator[None]:
-    """Make ordinary tensors without a graph, even where the caller is in inference mode."""
+    """Create ordinary tensors without a graph, even if the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():  # the first switches gradients on
         yield

@@ -29,16 +29,16 @@ def vocab_parallel_cross_entropy(
     """Return ``logsumexp(logits) - logits[target]`` per token.
 
     Args:
-        logits: ``[..., v]``, this rank's part of the vocabulary; fp32, bf16 or fp16. **Its memory is
-            reused for the gradient in backward**, as upstream's does in forward, so that no second
-            buffer of its size is needed: nothing may read it after backward.
+        logits: ``[..., v]``, this rank's part of the vocabulary; fp32, bf16 or fp16. **Backward overwrites it
+            with the gradient**, as upstream does in forward, to save a second buffer of its size: do not read
+            it after backward.
         target: ``[...]``, token ids of the whole vocabulary.
         vocab_start: id of the first token of this rank's part.
         vocab_size: size of the whole vocabulary.
-        group: the tensor-parallel group; None or a group of one means that ``logits`` is all of it.
+        group: the tensor-parallel group; None or a group of one: ``logits`` covers the whole vocabulary.
         label_smoothing: probability mass given to the wrong tokens, in [0, 1), spread as upstream does
-            (Szegedy et al. 2016 with K - 1 in place of K), over the *whole* vocabulary: megatron-core
-            0.16 averages over each rank's part alone, so its loss depends on the parallel size.
+            (Szegedy et al. 2016 with K - 1 in place of K), but over the *whole* vocabulary: megatron-core
+            0.16 averages over each rank's part only, so its loss depends on the parallel size.
 
     Returns:
         ``[...]``, fp32.
@@ -49,14 +49,15 @@ def vocab_parallel_cross_entropy(
 
 
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return ``logsumexp(logits) - logits[target]`` per token, 0 where the target is to be ignored.
+    """Return ``logsumexp(logits) - logits[target]`` per token, 0 for ignored targets.
 
-    As ``F.cross_entropy`` without reduction, but 16-bit logits are not copied to fp32: tile by tile alone.
+    Like ``F.cross_entropy`` without reduction, but 16-bit logits are converted to fp32 tile by tile, not as a
+    whole.
 
     Args:
-        logits: ``[..., v]``, fp32, bf16 or fp16; left as they are, unlike the other function's.
+        logits: ``[..., v]``, fp32, bf16 or fp16; not changed, unlike in ``vocab_parallel_cross_entropy``.
         target: ``[...]``, token ids.
-        ignore_index: the target that says that there is none.
+        ignore_index: target value of tokens to ignore.
 
     Returns:
         ``[...]``, fp32. The gradient is in the dtype of ``logits``, zero for ignored tokens.
@@ -181,7 +182,7 @@ def reference(
     group: dist.ProcessGroup | None,
     label_smoothing: float,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` in plain torch; differentiates by itself."""
+    """``vocab_parallel_cross_entropy`` in plain torch, differentiated by autograd."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
     largest = z.detach().amax(-1)
@@ -303,16 +304,16 @@ class CrossEntropy(torch.autograd.Function):
 def reduce_over_ranks(
     normalizer: Tensor, predicted: Tensor, group: dist.ProcessGroup | None, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """Combine what each rank knows of its part of the vocabulary: two collectives over ``[tokens]``.
+    """Combine the ranks' parts of the vocabulary with two collectives over ``[tokens]``.
 
     Args:
-        normalizer: the logarithm of the sum of its exponentials.
-        predicted: the logit of the target, 0 where another rank has it.
+        normalizer: log-sum-exp of this rank's part.
+        predicted: logit of the target, 0 if another rank has it.
         group: None or a group of one: nothing is combined.
-        others: what else is to be summed.
+        others: further values to sum.
 
     Returns:
-        The same of the whole vocabulary.
+        The same values for the whole vocabulary.
     """
     if not _is_split(group):
         return normalizer, predicted, *others

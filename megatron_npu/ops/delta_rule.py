@@ -1,6 +1,6 @@
 """The gated delta rule of linear attention, with a decaying state that is corrected per key.
 
-Plain torch on every device: matrix products of chunks, so that nothing walks through a sequence step by step.
+Plain torch on every device: matrix products over chunks instead of a loop over the sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def gated_delta_rule(
         q, k: ``[batch, s, heads, n]``, fp32, bf16 or fp16.
         v: ``[batch, s, heads, p]``.
         log_decay: ``[batch, s, heads]``, not positive; any float dtype.
-        beta: ``[batch, s, heads]``, how much of a value is taken, from 0 to 1.
-        scale: of the outputs.
-        chunk: how many steps are computed together, a power of two; it changes rounding alone.
+        beta: ``[batch, s, heads]``, update strength from 0 to 1.
+        scale: factor applied to the outputs.
+        chunk: number of steps computed together, a power of two; it only affects rounding.
 
     Returns:
         ``[batch, s, heads, p]``, of the dtype of ``q``; computed in fp32.

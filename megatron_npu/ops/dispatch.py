@@ -30,7 +30,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """What a plan is where the implementation does not take the call."""
+    """The plan of a call that the implementation does not take."""
 
     reason: str
 
@@ -43,7 +43,7 @@ class Registered(NamedTuple):
 
     Attributes:
         function: the implementation.
-        supports, plan: what is asked before each call: one of the two, or nothing.
+        supports, plan: the check before each call: at most one of the two.
         note: what the function runs on, for the table in docs/reference/operations.md.
         limits: what ``supports`` admits, for the same table.
     """
@@ -56,7 +56,7 @@ class Registered(NamedTuple):
 
 
 class FallbackForbiddenError(UsageError):
-    """An operation fell back although ``MEGATRON_NPU_STRICT=1`` forbids it; the command line reports it."""
+    """An operation fell back although ``MEGATRON_NPU_STRICT=1`` forbids it."""
 
 
 OPERATIONS: list[Operation] = []
@@ -65,18 +65,19 @@ OPERATIONS: list[Operation] = []
 class Operation:
     """An operation: its name, its plain-torch reference and the implementations of the devices.
 
-    Calling it runs the implementation of this process's device, bound at the first call. Where that
-    implementation refuses the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the
-    reference runs and the reason is reported once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY``
-    puts a comparison with the reference around the implementation; without it nothing is in between.
+    A call runs the implementation of this process's device, bound at the first call. If that implementation
+    refuses the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the reference runs and
+    the reason is logged once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY`` compares each result
+    with the reference; without it the implementation is called directly.
 
     Args:
-        name: what reports call it.
+        name: shown in reports.
         reference: the same operation in plain torch; takes any float dtype, computes in fp32 or better.
-        group: the name under which ``MEGATRON_NPU_VERIFY`` finds it, if not its own.
-        draws: whether a call with these arguments draws random numbers, so that no reference can repeat it.
-        rounds_within: intermediate results have the dtype of its inputs, so that an output of a wider one is
-            no more precise than they are.
+        group: name for ``MEGATRON_NPU_VERIFY``, if other than ``name``.
+        draws: given a call's arguments, whether it draws random numbers, so that the reference cannot repeat
+            it.
+        rounds_within: intermediate results have the dtype of the inputs, so a wider output is no more precise
+            than the inputs.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Operation:
         Args:
             names: the devices.
             supports: given the arguments of a call, returns why the function cannot take it, or None.
-            plan: instead of ``supports``, where finding that out decides how the call is made: returns
-                ``Unsupported``, or anything else, which the function is given as ``plan``.
+            plan: instead of ``supports``, if the check also decides how to make the call: returns
+                ``Unsupported``, or anything else, which is passed to the function as ``plan``.
             note: what the function runs on, for the table in docs/reference/operations.md; Markdown.
             limits: what ``supports`` admits, for the same table; Markdown.
         """
@@ -125,10 +126,11 @@ class Operation:
         return register
 
     def example(self, case: str = "") -> Callable[[Example], Example]:
-        """Register the decorated function as a small call, which ``megatron-npu doctor`` makes and verifies.
+        """Register the decorated function as a small example call, which ``megatron-npu doctor`` runs and
+        verifies.
 
-        The function makes its tensors with what it is given: shape to random leaf. It returns the tensor that
-        is to be differentiated, or None. ``case`` tells several examples of one operation apart.
+        The function gets a helper that creates a random leaf tensor of a given shape, and returns the tensor
+        to differentiate, or None. ``case`` names one of several examples of an operation.
         """
 
         def register(function: Example) -> Example:
@@ -140,7 +142,7 @@ class Operation:
     def bind(self, device: str) -> None:
         """Use the implementation of ``device`` from now on.
 
-        A device without one gets the reference, which is reported as a fallback.
+        A device without an implementation gets the reference, which is logged as a fallback.
 
         Raises:
             UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that does not exist.
@@ -210,10 +212,10 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
     """Count a fallback; log its reason the first time.
 
     Args:
-        operation: the operation, or the option that was asked for.
-        reason: why it is not done as asked.
-        does: what happens instead, as the predicate of ``operation``.
-        remedy: what to ask for in strict mode; leaving that mode is always offered.
+        operation: the operation, or the requested option.
+        reason: why it is not done as requested.
+        does: what happens instead, as a predicate of ``operation``.
+        remedy: what to change in strict mode; leaving strict mode is always suggested too.
 
     Raises:
         FallbackForbiddenError: in strict mode.
@@ -229,16 +231,16 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
 
 def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
-    """Return whether a Triton kernel of ours computes a call on a GPU, and not torch's kernels.
+    """Return whether one of our Triton kernels computes a call on a GPU, rather than torch's kernels.
 
-    Both do what the operation's contract says, so this is no fallback that strict mode forbids. Why it is
-    torch's is in the log, once, and in the ledger, unless ``MEGATRON_NPU_TRITON=0`` asks for them, or a graph
-    of torch.compile is being made, which fuses them itself.
+    Both do what the operation's contract says, so using torch is not a fallback that strict mode forbids. The
+    reason for torch is logged once and counted in the ledger, except with ``MEGATRON_NPU_TRITON=0``, or while
+    torch.compile is tracing, which fuses torch's kernels itself.
 
     Args:
         operation: its name.
-        tensors: which the kernel is to take.
-        beyond: why the kernel does not take the call, whatever the tensors; None: it does.
+        tensors: the kernel's inputs.
+        beyond: a reason, apart from the tensors, why the kernel does not take the call; None: there is none.
     """
     if triton.switched_off() or torch.compiler.is_compiling():
         return False
@@ -249,12 +251,14 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return why no Triton kernel of ours will run on a GPU; None: there will, if the GPU is new enough."""
+    """Return why no Triton kernel of ours runs on a GPU; None: they run, if the GPU is new enough."""
     return triton.not_to_be_expected()
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count, and log the first time, why a slower implementation computes a call: no error in strict mode."""
+    """Count, and log the first time, why a slower implementation computes a call; not an error in strict
+    mode.
+    """
     seen = fallbacks.get((operation, reason), 0)
     fallbacks[operation, reason] = seen + 1
     if not seen:
@@ -262,5 +266,5 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return why ``kernel`` does not take ``dtype``, or None: a part of ``supports``."""
+    """Return why ``kernel`` does not take ``dtype``, or None; used in ``supports``."""
     return None if dtype in KERNEL_DTYPES else f"{kernel} takes no {dtype}"

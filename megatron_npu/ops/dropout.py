@@ -25,13 +25,13 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
         bias: ``[h]``, or None.
-        residual: like ``x``; another dtype is cast to that of ``x``, as upstream.
-        p: probability that a value is dropped; drawn from the generator of the device, so that Megatron's
-            RNG tracker decides which values they are.
+        residual: like ``x``; another dtype is cast to that of ``x``, as upstream does.
+        p: probability of dropping a value; uses the device's generator, so Megatron's RNG tracker controls
+            the draws.
         training: whether values are dropped.
 
     Returns:
-        Like ``x``; in inference without gradients ``x`` itself, changed in place, as upstream.
+        Like ``x``; in inference without gradients ``x`` itself, changed in place, as upstream does.
 
     Raises:
         ValueError: ``p`` is not in [0, 1].
@@ -49,10 +49,10 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return ``x`` with values dropped; arguments and errors are those of ``bias_dropout_add``.
+    """Return ``x`` with values dropped; arguments and errors as in ``bias_dropout_add``.
 
     Returns:
-        Like ``x``; ``x`` itself where nothing is dropped.
+        Like ``x``; ``x`` itself if nothing is dropped.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p must be in [0, 1], given {p}")
@@ -60,10 +60,10 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return ``dropout`` on a CPU for torch.compile: a node that draws the mask, and products to be fused.
+    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, the products can be fused.
 
-    The values that are dropped are those of ``dropout``. What inductor makes of torch's dropout draws them
-    one at a time, whatever the vector units (torch 2.13): 16 ns a value on a Zen 5, all of this 2 ns.
+    The dropped values are those of ``dropout``. inductor's own code for torch's dropout draws one value at a
+    time without vector instructions (torch 2.13): 16 ns a value on a Zen 5, against 2 ns for all of this.
     """
     keep = round((1.0 - p) * KEEP_LEVELS)
     if not training or p == 0.0:
@@ -86,7 +86,7 @@ def keep_mask_bits(
 ) -> Tensor:
     """Return a random mask on the CPU: 1 with probability ``keep / KEEP_LEVELS``, else 0.
 
-    Four decisions come from each 64-bit draw, which is four times as fast as torch's ``bernoulli_``.
+    Each 64-bit draw gives four decisions, which is four times as fast as torch's ``bernoulli_``.
 
     Args:
         draws: int64 scratch memory of at least a quarter of the mask's size; overwritten.
@@ -100,13 +100,13 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Return ``keep_mask_bits`` of random bits that are there: int64, one for each four values."""
+    """As ``keep_mask_bits``, from random bits already drawn: one int64 for four values."""
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
 
 
 def most_of_kept(keep: int) -> int:
-    """Return the largest number of 16 random bits, int16, at which a value is kept."""
+    """Return the threshold: a value is kept if its 16 random bits, as an int16, are at most this."""
     return keep - KEEP_LEVELS // 2 - 1  # the first beyond would not fit int16 where everything is kept
 
 

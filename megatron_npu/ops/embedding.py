@@ -25,22 +25,22 @@ def vocab_parallel_embedding(
     split: bool = True,
     keep_rows: KeepRows | None = None,
 ) -> Tensor:
-    """Return this rank's summand of the embedding: zeros for tokens of other ranks' parts.
+    """Return this rank's part of the embedding: zeros for tokens in other ranks' parts.
 
     Args:
         ids: ``[...]``, token ids of the whole vocabulary.
         weight: ``[vocab_end - vocab_start, h]``, this rank's rows of the table.
         vocab_start, vocab_end: the range of ids that this rank holds.
-        split: False says that the range is the whole vocabulary, so that there is nothing to mask.
-        keep_rows: on a cpu, is offered the gradients of the rows that were read before a table of zeros is
-            made for them; if it returns True, it has added them up itself, and the weight gets no gradient.
+        split: False if the range is the whole vocabulary, so that nothing is masked.
+        keep_rows: called on a cpu with the gradients of the rows read, before a zero-filled table is
+            allocated; if it returns True, it has accumulated them itself and the weight gets no gradient.
 
     Returns:
         ``[..., h]``, to be summed over the tensor-parallel group.
 
-    No boolean indexing: its result has a size that only the device knows, so the host would wait. The
-    gradients of a token that occurs many times are added up in fp32, in the order of the tokens on a cpu;
-    torch adds 16-bit ones up in 16 bits there, in which the sum of a frequent token stops growing.
+    Boolean indexing is avoided: the size of its result is known only on the device, so the host would wait.
+    Gradients of repeated tokens are summed in fp32, on a cpu in token order; torch sums 16-bit gradients in
+    16 bits there, and the sum of a frequent token stops growing.
     """
     return _embedding(ids, weight, vocab_start, vocab_end, split, keep_rows)
 

@@ -13,16 +13,16 @@ _LOG2_E = math.log2(math.e)
 
 
 def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
-    """Replace the values by the exponentials of their differences to ``subtrahend``, and return the tensor.
+    """Replace the values by ``exp(tensor - subtrahend)`` and return the tensor.
 
-    On a cpu by a kernel of our own, or by powers of two: torch's ``exp`` is MKL's there, which takes three
-    times as long on a processor that is not Intel's (an EPYC, torch 2.13). The subtrahend is multiplied
-    beforehand then, which saves a pass; both products are rounded, so the result is off by up to
-    |x| + |subtrahend| roundings: as much as those of the logits that are subtracted.
+    On a cpu this uses a compiled kernel of ours, or powers of two: torch's ``exp`` is MKL's there, which
+    takes three times as long on processors other than Intel's (an EPYC, torch 2.13). With powers of two the
+    subtrahend is scaled beforehand, which saves a pass; both products are rounded, so the error is up to |x|
+    + |subtrahend| roundings, as large as that of the logits being subtracted.
 
     Args:
         tensor: fp32 or fp64, changed in place.
-        subtrahend: of its dtype, broadcast to it.
+        subtrahend: of the same dtype, broadcastable to ``tensor``.
     """
     if tensor.device.type != "cpu":
         return tensor.sub_(subtrahend).exp_()

@@ -12,14 +12,14 @@ from megatron_npu.ops.caching import lru_cache_tensors
 def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
     """Return ``scale x H``, ``H`` Sylvester's matrix: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
 
-    One matrix product on every device: the rows are heads' channels, some 128 of them.
+    One matrix product on every device: rows are the channels of a head, typically 128.
 
     Args:
-        x: ``[..., n]``; n that is no power of two is padded with zeros to the next, and cut again.
-        scale: of the result; ``n ** -0.5`` keeps lengths.
+        x: ``[..., n]``; if n is not a power of two, rows are padded with zeros to the next one and cut again.
+        scale: factor applied to the result; ``n ** -0.5`` preserves norms.
 
     Returns:
-        As ``x``; computed in fp32.
+        Shaped and typed like ``x``; computed in fp32.
     """
     size = x.size(-1)
     matrix = _matrix((size - 1).bit_length(), x.device)

@@ -34,8 +34,8 @@ def layer_norm(
         bias: ``[h]``, like ``weight``.
         eps: added to the variance.
         zero_centered_gamma: the factor is ``1 + weight`` (Megatron's ``--apply-layernorm-1p``).
-        memory_efficient: keep the output for backward, which the next layer keeps anyway, in place of the
-            input (apex's option of that name); the gradient then suffers from the output's rounding.
+        memory_efficient: save the output for backward, which the next layer saves anyway, instead of the
+            input (apex's option of that name); the gradient then carries the output's rounding error.
 
     Returns:
         ``[..., h]`` in the dtype of ``input``; mean, variance and the sums over rows in backward are in fp32.
@@ -66,10 +66,10 @@ def norm_of_residual(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return the norm that a layer of Megatron begins with: layer norm, or RMS norm without a bias.
+    """Return the norm at the start of a Megatron layer: layer norm, or RMS norm without a bias.
 
-    Of an fp32 residual (``--fp32-residual-connection``) it is in the 16 bits of the weight, which the product
-    behind it takes. The arguments are those of ``layer_norm``.
+    For an fp32 residual (``--fp32-residual-connection``) the result has the weight's 16-bit dtype, which the
+    next product takes. Arguments are those of ``layer_norm``.
     """
     if input.dtype is torch.float32 and weight.dtype is not torch.float32:
         return mixed_norm(input, weight, bias, eps, zero_centered_gamma, memory_efficient)
@@ -86,7 +86,9 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return the same in the dtype of the weight, whatever that of the input, as apex's mixed kernels."""
+    """As ``layer_norm``, but return the result in the weight's dtype whatever the input's, as apex's mixed
+    kernels do.
+    """
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)

@@ -34,7 +34,7 @@ def add_layer_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of ``residual + dropout(x + shift)``, as of ``norm.layer_norm``, and that sum.
+    """Return the layer norm of ``residual + dropout(x + shift)``, as ``norm.layer_norm`` does, and that sum.
 
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
@@ -43,10 +43,10 @@ def add_layer_norm(
         bias: like ``weight``.
         eps: added to the variance.
         zero_centered_gamma: the factor is ``1 + weight``.
-        keep: who adds gradients of parameters up in fp32: what it takes, autograd is not given. A device that
-            has the gradient in the parameter's dtype alone does not ask.
-        shift: ``[h]``, a bias of ``x``; None: there is none.
-        p: the probability that a value is dropped, as of ``dropout.dropout`` in training.
+        keep: object that accumulates parameter gradients in fp32; a gradient that it takes is not passed to
+            autograd. Devices that compute the gradient only in the parameter's dtype do not call it.
+        shift: ``[h]``, a bias for ``x``; None: no bias.
+        p: probability of dropping a value, as in ``dropout.dropout`` in training.
 
     Returns:
         Both ``[..., h]`` in the dtype of ``x``.
@@ -64,17 +64,17 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of the sum and the sum itself; as ``add_layer_norm`` otherwise."""
+    """Return the RMS norm of the sum, and the sum; otherwise as ``add_layer_norm``."""
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Leave ``result``, which the norm ``reader`` would make of ``total``, for that norm."""
+    """Store ``result``, which is what the norm ``reader`` computes from ``total``, for that norm to fetch."""
     setattr(total, _RESULT, (reader, result))
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return what ``reader``, a norm, makes of ``input`` if it was handed on; once, as it holds memory."""
+    """Return the stored result of the norm ``reader`` for ``input``; only once, since it holds memory."""
     found = getattr(input, _RESULT, None)
     if found is None:
         return None
@@ -129,7 +129,7 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel of a sum and its norm does not take such tensors, or None."""
+    """Return why our Triton kernel for a sum and its norm does not take such tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return f"the residual {residual.dtype} {tuple(residual.shape)} is not as the summand {x.dtype}"
     if shift is not None and shift.shape != x.shape[-1:]:

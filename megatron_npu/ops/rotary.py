@@ -15,18 +15,18 @@ from megatron_npu.ops.triton.rotary import Rotary
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
-    """Return ``input`` with pairs of its last dimension turned by ``angles``.
+    """Return ``input`` with pairs of its last dimension rotated by ``angles``.
 
     Args:
         input: ``[s, b, n, d]``, fp32, bf16 or fp16 (packed sequences: ``[t, 1, n, d]``).
         angles: fp32, ``[s, 1, 1, r]`` or broadcastable to ``[s, b, n, r]`` with even r <= d, in the order of
-            the pairs' elements; what lies behind the first r of d is passed on.
+            the pairs' elements; channels after the first r are returned unchanged.
         interleaved: element 2i is paired with 2i + 1; otherwise i with i + r/2.
-        scale: factor of sine and cosine (YaRN's ``mscale``).
+        scale: factor applied to sine and cosine (YaRN's ``mscale``).
 
     Returns:
-        ``[s, b, n, d]``, contiguous, in the dtype of ``input``. Tables and products are in fp32 and rounded
-        once, except by the NPU's kernel; upstream rounds the tables to the dtype of ``input``.
+        ``[s, b, n, d]``, contiguous, in the dtype of ``input``. Tables and products are fp32 and rounded
+        once, except in the NPU's kernel; upstream rounds the tables to the dtype of ``input``.
 
     Raises:
         ValueError: r is odd or larger than d.
@@ -40,12 +40,12 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """As ``rotary``, from tables that are there already, as Transformers hands them to its layers.
+    """As ``rotary``, from existing tables, as Transformers passes them to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
         cosine, sine: ``[s, 1, 1, r]`` or ``[b or 1, s, 1, r]``, even r <= d; each angle twice, as in
-            ``rotary``. In fp32 they are as precise as ``rotary``'s own.
+            ``rotary``. fp32 tables give the precision of ``rotary``.
         interleaved: as in ``rotary``.
     """
     return _rotary(input, cosine, sine, interleaved)

@@ -1,8 +1,8 @@
 """DeepSeek's sparse attention over latents: each query reads the keys selected by an indexer.
 
 Source: DeepSeek-V3.2-Exp's report, 2.1, in the absorbed form of megatron-core 0.19
-(``transformer/experimental_attention_variant/dsa.py``): one key for all heads, whose first channels are the
-value as well, and whose last ones are rotated.
+(``transformer/experimental_attention_variant/dsa.py``): one key for all heads; its first channels are also
+the value, its last ones are rotated.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_npu.ops.dispatch import Make, Operation
 def sparse_latent_attention(
     query: Tensor, key: Tensor, indices: Tensor, scale: float, value_channels: int
 ) -> Tensor:
-    """Return causal softmax(scale · q·k̃ᵀ)·ṽ over the chosen keys k̃; softmax in fp32.
+    """Return causal softmax(scale · q·k̃ᵀ)·ṽ over the selected keys k̃; softmax in fp32.
 
     Args:
         query: ``[s, b, n, c + r]``.
         key: ``[s, b, 1, c + r]``; its first c channels are the values.
-        indices: ``[b, s, k]``, integers: the chosen keys of each query, in any order, and negative numbers
-            behind them for none. Keys behind the query are not read.
-        scale: of the scores.
+        indices: ``[b, s, k]``, integers: the selected keys of each query, in any order, padded at the end
+            with negative numbers. Keys after the query are not read.
+        scale: factor applied to the scores.
         value_channels: c.
 
     Returns:
-        ``[s, b, n, c]`` in the dtype of ``query``, contiguous; zeros where nothing is chosen.
+        ``[s, b, n, c]`` in the dtype of ``query``, contiguous; zeros if no key is selected.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -67,7 +67,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def beyond_npu(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_channels: int) -> str | None:
-    """Return which documented limit of ``npu_sparse_flash_attention`` the call exceeds."""
+    """Return the documented limit of ``npu_sparse_flash_attention`` that the call exceeds, or None."""
     kernel = "npu_sparse_flash_attention"
     if query.dtype not in _DTYPES:
         return f"{kernel} takes bf16 and fp16, not {query.dtype}"

@@ -1,6 +1,6 @@
 """State-space layers of Mamba-2: the selective scan, and the short causal convolution before it.
 
-Plain torch on every device: matrix products of chunks, so that nothing walks through a sequence step by step.
+Plain torch on every device: matrix products over chunks instead of a loop over the sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
         dt: ``[batch, s, heads]``, the step, positive; any float dtype.
         decay: ``[heads]``, negative.
         b, c: ``[batch, s, groups, n]``; ``heads / groups`` heads share one.
-        chunk: how many steps are computed together; it changes rounding alone.
+        chunk: number of steps computed together; it only affects rounding.
 
     Returns:
         ``[batch, s, heads, p]``, of the dtype of ``x``; computed in fp32.
@@ -41,10 +41,10 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
 
 
 def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``silu(bias + sum of weight[:, k] * input_(t - w + 1 + k))``, each channel by itself.
+    """Return ``silu(bias + sum of weight[:, k] * input_(t - w + 1 + k))``, channel by channel.
 
     Args:
-        input: ``[batch, s, d]``; what would come before it is 0.
+        input: ``[batch, s, d]``; values before the first step are 0.
         weight: ``[d, w]``.
         bias: ``[d]`` or None.
 
@@ -63,9 +63,9 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def sums_between(logs: Tensor) -> Tensor:
-    """Return the sum over the steps after s up to l, ``[..., l, s]``, of ``[..., l]``; -inf where s is later.
+    """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``; -inf if s is later.
 
-    Each is a sum by itself: a difference of two sums from the first step on would lose digits.
+    Each sum is computed by itself: differences of cumulative sums would lose precision.
     """
     steps = logs.size(-1)
     later = torch.ones(steps, steps, dtype=torch.bool, device=logs.device).triu(1)

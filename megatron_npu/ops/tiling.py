@@ -15,17 +15,17 @@ _WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
-    """Return how many rows of ``width`` values make a tile for each thread."""
+    """Return how many rows of ``width`` values make one tile per thread."""
     return max(1, _TILE_BYTES * torch.get_num_threads() // (4 * max(width, 1)))
 
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices that cover ``rows`` rows of ``width`` values, a tile each."""
+    """Yield slices that cover ``rows`` rows of ``width`` values, one tile each."""
     return _slices(rows, rows_per_tile(width))
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """As ``row_slices`` for reductions of long rows: every thread of a cpu gets as many rows of a tile."""
+    """As ``row_slices``, for reductions of long rows: every cpu thread gets the same number of rows."""
     row_bytes = 4 * max(width, 1)
     if device.type != "cpu":
         return _slices(rows, max(1, _TIMES_OFF_CPU * _WHOLE_ROWS_BYTES // row_bytes))

@@ -1,7 +1,8 @@
 """Activations of the MLP, with the bias of the layer before them: GELU, SwiGLU and GEGLU.
 
-Each keeps no more for backward than its inputs take. ``native`` is for cpu and what ``cuda`` has no kernel
-of ours for, ``cpu`` for what is faster there otherwise, ``npu`` for NPUs; ``reference`` says what they are.
+No implementation saves more for backward than its inputs. ``native`` serves cpu, and cuda where Triton has no
+kernel of ours; ``cpu`` has what is faster on processors, ``npu`` the NPU kernels; ``reference`` defines the
+results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["bias_gelu", "geglu", "gelu", "swiglu", "swiglu_backward"]
 
 
 def gelu(input: Tensor) -> Tensor:
-    """Return ``gelu(input)``, exact (erf) form (Hendrycks and Gimpel 2016), which BERT and ViT have.
+    """Return ``gelu(input)`` in the exact (erf) form (Hendrycks and Gimpel 2016), as BERT and ViT use it.
 
     Args:
         input: ``[...]``, fp32, bf16 or fp16.
@@ -59,7 +60,7 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
     """Return the gradient of ``swiglu``: ``[..., h]`` and the forward's ``[..., 2h]`` to ``[..., 2h]``.
 
-    For autograd functions of upstream that keep the input themselves.
+    For upstream's autograd functions, which save the input themselves.
     """
     gate, value = input.chunk(2, -1)
     output = input.new_empty(input.shape)

@@ -19,7 +19,7 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """``F.gelu`` of the sum, which backward forms again."""
+    """``F.gelu`` of ``input + bias``; backward recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Activations with torch_npu's kernels for each form.
 
-``npu_fast_gelu`` is not used: x·sigmoid(1.702·x) is up to 0.02 away from either form of GELU, and a model
-trained with it is another model.
+``npu_fast_gelu`` is not used: x·sigmoid(1.702·x) differs by up to 0.02 from both forms of GELU and would
+train a different model.
 """
 
 from __future__ import annotations

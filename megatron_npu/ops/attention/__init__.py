@@ -1,8 +1,8 @@
 """Attention: softmax(q·kᵀ·scale + mask)·v, with the same meaning for every layout and mask.
 
-``spec`` says what a call asks for, ``checks`` refuses contradictions, ``reference`` is the formula; ``cpu``,
-``cuda`` and ``npu`` compute it, the cpu with ``blockwise`` where torch has no kernel. ``block`` is attention
-over some of the keys, a step of the ring in ``context_parallel``. Kernels: docs/reference/attention.md.
+``spec`` describes a call, ``checks`` refuses contradictory arguments, ``reference`` is the formula; ``cpu``,
+``cuda`` and ``npu`` compute it, and ``blockwise`` does where torch has no CPU kernel. ``block`` is attention
+over part of the keys, one step of the ring in ``context_parallel``. Kernels: docs/reference/attention.md.
 """
 
 from __future__ import annotations
@@ -56,33 +56,32 @@ def attention(
         query: ``[s, b, h]`` (SBH), ``[b, s, h]`` (BSH), ``[s, b, n, d]`` (SBND), ``[b, s, n, d]`` (BSND),
             ``[b, n, s, d]`` (BNSD) or ``[t, n, d]`` (TND); fp32, bf16 or fp16.
         key: the same layout and dtype; its number of heads divides the query's (grouped-query attention).
-        value: like ``key``; its head size may differ, the result then has it.
+        value: like ``key``; its head size may differ and is then that of the result.
         layout: one of the names above.
-        scale: factor of the scores, usually 1 / sqrt(d).
+        scale: factor applied to the scores, usually 1 / sqrt(d).
         num_heads: heads of the query; required for SBH and BSH, whose last dimension is n * d.
-        causal: no key after the query's own position.
-        window: (window_left, window_right), how far a query sees back and ahead, in tokens; None does not
-            limit.
+        causal: hide the keys after the query's own position.
+        window: (window_left, window_right), how many tokens a query sees back and ahead; None means no limit.
         offset: position of the first query among the keys (keys in a cache, context parallelism); "end":
             the last query stands at the last key (causal "bottom-right").
         mask: boolean, broadcastable to ``[b, n, sq, sk]``; True means masked (Megatron's convention).
         packed: lengths of the sequences; required for TND. In the other layouts the tokens count batch by
             batch, and a sequence ends with its row or before.
-        dropout_p: probability that an attention weight is dropped, in [0, 1), drawn from the device's
-            generator: with the same generator state the same weights are dropped.
-        sink: ``[n]``, for each head of the query one more score, which takes its share of the weights and has
-            no value; zeros make a softmax off by one. Any float dtype. None: there is none.
-        flags: of the run, which reach the plan of a device as ``spec.flags``; the call's window and layout
-            are those above.
+        dropout_p: probability of dropping an attention weight, in [0, 1). Uses the device's generator: the
+            same generator state drops the same weights.
+        sink: ``[n]``, one extra score per query head, which takes a share of the weights and has no value;
+            zeros give softmax-off-by-one. Any float dtype. None: no sink.
+        flags: the run's flags, passed to the device's plan as ``spec.flags``; window and layout of this call
+            are the arguments above.
 
     Raises:
-        ValueError: the arguments contradict each other or the shapes; the message says which.
+        ValueError: the arguments contradict each other or the tensors' shapes.
 
-    Softmax is computed in fp32. A query that sees no key gets zeros, and gives zero gradients. What is masked
-    must be numbers all the same: NaN or infinity in a masked key or value is multiplied by a weight of 0, and
-    may reach the result, as in torch's ``scaled_dot_product_attention``. On a CPU ``dropout_p`` is a multiple
-    of 2^-16: the next one, and 2^-16 at least if it is not 0. Source:
-    Vaswani et al. 2017; mask semantics of Megatron-LM and of torch_npu's ``npu_fusion_attention``.
+    Softmax is computed in fp32. A query that sees no key gets zeros and zero gradients. Masked keys and
+    values must still be finite: NaN or infinity there is multiplied by a weight of 0 and may reach the
+    result, as in torch's ``scaled_dot_product_attention``. On a CPU ``dropout_p`` is rounded to a multiple of
+    2^-16, and to at least 2^-16 if it is not 0. Source: Vaswani et al. 2017; mask semantics of Megatron-LM
+    and of torch_npu's ``npu_fusion_attention``.
     """
     heads, key_heads = checks.head_counts(query, key, layout, num_heads)
     checks.check_tensors(query, key, value, layout, heads, key_heads)

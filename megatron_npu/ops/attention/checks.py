@@ -49,7 +49,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
     """Check that query, key and value have one dtype, and shapes that fit.
 
     Args:
-        query, key, value: in ``layout``; the head size of ``value`` may be another.
+        query, key, value: in ``layout``; ``value`` may have another head size.
         layout: one of ``layouts.LAYOUTS``.
         heads, key_heads: of the queries, and of keys and values, as ``head_counts`` returns them.
 
@@ -85,7 +85,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Raise ValueError unless ``packed`` is there for TND, and alone in saying what is visible."""
+    """Raise ValueError unless TND comes with ``packed``, and ``packed`` without another mask."""
     if packed is None:
         if layout == "TND":
             raise ValueError("layout TND needs packed, the lengths of its sequences")

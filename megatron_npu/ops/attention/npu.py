@@ -251,7 +251,7 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
 
 def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
-    """Return the atten_mask of a call that has no mask of its own."""
+    """Return the atten_mask for a call without a mask of its own."""
     return None if sparse_mode == NONE else _compressed_mask(device)
 
 

@@ -9,19 +9,18 @@ from megatron_npu.ops.caching import cache_on_tensor
 
 
 def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of the packed sequences that a causal mask allows, row of the batch by row.
+    """Return the lengths of the packed sequences that a causal mask allows, row by row of the batch.
 
-    Megatron builds its masks itself and hands over s² booleans even for plain causal attention. A mask that
-    says no more than "causal, within these sequences" is recognised here, so that no kernel needs to read it:
-    ``--reset-attention-mask`` makes a sequence of each document, and without it each row is one.
+    Megatron builds its masks itself and passes s² booleans even for plain causal attention. A mask that only
+    says "causal, within these sequences" is recognised here, so no kernel has to read it: with
+    ``--reset-attention-mask`` each document is a sequence, without it each row is one.
 
     Args:
-        mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read, which waits for a device;
-            once only: the result is kept with the tensor until that is written to.
+        mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read once, which waits for the
+            device; the result is cached on the tensor until the tensor is written to.
 
     Returns:
-        The lengths, in tokens, those of the first row of the batch first; None if the mask says anything
-        else.
+        The lengths in tokens, starting with the first row of the batch; None if the mask says anything else.
     """
     return cache_on_tensor(mask, "sequence_lengths", lambda: _read(mask))
 

@@ -26,9 +26,9 @@ def unfused(
             are fp32 (fp64 stays fp64).
         key: see ``query``.
         value: see ``query``.
-        spec: what is asked for.
-        mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None without.
-        sink: ``[n]``, a score more for each head, without a value; None without.
+        spec: the call.
+        mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None: no mask.
+        sink: ``[n]``, one extra score per head, without a value; None: no sink.
     """
     query = to_bnsd(query, spec.layout, spec.heads)
     key, value = (

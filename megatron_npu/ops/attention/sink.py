@@ -1,9 +1,9 @@
 """Attention with a sink: one more score per head, which takes probability and has no value.
 
-A query may so attend to nothing. With a sink of zero this is softmax off by one (Miller 2023): one is added
-to its divisor; a learned sink is that of gpt-oss. Given the lse of the scores without it, the sink scales the
-output by exp(lse) / (exp(lse) + exp(sink)). With the logarithm of that sum in place of the lse, the gradient
-of attention over a block of the keys is that of attention with a sink.
+It lets a query attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which adds one to
+the divisor; gpt-oss has a learned sink. Given the lse without it, the sink scales the output by exp(lse) /
+(exp(lse) + exp(sink)). The gradient is that of attention over a block of the keys, with the logarithm of that
+sum in place of the lse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ operation = Operation(
 
 
 def absorb(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention with a sink, and its lse, from those without.
+    """Add a sink to attention computed without one; return the new output and lse.
 
     Args:
         output: ``[s, b, n, d]``.
@@ -51,7 +51,7 @@ def absorb(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of the sink, ``[n]``: it takes weight from every key, and gives no value for it.
+    """Return the gradient of the sink, ``[n]``: it takes weight from every key and adds no value.
 
     Args:
         grad, output: of the attention with the sink, ``[s, b, n, d]``.
@@ -107,7 +107,7 @@ def _beyond_blocks(*arguments: Any) -> str | None:
 def by_blocks(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Compute the attention without the sink, and let it take its share."""
+    """Compute the attention without the sink, then add the sink."""
     query, key, value = (
         to_bnsd(t, spec.layout, heads).permute(2, 0, 1, 3)
         for t, heads in ((query, spec.heads), (key, spec.key_heads), (value, spec.key_heads))
@@ -119,7 +119,7 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """As ``npu.plan_call``: the operation takes a sink with whatever else it takes."""
+    """As ``npu.plan_call``: the operation accepts a sink with everything else it accepts."""
     return npu.plan_call(query, key, value, spec, mask)
 
 
@@ -134,5 +134,5 @@ def by_kernel(
     *,
     plan: npu.NpuCall,
 ) -> Tensor:
-    """Hand the sink over, in fp32 as torch_npu 2.13's documentation of ``npu_fusion_attention_v2`` says."""
+    """Pass the sink to the kernel in fp32, as torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
     return npu.attend(query, key, value, spec, mask, plan=plan, sink=sink.float())

@@ -17,10 +17,10 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """Lengths, in tokens, of sequences that lie one behind the other (thd); on the host.
+    """Lengths, in tokens, of concatenated sequences (thd), on the host.
 
-    They are the differences of ``cu_seqlens``. Sequence n of the queries attends to sequence n of the keys
-    and to nothing else. A length may be 0.
+    They are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of the
+    keys. A length may be 0.
     """
 
     query_lengths: tuple[int, ...]
@@ -28,11 +28,11 @@ class PackedSequences(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Queries ``[q0, q1)`` over keys ``[k0, k1)``: all of a call, or one of its packed sequences.
+    """Queries ``[q0, q1)`` over keys ``[k0, k1)``: the whole call, or one of its packed sequences.
 
     Query i, counted from q0, sees key j, counted from k0, when ``i - window_left <= j <= i + window_right``;
-    None does not limit. A call's ``causal``, ``window`` and ``offset`` all come down to these two numbers,
-    which an offset makes negative at times: plain causal attention is (None, 0), as flash-attn has it.
+    None means no limit. ``causal``, ``window`` and ``offset`` all reduce to these two numbers, which an
+    offset may make negative: plain causal attention is (None, 0), as in flash-attn.
     """
 
     q0: int
@@ -48,7 +48,7 @@ class Segment(NamedTuple):
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
     def sees_all_keys(self) -> bool:
-        """Return whether no query is limited."""
+        """Return whether every query sees all keys."""
         return self.window_left is None and self.window_right is None
 
     def rows_with_keys(self) -> tuple[int, int]:
@@ -73,9 +73,9 @@ class Segment(NamedTuple):
         return begin, max(begin, end)
 
     def part(self, first: int, last: int) -> Segment | None:
-        """Return queries ``[first, last)``, counted from q0, with the keys that some of them see.
+        """Return queries ``[first, last)``, counted from q0, with the keys that any of them sees.
 
-        A limit that forbids nothing there is None. None where no key is seen.
+        A window limit that hides nothing there is None. Returns None if no key is seen.
         """
         begin, end = self.visible_keys(first, last)
         if first >= last or begin >= end:
@@ -93,22 +93,24 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all pairs are visible, or a square's triangle: what kernels without a window compute."""
+        """Whether all pairs are visible, or those of a square causal mask: what kernels without windows
+        compute.
+        """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One call of attention without its tensors; see ``attention`` for the meaning of each field.
+    """One attention call without its tensors; see ``attention`` for the fields.
 
-    Two calls with equal specs, shapes and dtypes are computed alike, so plans may be cached by them.
+    Calls with equal specs, shapes and dtypes are computed the same way, so plans may be cached by them.
 
     Attributes:
-        segments: all of the call; with ``packed``, each of the sequences.
-        masked: whether there is a mask, ``[b or 1, n or 1, sq or 1, sk or 1]``, which is handed over apart.
-        flags: of the run, for what a device's plan reads of them; the call's own window and layout are in
-            ``segments`` and ``layout``.
+        segments: one for the whole call, or one per packed sequence.
+        masked: whether a mask ``[b or 1, n or 1, sq or 1, sk or 1]`` is passed alongside.
+        flags: the run's flags, for a device's plan; window and layout of the call are in ``segments`` and
+            ``layout``.
     """
 
     layout: str
@@ -134,7 +136,7 @@ def dense_segments(
 def packed_segments(
     packed: PackedSequences, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the segment of each sequence; those without queries are kept, in order."""
+    """Return one segment per sequence, in order, including those without queries."""
     spans, q, k = [], 0, 0
     for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         spans.append((q, q + queries, k, k + keys))
@@ -165,9 +167,9 @@ def _limited(
 
 
 def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return ``[queries, keys]``, True where the window forbids a pair; None if it forbids none.
+    """Return ``[queries, keys]``, True where the window hides a pair; None if it hides none.
 
-    For references and small calls only: it grows with queries × keys.
+    For references and small calls only: memory grows with queries × keys.
     """
     if segment.sees_all_keys():
         return None
@@ -189,10 +191,10 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return the window of all segments when the last query stands at the last key; None if they differ.
+    """Return all segments' window relative to the last query at the last key; None if they differ.
 
-    The way flash-attn and torch_npu's band describe a window. Its limits are negative where the band lies
-    wholly on one side of that diagonal.
+    This is how flash-attn and torch_npu's band mode describe a window. A limit is negative where the band
+    lies entirely on one side of that diagonal.
     """
     windows = {
         (
@@ -208,7 +210,8 @@ def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
 
 
 def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return for each query the first key it sees and the first behind those, two ``[queries]`` int32."""
+    """Return for each query the first key it sees and the end of its keys, two ``[queries]`` int32
+    tensors."""
     begins, ends = [], []
     for s in segments:
         position = torch.arange(s.q1 - s.q0, dtype=torch.int32)

@@ -1,9 +1,9 @@
 """Compiled CPU kernels that do in one pass over memory what torch does in several.
 
-``kernels.cpp`` has them, ``products`` the matrix products, and ``attention`` all of attention; ``building``
-compiles where there is a g++, and ``abi`` calls: it refuses what a kernel would misread. The functions here
-may be called where ``usable`` says so; everywhere else operations take torch's own, one after the other, as
-they always do with ``MEGATRON_NPU_COMPILED=0``. Results of both differ by roundings.
+``kernels.cpp`` has them; ``products`` has the matrix products and ``attention`` all of attention.
+``building`` compiles where g++ is installed, and ``abi`` calls the kernels and checks their arguments. The
+functions here may be called where ``usable`` is true; elsewhere, and with ``MEGATRON_NPU_COMPILED=0``,
+operations use torch's own functions. The two differ by rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def available() -> bool:
-    """Return whether there are kernels, and no graph of torch.compile is being made."""
+    """Return whether the kernels are loaded and torch.compile is not tracing."""
     return not torch.compiler.is_compiling() and library() is not None
 
 
@@ -70,7 +70,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``left · right``, elementwise, and the sum of its rows ``[h]`` in fp32; else ``[..., h]``."""
+    """Return ``left · right``, elementwise, and its sum over rows: ``[..., h]``, and ``[h]`` in fp32."""
     output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
     abi.product_and_sum(left, right, output, sums)
     return output, sums
@@ -79,12 +79,12 @@ def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``, the last two in fp32.
+    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``; the last two in fp32.
 
     Args:
         grad: of the output, ``[n, h]``, usable.
         input: the same.
-        mean: of the rows, ``[n, 1]``, fp32; None for an RMS norm, which has no bias either.
+        mean: of the rows, ``[n, 1]``, fp32; None for an RMS norm, which has no bias.
         rstd: like ``mean``.
         factor: ``[h]``, fp32, contiguous.
     """
@@ -95,11 +95,11 @@ def norm_backward(
 
 
 class Kept(NamedTuple):
-    """Which values dropout keeps: those whose 16 random bits, as a number, are ``most`` or less.
+    """Which values dropout keeps: those whose 16 random bits, as an int16, are at most ``most``.
 
     Attributes:
-        bits: int64, one number for four values; contiguous.
-        most: of int16's range.
+        bits: int64, one for four values; contiguous.
+        most: an int16.
     """
 
     bits: Tensor
@@ -110,37 +110,37 @@ _EVERYTHING = (None, 0)  # is kept
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Write the softmax of the last dimension to ``rounded``, and unrounded to ``weights``.
+    """Write the softmax over the last dimension to ``rounded``, and unrounded to ``weights``.
 
     Args:
         scores: ``[..., m]``, fp32, usable.
-        weights: like ``scores``, or ``scores`` themselves; or None.
-        rounded: of that shape, bf16, usable.
-        kept: what is not zeroed in ``rounded``; None: everything.
+        weights: like ``scores``, or ``scores`` itself; None: not wanted.
+        rounded: of the same shape, bf16, usable.
+        kept: which values ``rounded`` keeps, the others being 0; None: all.
     """
     abi.softmax(scores, weights, rounded, *_EVERYTHING if kept is None else kept)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Write the gradient of the scores to ``rounded``, which is bf16.
+    """Write the gradient of the scores to ``rounded``, in bf16.
 
     Args:
-        grad: of what ``softmax`` has rounded, ``[..., m]``, fp32, usable.
-        weights: as ``softmax`` has written them, the same.
-        rounded: of that shape, bf16, usable.
-        kept: as for ``softmax``.
+        grad: of the ``rounded`` that ``softmax`` wrote, ``[..., m]``, fp32, usable.
+        weights: as ``softmax`` wrote them.
+        rounded: of the same shape, bf16, usable.
+        kept: as in ``softmax``.
     """
     abi.softmax_backward(grad, weights, rounded, *_EVERYTHING if kept is None else kept)
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
-    """Add ``factor · part`` to ``total``, in one pass also where that is fp32 and the part bf16.
+    """Add ``factor · part`` to ``total``, in one pass even for an fp32 total and a bf16 part.
 
-    torch copies a part of another dtype first. Where the kernel does not take them, torch adds.
+    torch first copies a part of another dtype. Tensors that the kernel does not take are added by torch.
 
     Args:
         total: any float tensor; changed in place.
-        part: of its shape.
+        part: of the same shape.
     """
     if not _takes(total, part):
         total.add_(part, alpha=factor)

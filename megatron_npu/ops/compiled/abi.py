@@ -1,11 +1,11 @@
-"""Interface to the compiled kernels: the only caller, with the argument checks of each.
+"""Interface to the compiled kernels: their only caller, which checks each kernel's arguments.
 
-A kernel is given addresses and sizes, and believes both. So every tensor is looked at here first: its memory,
-dtype, shape and strides. What a kernel would misread, or write beyond, raises. Who calls makes sure that it
-does not come to that: ``usable`` and the other questions beside the callers leave such tensors to torch.
+A kernel gets addresses and sizes and cannot check them. So each tensor's memory, dtype, shape and strides are
+checked here, and tensors that a kernel would misread or write past raise an error. Callers avoid these errors
+with ``usable`` and similar functions, and leave other tensors to torch.
 
-Each function has the name of its kernel, without the dtype or the arithmetic that it was compiled for. What a
-kernel throws is its status here, and raised again.
+Each function is named after its kernel, without the dtype or arithmetic it was compiled for. An exception
+inside a kernel comes back as a status and is raised again here.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 class Weighting(NamedTuple):
     """How values are weighted: ``gain · kept(softmax(scale · query · keyᵀ))``.
 
-    Query i sees keys ``[begin + i, end + i)``, where these exist; each sees one.
+    Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one.
 
     Attributes:
-        begin: of the first query; None: every query sees all keys on the left.
-        end: the same of the keys on the right.
-        repeats: rows that one query has, one for each of its heads.
-        scale: of the scores.
-        seed: of what dropout keeps, 64 bits.
-        keep: of 65,536 weights; all of them: no dropout.
-        gain: of those that are kept.
+        begin: for the first query; None: no left limit.
+        end: for the first query; None: no right limit.
+        repeats: rows per query, one for each of its heads.
+        scale: factor applied to the scores.
+        seed: of the dropout, 64 bits.
+        keep: how many of 65,536 weights are kept; all of them: no dropout.
+        gain: factor for the kept weights.
     """
 
     begin: int | None
@@ -96,7 +96,7 @@ _KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is memory of a CPU, and nothing that only looks like it."""
+    """Return whether a tensor is a plain CPU tensor, whose memory holds its values."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:
         return False
     # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
@@ -104,7 +104,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether values share memory, or may: such a tensor, an expanded one, cannot be written to."""
+    """Return whether elements share memory, or may: such a tensor, for instance an expanded one, cannot be
+    written to.
+    """
     if tensor.is_contiguous():
         return False
     extent = 1
@@ -207,7 +209,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tenso
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
-    """Both ``[n, ...]``: a total in fp32, whose n are contiguous each, and a part in bf16."""
+    """Both ``[n, ...]``: an fp32 total with contiguous rows, and a bf16 part."""
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
     address = _contiguous("part", part, _BFLOAT, part.shape)
     _check(has_contiguous_rows(total), "total", total, "with rows that are contiguous, and apart")
@@ -219,7 +221,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Return whether each of ``[n, ...]`` is contiguous, and none is in another's memory."""
+    """Return whether each row of ``[n, ...]`` is contiguous and no two overlap."""
     if tensor.dim() < 2 or not tensor.size(0):
         return False
     return tensor.is_contiguous() or (tensor[0].is_contiguous() and not overlaps(tensor))
@@ -337,7 +339,7 @@ def attention_backward(
 
 
 def can_pair(loaded: ctypes.CDLL) -> bool:
-    """Return whether kernels were compiled for a processor with the instruction for pairs of bf16."""
+    """Return whether the kernels were compiled for a processor with bf16 dot-product instructions."""
     return bool(loaded.can_pair())
 
 

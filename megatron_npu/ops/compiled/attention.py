@@ -15,7 +15,7 @@ __all__ = ["Factors", "Weighting", "backward", "forward", "takes"]
 
 
 class Factors(NamedTuple):
-    """What is attended with: all fp32 or all bf16, of any strides but the last one.
+    """The operands: all fp32 or all bf16, with any strides except in the last dimension.
 
     Attributes:
         query: ``[heads, rows, d]``.
@@ -29,19 +29,20 @@ class Factors(NamedTuple):
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Return whether the kernel is worth while for factors of this dtype on this processor."""
+    """Return whether the kernel is worthwhile for this dtype on this processor."""
     if dtype is torch.bfloat16:
         return products.has_kernel()
     return dtype is torch.float32 and products.has_avx512() and library() is not None
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write weights · values to ``output``, and for ``backward`` the logarithm of each row's normalizer.
+    """Write weights · values to ``output``, and to ``normalizer`` the log of each row's sum, for
+    ``backward``.
 
     Args:
-        factors: what is attended with.
-        weighting: how.
-        output: ``[heads, rows, dv]``, of the dtype of the factors.
+        factors: query, key and value.
+        weighting: scale, window and dropout.
+        output: ``[heads, rows, dv]``, in the dtype of the factors.
         normalizer: ``[heads, rows, 1]``, fp32.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
@@ -58,11 +59,11 @@ def backward(
     """Write the gradients of queries, keys and values.
 
     Args:
-        factors: as ``forward`` was given them.
-        weighting: the same.
-        result: output and normalizer, as it has written them.
+        factors: as in ``forward``.
+        weighting: as in ``forward``.
+        result: output and normalizer that ``forward`` wrote.
         grad: of the output.
-        gradients: of the shapes and the dtype of the factors.
+        gradients: with the shapes and dtype of the factors.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
     abi.attention_backward(factors, weighting, result, grad, gradients, arithmetic)

@@ -29,10 +29,10 @@ _WITHOUT = f"set {settings.COMPILED.name}=0"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels; None where they are switched off, or cannot be had, which is reported then.
+    """Return the kernels; None if they are switched off or unavailable, in which case the reason is logged.
 
     Raises:
-        FallbackForbiddenError: they cannot be had, in strict mode.
+        FallbackForbiddenError: they are unavailable, in strict mode.
     """
     if not settings.COMPILED.enabled():
         return None
@@ -45,16 +45,16 @@ def library() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the kernels now if this process is to use them, and not inside of its first training step.
+    """Compile the kernels now if this process will use them, not in its first training step.
 
-    One process of a machine does, and the others wait.
+    One process per machine compiles; the others wait.
     """
     if devices.current().is_host:
         library()
 
 
 def folder() -> Path:
-    """Return where compiled kernels are kept: in the user's cache; it need not exist."""
+    """Return the folder of compiled kernels in the user's cache; it may not exist yet."""
     return user_cache.root() / "kernels"
 
 

@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """How our kernel multiplies bf16."""
+    """How our kernel multiplies bf16 on this processor."""
 
     WIDENED = "by fp32's multiply-adds: the fastest where the processor has nothing as fast for bf16"
     PAIRED = "by AVX-512's instruction for bf16, at twice the rate of fp32's: as fast as oneDNN"
@@ -28,17 +28,17 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return whether every bf16 product is to be ours here: oneDNN's take twice the time and more.
+    """Return whether our kernel is to do all bf16 products here, because oneDNN takes at least twice as long.
 
-    Where they are only as fast as oneDNN's (``has_kernel``), ours are those that torch needs copies for:
-    batches of heads that lie apart, results in fp32, and products that add.
+    Where both are equally fast (``has_kernel``), ours does the products for which torch needs copies: batches
+    of strided heads, results in fp32, and products added to a tensor.
     """
     return _arithmetic() is Arithmetic.WIDENED and library() is not None
 
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return whether ``multiply`` is worth while on this processor."""
+    """Return whether ``multiply`` is worthwhile on this processor."""
     return _usable_arithmetic() is not None
 
 
@@ -56,7 +56,7 @@ def _arithmetic() -> Arithmetic | None:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return whether this processor has AVX-512, which kernels for it alone are compiled for."""
+    """Return whether this processor has AVX-512, which some kernels are compiled for."""
     return _features_of(_processor()) >= _AVX512
 
 
@@ -67,7 +67,7 @@ def _processor() -> str:
 
 
 def arithmetic_of(processor: str) -> Arithmetic | None:
-    """Return the same of a processor as Linux describes it in ``/proc/cpuinfo``."""
+    """Return the arithmetic for a processor described by ``/proc/cpuinfo``."""
     can = _features_of(processor)
     if not can >= _AVX512 or "amx_bf16" in can:
         return None
@@ -94,14 +94,14 @@ def _usable_arithmetic() -> Arithmetic | None:
 
 
 def pairs() -> bool:
-    """Return whether the kernel is to take pairs; else it widens."""
+    """Return whether the kernel uses bf16 dot products; otherwise it widens to fp32."""
     return _arithmetic() is Arithmetic.PAIRED
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``multiply`` is to have these factors, ``[n, m]`` and ``[m, k]``, or some of each.
+    """Return whether ``multiply`` should take these operands, ``[n, m]`` and ``[m, k]``, or batches of them.
 
-    Of factors that do not fit each other it is not: torch says then what is wrong.
+    Operands with mismatched shapes are refused, so that torch reports the error.
     """
     if left.dtype is not torch.bfloat16 or right.dtype is not torch.bfloat16:
         return False
@@ -128,15 +128,15 @@ def multiply(
     factor: float = 1.0,
     add: bool = False,
 ) -> Tensor:
-    """Write ``factor · left · right + bias`` to ``out`` and return it; sums are in fp32 and rounded once.
+    """Write ``factor · left · right + bias`` to ``out`` and return it; sums are fp32 and rounded once.
 
     Args:
-        left: ``[n, m]`` or ``[b, n, m]``, of any strides; ``takes`` says whether.
+        left: ``[n, m]`` or ``[b, n, m]``, with strides that ``takes`` accepts.
         right: ``[m, k]`` or ``[b, m, k]``.
         out: ``[n, k]`` or ``[b, n, k]``, fp32 or bf16, with contiguous rows.
         bias: ``[k]``, or None.
-        factor: of the product.
-        add: whether to add to what is in ``out``.
+        factor: multiplies the product.
+        add: whether to add to the contents of ``out``.
     """
     a, b, c = (left, right, out) if left.dim() == 3 else (left[None], right[None], out[None])
     a, b = _with_a_unit_stride(a), _with_a_unit_stride(b)
@@ -146,9 +146,9 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return whether ``add`` is to have these: matrices of bf16, and a sum in fp32.
+    """Return whether ``add`` should take these: bf16 matrices and an fp32 sum.
 
-    oneDNN's product is rounded first, and added then. For fp32 MKL's, which adds, is as fast.
+    oneDNN rounds the product before it is added. For fp32, MKL adds in the product itself and is as fast.
     """
     if torch.compiler.is_compiling() or total.dtype is not torch.float32 or not takes_result(total):
         return False
@@ -169,7 +169,7 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``exponentials`` is to have these factors: matrices of bf16."""
+    """Return whether ``exponentials`` should take these operands: bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
@@ -208,7 +208,7 @@ def _widened(bias: Tensor | None) -> Tensor | None:
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
-    """Return what the kernels for factors of this dtype are called after."""
+    """Return the suffix in the names of kernels for operands of this dtype."""
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"

@@ -2,7 +2,8 @@
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
-Scores are computed in fp32 as there; versions before 0.18 round them to the dtype of the logits on the way.
+Scores are computed in fp32 as there; versions before 0.18 round intermediate scores to the dtype of the
+logits.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Routing(NamedTuple):
     """How experts are chosen.
 
     Attributes:
-        topk: experts of a token.
-        score: "softmax", "sigmoid" or "sqrtsoftplus"; the weights of the last two are divided by their sum,
+        topk: experts per token.
+        score: "softmax", "sigmoid" or "sqrtsoftplus"; weights of the last two are normalised to sum to 1,
             unless a token has one expert only.
-        before: softmax of all experts, before the choice, and not of the chosen ones.
-        groups, chosen_groups: consecutive experts are of one group; experts are chosen from the groups whose
-            best ``topk // chosen_groups`` experts have the largest sums. 0: from all.
-        scale: factor of the weights.
+        before: whether softmax runs over all experts before the choice, or over the chosen ones after it.
+        groups, chosen_groups: experts are split into consecutive groups and chosen only from the groups whose
+            best ``topk // chosen_groups`` experts have the largest sums. 0: no groups.
+        scale: factor applied to the weights.
     """
 
     topk: int
@@ -43,7 +44,7 @@ class Routing(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """How many of a group's best experts are added up."""
+        """Number of best experts summed per group."""
         return self.topk // self.chosen_groups if self.chosen_groups else 1
 
 
@@ -52,14 +53,14 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
-        routing: how.
-        bias: ``[e]``, added to sigmoid and sqrtsoftplus scores for the choice alone; softmax ignores it.
+        routing: how experts are chosen.
+        bias: ``[e]``, added to sigmoid and sqrtsoftplus scores for the choice only; ignored with softmax.
 
     Returns:
-        ``[t, e]`` in the dtype of ``logits``, and ``[t, e]`` bool with ``routing.topk`` ones in every row.
+        ``[t, e]`` in the dtype of ``logits``, and ``[t, e]`` bool with ``routing.topk`` True values per row.
 
     Raises:
-        ValueError: numbers that do not fit, or a score that is not known.
+        ValueError: the numbers do not fit together, or the score is unknown.
     """
     _check(logits, routing.topk, routing.score)
     groups, chosen = routing.groups or 0, routing.chosen_groups or 0
@@ -72,11 +73,11 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
 
 def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[Tensor, Tensor]:
-    """Return the scores of the load-balancing loss, which add up to 1 for each token, and the best ``topk``.
+    """Return the load-balancing loss's scores, which sum to 1 per token, and the ``topk`` best experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
-        topk: experts of a token.
+        topk: experts per token.
         score: as in ``Routing``.
 
     Returns:
@@ -93,8 +94,8 @@ def balancing_loss(scores: Tensor, tokens_per_expert: Tensor, factor: float | Te
     """Return ``factor * sum(scores * tokens_per_expert)``, a scalar.
 
     Args:
-        scores: ``[t, e]``, of ``routing_scores``.
-        tokens_per_expert: ``[e]``, of any dtype; without a gradient.
+        scores: ``[t, e]``, from ``routing_scores``.
+        tokens_per_expert: ``[e]``, of any dtype; gets no gradient.
         factor: a number, or a scalar tensor.
     """
     return _loss(scores, tokens_per_expert, factor)

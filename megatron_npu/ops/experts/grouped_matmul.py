@@ -19,7 +19,7 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         input: ``[t, k]``, fp32, bf16 or fp16, the rows of each expert together.
         weight: ``[e, k, n]``, of the dtype of ``input``.
-        counts: ``[e]``, integers on any device, how many rows each expert has; their sum is t. 0 is allowed.
+        counts: ``[e]``, integers on any device: the number of rows of each expert, with sum t. 0 is allowed.
 
     Returns:
         ``[t, n]``. An expert without rows gets a weight gradient of zeros.
@@ -27,7 +27,7 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
 
-    Source: ``grouped_gemm.ops.gmm`` of the package grouped_gemm 1.1.4, which Megatron asks for.
+    Source: ``grouped_gemm.ops.gmm`` of the package grouped_gemm 1.1.4, which Megatron uses.
     """
     if input.dim() != 2 or weight.dim() != 3 or input.size(1) != weight.size(1):
         raise ValueError(f"[t, k] and [e, k, n] do not fit: {tuple(input.shape)}, {tuple(weight.shape)}")
@@ -44,12 +44,12 @@ def grouped_linear(
 ) -> Tensor:
     """Return the first ``counts[0]`` rows times ``weights[0]`` transposed, plus ``biases[0]``, the next …
 
-    As ``grouped_matmul``, for experts that each have a weight of their own: no copy is made of them.
+    As ``grouped_matmul``, for experts with separate weight tensors, which are not copied.
 
     Args:
         input: ``[t, i]``, fp32, bf16 or fp16, the rows of each expert together.
         weights: e of ``[o, i]``, of the dtype of ``input``.
-        counts: ``[e]``, integers, how many rows each expert has; their sum is t. 0 is allowed.
+        counts: ``[e]``, integers: the number of rows of each expert, with sum t. 0 is allowed.
         biases: e of ``[o]``, or None.
 
     Returns:

@@ -1,7 +1,7 @@
 """Sort tokens by expert, and back.
 
-Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), where every
-token goes to the same number of experts and none is dropped.
+Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
+case that every token goes to the same number of experts and none is dropped.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 def permute_tokens(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token to its experts, the rows of each expert together and in the tokens' order.
+    """Copy each token to its experts; rows are grouped by expert and in token order within each.
 
     Args:
         tokens: ``[t, h]``, fp32, bf16 or fp16.
-        routing_map: ``[t, e]``, bool, with ``copies`` ones in every row; that is not checked.
-        probs: ``[t, e]``, of the dtype of ``tokens`` or fp32; None if nobody asks for them.
-        copies: experts of a token.
+        routing_map: ``[t, e]``, bool, with ``copies`` True values per row, which is not checked.
+        probs: ``[t, e]``, of the dtype of ``tokens`` or fp32; None if not needed.
+        copies: experts per token.
 
     Returns:
-        The rows ``[t * copies, h]``; the probability of each ``[t * copies]``, None without ``probs``; and
+        The rows ``[t * copies, h]``; their probabilities ``[t * copies]``, None without ``probs``; and
         ``positions`` (int32, ``[t * copies]``): the row of a token's k-th copy, experts ascending, is
         ``positions[token * copies + k]``.
 
@@ -51,7 +51,7 @@ def unpermute_tokens(
     probs: Tensor | None = None,
     routing_map: Tensor | None = None,
 ) -> Tensor:
-    """Add the copies of each token up, times their probabilities if there are any.
+    """Sum the copies of each token, weighted by their probabilities if there are any.
 
     Args:
         rows: ``[t * copies, h]``.

@@ -28,20 +28,19 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., h]``, fp32, bf16 or fp16.
         weight: ``[v, h]``, this rank's part of the vocabulary, of the dtype of ``hidden``.
-        target: ``[...]``, token ids of the whole vocabulary. An id that no rank has counts as a logit of 0.
+        target: ``[...]``, token ids of the whole vocabulary. An id outside it counts as a logit of 0.
         bias: ``[v]``, of the dtype of ``hidden``, or None.
         vocab_start: id of the first token of this rank's part.
-        group: the tensor-parallel group; None or a group of one means that ``weight`` is all of it.
-        main_grad: ``[v, h]``, to which the weight's gradient is added block by block; then the weight itself
-            gets none. None: it gets one of its own dtype.
-        recompute: backward multiplies ``hidden`` with ``weight`` again, and nothing of the size of the logits
-            is kept: a third more products. False: on a cpu the exponentials are kept, in the dtype and with
-            the bytes of the logits, which is faster; other devices compute again.
+        group: the tensor-parallel group; None or a group of one: ``weight`` covers the whole vocabulary.
+        main_grad: ``[v, h]``, a buffer to which the weight's gradient is added block by block; the weight
+            itself then gets none. None: the weight gets a gradient in its own dtype.
+        recompute: backward recomputes the logits and nothing of their size is saved, for a third more
+            products. False: on a cpu the exponentials are saved, in the dtype and size of the logits, which
+            is faster; other devices recompute anyway.
 
     Returns:
-        ``[...]``, fp32. Sums over the vocabulary and gradients over blocks are in fp32. The gradient of
-        ``hidden`` is this rank's share: the sum over ``group`` is left to the caller, as Megatron's mappings
-        do it.
+        ``[...]``, fp32. Sums over the vocabulary and over blocks are fp32. The gradient of ``hidden`` is this
+        rank's share; the caller sums it over ``group``, as Megatron's mappings do.
 
     Sources: blocks of the vocabulary with one running normalizer as in Wijmans et al., Cut Your Losses in
     Large-Vocabulary Language Models (2024); the collectives as in Megatron-LM's vocabulary-parallel loss.

@@ -1,4 +1,4 @@
-"""Blocks of the vocabulary that are recomputed in backward, so that nothing of the logits' size is kept."""
+"""Blocks of the vocabulary that backward recomputes, so that nothing of the logits' size is saved."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
-    """Return the block's part of a bias, if there is one."""
+    """Return the block's part of the bias, or None."""
     return None if bias is None else bias[block]
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return the column of each target in a block, ``[t, 1]``, and where it is in there (elsewhere 0)."""
+    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether it is in the block."""
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 
@@ -54,7 +54,7 @@ def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The normalizer of all blocks going forward; their probabilities going backward."""
+    """Forward computes the normalizer over all blocks; backward recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -88,13 +88,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """Gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias from those of logits, in blocks.
+    """Gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias, from those of the logits, block by
+    block.
 
     Args:
-        ctx: of an autograd function with hidden states, weight and bias as its first arguments, and
+        ctx: of an autograd function whose first arguments are hidden states, weight and bias, with
             ``main_grad``.
-        factors: ``[t, 1]``, of the dtype of ``rows``, which has them already: by what each row of the
-            gradients of the logits is to be multiplied; None: by nothing.
+        factors: ``[t, 1]``, in the dtype of ``rows``: factor for each row of the logits' gradient, already
+            applied to ``rows``; None: no factor.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Gradients:
         self.d_weight = torch.empty_like(weight) if own else None
 
     def add(self, block: slice, grad: Tensor) -> None:
-        """Take the gradient ``[t, words of the block]`` of its logits, in the dtype of the rows."""
+        """Add the gradient ``[t, words of the block]`` of a block's logits, in the dtype of the rows."""
         if self.d_rows is not None:
             add_product(self.d_rows, grad, self.weight[block].t())
         if self.d_weight is not None:

@@ -1,4 +1,4 @@
-"""Keep exponentials instead of logits from forward to backward: two products per block."""
+"""Save exponentials instead of logits from forward to backward: two products per block."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Forward keeps ``e = exp(z - r)``; with the normalizer n the probabilities are ``e · exp(r - n)``.
+    """Forward saves ``e = exp(z - r)``; with the normalizer n the probabilities are ``e · exp(r - n)``.
 
-    That factor belongs to a row, so backward puts it into the rows of the factors and results of its products
-    and has nothing to do for each logit. At the targets ``e - exp(n - r)`` stands in place of e.
+    That factor is the same for a whole row, so backward applies it to the rows of the operands and results of
+    its products instead of to each logit. At the targets ``e - exp(n - r)`` is stored in place of e.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Kernels of torch_npu 2.13 for the vocabulary product that keep no logits (Atlas A2 and later)."""
+"""torch_npu 2.13's kernels for the vocabulary product, which save no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 

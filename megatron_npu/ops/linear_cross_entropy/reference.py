@@ -16,7 +16,7 @@ from megatron_npu.ops.linear_cross_entropy.part import Part
 def reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
-    """Return the loss ``[...]``; differentiates by itself."""
+    """Return the loss ``[...]``, differentiated by autograd."""
     if part.main_grad is not None:
         weight = _AddTo.apply(weight, part.main_grad)
     logits = F.linear(hidden, weight, bias)

@@ -36,24 +36,25 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decoupled weight decay (AdamW); False adds the decay to the gradient (Adam).
         amsgrad: must be False, as in apex.
         set_grad_none: whether ``zero_grad()`` drops gradients.
-        capturable: must be False: nothing here is captured into a CUDA graph.
-        master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param`` (the name
-            that TransformerEngine uses) and round from it; without it, 16-bit parameters are updated in
-            fp32 and rounded at every step.
-        use_decoupled_grad: read gradients from ``decoupled_grad``, whose dtype need not be the parameter's,
-            and have a ``master_param`` of every parameter; of one in fp32 it is the parameter itself.
+        capturable: must be False: CUDA graph capture is not supported.
+        master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param``
+            (TransformerEngine's name) and round from it; without it, 16-bit parameters are updated in fp32
+            and rounded at every step.
+        use_decoupled_grad: read gradients from ``decoupled_grad``, whose dtype may differ from the
+            parameter's, and keep a ``master_param`` for every parameter; for an fp32 parameter it is the
+            parameter itself.
         master_weight_dtype: fp32, or fp16 with a scale per tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: of the moments: fp32, bf16, or fp16 with a scale per tensor.
-        store_param_remainders: of bf16 parameters with fp32 main weights keep the 16 bits that the
-            parameter lacks alone (``remainders``): 2 bytes a parameter less, the same numbers bit for bit.
-        others: further options of TransformerEngine's class, which are refused unless they are off.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments: fp32, bf16, or fp16 with a scale per tensor.
+        store_param_remainders: for bf16 parameters with fp32 main weights, store only the 16 bits that the
+            parameter lacks (``remainders``): saves 2 bytes per parameter, with identical results.
+        others: further options of TransformerEngine's class, refused unless they are off.
 
     Attributes:
-        copies: of 16-bit tensors, by their fp32 parameters: what a step is to round these to, where a kernel
-            does both at once; ``written`` are those that have been.
-        swap_moments: whether fp32 moments rest in the host's memory, where the NPU's kernel updates them: 8
-            bytes a parameter less on the device, the same numbers bit for bit. Of the class it is what the
-            next ones begin with: who builds them, Megatron, has no argument for it.
+        copies: maps fp32 parameters to the 16-bit tensors that a step rounds them to, where a kernel does
+            both at once; ``written`` holds those already written.
+        swap_moments: keep fp32 moments in host memory, where the NPU's kernel updates them: saves 8 bytes per
+            parameter on the device, with identical results. A class attribute, used by optimizers built
+            afterwards, because Megatron, which builds them, has no argument for it.
 
     Raises:
         ValueError: an option that this optimizer cannot honour.
@@ -78,7 +79,8 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a copy's, a pickle's or a loaded state; what was known of other tensors is not."""
+        """Restore from a copy, a pickle or a loaded state; anything cached about the old tensors is
+        dropped."""
         super().__setstate__(state)
         self._known = {}
 
@@ -137,7 +139,8 @@ class FusedAdam(FusedOptimizer):
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Let the next step take the gradients times ``factor``; they themselves may stay as they are."""
+        """Multiply the gradients by ``factor`` in the next step; the tensors themselves may stay
+        unchanged."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
@@ -216,7 +219,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:
-        """Make the state of a parameter: zero moments, and its main weight, if it is to have one."""
+        """Create the state of a parameter: zero moments and, if it has one, its main weight."""
         dtypes = self._dtypes_of(parameter)
         state = {
             name: swapped_memory.zeros(parameter, dtype)
@@ -295,22 +298,23 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
-        """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, a copy if need be.
+        """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, copied if necessary.
 
-        Whatever dtypes it rests in, a checkpoint holds fp32, which an optimizer of any dtypes reads.
+        Checkpoints hold fp32 whatever the state's dtypes, so an optimizer with other dtypes can load them.
         """
         return narrow_states.unscaled(self._row(parameter, grad=parameter), _PARTS[name])
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Let a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` be ``value`` (fp32).
+        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` to ``value`` (fp32).
 
-        Of a parameter that keeps remainders, the parameter itself becomes the rounded main weight.
+        If remainders are stored, the parameter itself becomes the rounded main weight.
         """
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, decoupled ones too; ``set_to_none`` overrides the constructor's."""
+        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor's
+        choice."""
         super().zero_grad(set_to_none)
         forget = self.set_grad_none if set_to_none is None else set_to_none
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -321,7 +325,7 @@ class FusedAdam(FusedOptimizer):
                 grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as it rests; where something is fp16, with its ``scales``, fp32 ``[3]``."""
+        """Return the state in its stored dtypes; with ``scales``, fp32 ``[3]``, if any of it is fp16."""
         result = super().state_dict()
         for group, saved_group in zip(self.param_groups, result["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
@@ -333,7 +337,7 @@ class FusedAdam(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
 
-        What was saved in other dtypes than this optimizer's is converted.
+        State saved in other dtypes is converted to this optimizer's.
 
         Raises:
             ValueError: parameters of one group are at different steps, or amsgrad was on.

@@ -27,12 +27,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step of a parameter group.
+    """Settings of one step of a parameter group.
 
     Attributes:
-        number: counts from 1; None leaves the bias of the moments uncorrected.
+        number: counts from 1; None: no bias correction.
         lr, betas, eps, weight_decay: as in the papers.
-        decoupled: the decay is of the parameter (AdamW), not added to the gradient (Adam).
+        decoupled: apply the decay to the parameter (AdamW) instead of adding it to the gradient (Adam).
     """
 
     number: int | None
@@ -118,12 +118,12 @@ def _adam_cuda(
 
 
 class Known(NamedTuple):
-    """What the kernel takes of a parameter in each step, and what it depends on.
+    """The kernel's inputs for a parameter, cached between steps, and what they depend on.
 
     Attributes:
-        state: the optimizer's of the parameter.
-        copy: what the step rounds it to; None: nothing.
-        tensors: all of it, with the weight in place of a gradient, which may come and go.
+        state: the parameter's optimizer state.
+        copy: 16-bit tensor that the step rounds the parameter to; None: none.
+        tensors: all inputs, with the weight in place of the gradient, which may change between steps.
     """
 
     state: dict[str, Any]
@@ -131,7 +131,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return whether these are the same tensors where they were."""
+        """Return whether these are still the same tensors at the same addresses."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state
@@ -144,19 +144,19 @@ class Known(NamedTuple):
 
 
 def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether the kernel takes a gradient, of whose shape the parameter is."""
+    """Return whether the kernel takes a gradient for a parameter of its shape."""
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return whether a Triton kernel of ours takes the steps of a GPU; not where they are to be verified."""
+    """Return whether our Triton kernel takes the steps on a GPU; not while results are verified."""
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)
 
 
 def update_by_kernel(rows: list[Tensors], step: AdamStep, factor: float) -> None:
-    """Take a step in one launch, with the gradients times ``factor``."""
+    """Take a step in one launch, with the gradients multiplied by ``factor``."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number

@@ -16,7 +16,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups.
-        defaults: what a group holds unless it says otherwise.
+        defaults: default settings of a parameter group.
         set_grad_none: whether ``zero_grad()`` drops gradients (True) or zeroes them in place.
     """
 
@@ -28,20 +28,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what ``copy.deepcopy`` and ``pickle`` take along: torch's base class names its own alone."""
+        """Return the attributes for ``copy.deepcopy`` and ``pickle``: torch's base class returns only its
+        own.
+        """
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a copy's, a pickle's or a loaded state, and keep the groups' words as they were.
+        """Restore from a copy, a pickle or a loaded state, and keep the groups' settings as they were.
 
-        torch 2.13 puts ``differentiable``, a word of its own optimizers, among the defaults here; from there
-        it would reach the groups, and a checkpoint saved after a resume would differ from the one loaded.
+        torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here; it would
+        then reach the groups, and a checkpoint saved after a resume would differ from the one loaded.
         """
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients; ``set_to_none`` overrides what the constructor was told."""
+        """Drop the gradients; ``set_to_none`` overrides the constructor's choice."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -49,7 +51,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what ``closure`` returns.
 
         Raises:
-            ValueError: an argument that apex's early versions took here (``grads``, ``scale``, ...).
+            ValueError: an argument that early versions of apex took here (``grads``, ``scale``, ...).
         """
         given = sorted(name for name, value in moved.items() if value is not None)
         if given:
@@ -86,7 +88,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load a state dict of this class, of apex's optimizer or of torch's of the same kind.
 
         torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
-        16-bit parameter: what has its shape is kept from torch, and taken as it was saved instead.
+        16-bit parameter: state with the parameter's shape is withheld from torch and loaded as saved.
         """
         shapes = {
             key: parameter.shape
@@ -118,8 +120,8 @@ def _shaped(value: Any, shape: torch.Size | None) -> bool:
 def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:
     """Call ``update`` with the columns of ``rows``, once per device and dtype; it changes them in place.
 
-    A row is what is updated, its gradient and its state. Rows that torch's fused kernels do not take as they
-    are go as copies, which are copied back.
+    A row is a parameter, its gradient and its state. Rows that torch's fused kernels cannot take are copied,
+    updated and copied back.
     """
     twins = [_precise_twins(row) for row in rows]
     for columns in group_by_dtypes(twins):

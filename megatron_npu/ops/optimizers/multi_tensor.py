@@ -1,8 +1,8 @@
 """Multi-tensor norm and scale, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
-apex's convention and not used; ``overflow`` is one integer on the device, set to 1 where a function checks
-and finds inf or nan, and never reset here.
+apex's convention and unused; ``overflow`` is one integer on the device, which a function that checks sets to
+1 on inf or nan, and which is never reset here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def multi_tensor_l2norm(
     """Return the L2 norm of all tensors of the first list as one vector, fp32 ``[1]``.
 
     Args:
-        tensor_lists: one list of tensors on one device; sums are in fp32 whatever their dtype.
-        per_tensor: return the norm of each tensor too, ``[n]``.
+        tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
+        per_tensor: also return the norm of each tensor, ``[n]``.
     """
     tensors = tensor_lists[0]
     if not tensors:
@@ -89,10 +89,10 @@ def _norm_in_chunks(tensor: Tensor) -> Tensor:
 def multi_tensor_scale(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write ``source * scale`` into the tensors of the second list; the first list is the source.
+    """Write ``source * scale`` to the tensors of the second list; the first list holds the sources.
 
-    ``overflow`` is set where a source is inf or nan, not where a product is; None leaves out the check.
-    Products are in fp32 and rounded once, to the dtype of the target.
+    ``overflow`` is set if a source is inf or nan, not if a product is; None skips the check. Products are
+    computed in fp32 and rounded once, to the target's dtype.
     """
     sources, targets = tensor_lists
     in_place = []
@@ -125,8 +125,8 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
     """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does.
 
-    The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose flag says that nothing
-    overflowed: a copy does not look.
+    The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored:
+    copies are not checked.
     """
     if overflow_buf is not None:
         overflow_buf.fill_(0)
@@ -136,10 +136,11 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """While it is entered ``copy_`` and ``float`` of tensors wait; leaving it does them in one call for all.
+    """Context that defers ``copy_`` and ``float`` of tensors, and does all of them in one call when it is
+    left.
 
-    For loops over parameters that are not ours: a launch for each of them becomes one. Who enters it knows
-    that nothing inside reads what is written there.
+    For other people's loops over parameters: one launch instead of one per parameter. Code inside must not
+    read what those copies write.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class CopiesTogether(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let what copies wait, and answer with the tensor that it will have written."""
+        """Defer a copy and return the tensor that it will write."""
         if func is Tensor.copy_ and not kwargs and _alike(*args):
             self._rows.append((args[0], args[1]))
             return args[0]
@@ -173,7 +174,7 @@ def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return this rank's parts of distributed tensors (FSDP), for torch's calls that take many tensors."""
+    """Return this rank's parts of distributed tensors (FSDP), for torch's multi-tensor functions."""
     tensors = tuple(tensors)
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
@@ -182,11 +183,11 @@ def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> None:
-    """Multiply the tensors by ``factor`` in place; set ``found`` if a value was inf or nan. One pass.
+    """Multiply the tensors by ``factor`` in place, and set ``found`` if a value is inf or nan, in one pass.
 
     Args:
-        tensors: of one dtype and device.
-        found: one number on the device, set to 1 or left as it is.
+        tensors: of one dtype, on one device.
+        found: one number on the device, set to 1 or left unchanged.
         factor: usually 1 / loss scale.
     """
     device = tensors[0].device
@@ -222,7 +223,7 @@ def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield rows of tensors as columns, one bunch per device and dtypes: what torch's fused kernels take.
+    """Yield rows of tensors as columns, one batch per device and dtypes, as torch's fused kernels take them.
 
     The tensors of a row are on one device; their dtypes may differ.
     """

@@ -1,12 +1,12 @@
 """Optimizer states stored in 16 bits and updated in fp32, a block of parameters at a time.
 
-What a parameter has is cut into blocks, so that the fp32 numbers of one block alone exist at a time, and each
-block is one call of every kernel, however many tensors it is made of:
+Parameters are cut or grouped into blocks, so that only one block at a time exists in fp32, and each block
+takes one call per kernel, however many tensors it consists of:
 
 - fp32 is updated in place; bf16 is widened and rounded back;
-- fp16 is kept divided by a scale of its tensor, so that its largest value lies well inside fp16's range;
-- a main weight in int16 is what its bf16 weight lacks (``remainders``). The one bit that does not fit into 16
-  rests in the sign of the second moment, which is never negative.
+- fp16 is stored divided by a per-tensor scale, so that its largest value is well inside fp16's range;
+- a main weight in int16 holds the bits that the bf16 weight lacks (``remainders``). One further bit is stored
+    in the sign of the second moment, which is never negative.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Row:
     """A parameter with its gradient and state, all of the same shape.
 
     Attributes:
-        weight, grad: as the model has them.
+        weight, grad: the model's.
         first, second: the moments.
-        main: the main weight, its remainder (int16), or the weight itself where there is none.
-        scales: of ``first``, ``second`` and ``main``, fp32 ``[]`` each; empty where none of them is fp16.
+        main: the main weight, its remainder (int16), or the weight itself if there is no main weight.
+        scales: of ``first``, ``second`` and ``main``, fp32 ``[]`` each; empty if none of them is fp16.
     """
 
     weight: Tensor
@@ -51,14 +51,14 @@ class Row:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All but the scales."""
+        """All tensors except the scales."""
         return self.weight, self.grad, self.first, self.second, self.main
 
 
 def update_in_blocks(rows: Iterable[Row], update: Update) -> None:
     """Update the rows in place, block by block; rows of one block share their dtypes.
 
-    A row larger than a block is cut, unless it is scaled: its scale is known when all of it is updated.
+    A row larger than a block is cut, unless it is scaled: its scale is known only once all of it is updated.
     """
     bunches: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -173,7 +173,9 @@ def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide
 
 
 def unscaled(row: Row, name: str) -> Tensor:
-    """Return ``first``, ``second`` or ``main`` of a row in fp32: itself where it is so, else fresh memory."""
+    """Return a row's ``first``, ``second`` or ``main`` in fp32: the tensor itself if it is fp32, else a new
+    one.
+    """
     tensor = getattr(row, name)
     if name == "main" and tensor.dtype is torch.int16:
         return remainders.join(row.weight.contiguous(), tensor, _flags(row.second))
@@ -185,7 +187,8 @@ def unscaled(row: Row, name: str) -> Tensor:
 
 
 def set_unscaled(row: Row, name: str, value: Tensor) -> None:
-    """Let ``first``, ``second`` or ``main`` of a row be ``value``; a weight follows its main weight."""
+    """Set a row's ``first``, ``second`` or ``main`` to ``value``; a new main weight updates the weight
+    too."""
     tensor = getattr(row, name)
     if tensor.dtype is torch.int16:
         rounded, left, flag = remainders.split(value.to(torch.float32).contiguous())
@@ -200,5 +203,5 @@ def set_unscaled(row: Row, name: str, value: Tensor) -> None:
 
 
 def is_narrow(row: Row) -> bool:
-    """Tell whether anything of the state of a row rests in fewer bits than fp32's."""
+    """Return whether any state of a row is stored in fewer than 32 bits."""
     return any(tensor.dtype.itemsize < 4 for tensor in (row.first, row.second, row.main))

@@ -15,13 +15,13 @@ from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_f
 
 @dataclass(frozen=True)
 class SgdStep:
-    """The numbers of one step of a parameter group.
+    """Settings of one step of a parameter group.
 
     Attributes:
         lr: learning rate.
-        momentum, dampening, weight_decay, nesterov: as ``torch.optim.SGD``.
-        decay_after: apply the decay beside the momentum, not through it.
-        first: there is no momentum yet: the gradient becomes it.
+        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
+        decay_after: apply weight decay after the momentum, not through it.
+        first: whether there is no momentum yet, so that it becomes the gradient.
     """
 
     lr: float
@@ -36,19 +36,19 @@ class SgdStep:
 class FusedSGD(FusedOptimizer):
     """SGD with momentum (Sutskever et al. 2013, as torch implements it) in one fused call per group.
 
-    Drop-in for ``apex.optimizers.FusedSGD``; the state, ``momentum_buffer`` in fp32, is that of
-    ``torch.optim.SGD`` too.
+    Drop-in for ``apex.optimizers.FusedSGD``; its state, ``momentum_buffer`` in fp32, is also that of
+    ``torch.optim.SGD``.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
-        momentum, dampening, weight_decay, nesterov: as ``torch.optim.SGD``.
-        wd_after_momentum: apply the decay beside the momentum, not through it.
-        materialize_master_grads: must be True, as by default: apex's amp, which this is for, is gone.
+        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
+        wd_after_momentum: apply weight decay after the momentum, not through it.
+        materialize_master_grads: must be True, the default: False is for apex's amp, which no longer exists.
         set_grad_none: whether ``zero_grad()`` drops gradients.
 
     Raises:
-        ValueError: Nesterov without momentum or with dampening, or an option that cannot be honoured.
+        ValueError: Nesterov without momentum or with dampening, or an unsupported option.
     """
 
     _options = ("set_grad_none", "wd_after_momentum")

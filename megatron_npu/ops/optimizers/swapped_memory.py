@@ -1,7 +1,7 @@
 """NPU tensors in host memory, which NPU kernels access in place.
 
-torch_npu documents them for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN their memory for copies;
-what else takes them is for who has tried it on hardware.
+torch_npu documents them for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN documents such memory for
+copies; other operations on them have not been tried on hardware.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros of the shape and device of ``like``, contiguous, in host memory.
 
     Args:
-        like: a tensor of an NPU with at least one number.
+        like: an NPU tensor with at least one element.
         dtype: of the result.
     """
     import torch_npu
@@ -29,10 +29,10 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor``, of whatever device, as one in host memory for the device of ``like``."""
+    """Return ``tensor``, from any device, as a tensor in host memory for the device of ``like``."""
     return tensor if is_swapped(tensor) else zeros(like, tensor.dtype).copy_(tensor)
 
 
 def is_swapped(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` itself, not a view or a copy of it, was made here."""
+    """Return whether ``tensor`` itself, not a view or copy of it, was created here."""
     return tensor in _made

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the sum of the rows of ``grad`` ``[..., h]``, added up in fp32, in the bias's dtype."""
+    """Return the sum of the rows of ``grad`` ``[..., h]``, summed in fp32, in the bias's dtype."""
     if bias is None:
         return None
     rows = grad.reshape(-1, grad.size(-1))

@@ -29,7 +29,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
         input: ``[..., h_in]``, fp32, bf16 or fp16.
         weight: ``[h_out, h_in]``, of the dtype of ``input``.
         bias: ``[h_out]``, or None.
-        transposed: the weight is ``[h_in, h_out]``, as GPT-2's ``Conv1D`` has it.
+        transposed: whether the weight is ``[h_in, h_out]``, as in GPT-2's ``Conv1D``.
 
     Returns:
         ``[..., h_out]``, contiguous, in the dtype of ``input``.
@@ -38,11 +38,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def faster_than_torch(dtype: torch.dtype) -> bool:
-    """Return whether products of ``dtype`` on this CPU are faster here than those of ``F.linear``.
+    """Return whether products of ``dtype`` on this CPU are faster here than with ``F.linear``.
 
-    torch multiplies fp32 with MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN takes
-    AVX-512 there, half the time (measured on a Zen 5). For bf16 there is a kernel of ours where fp32's
-    arithmetic is the fastest (``compiled.products``).
+    torch multiplies fp32 with MKL, which uses only AVX2 on processors other than Intel's; oneDNN uses AVX-512
+    there and takes half the time (measured on a Zen 5). For bf16 we have a kernel of our own, used where fp32
+    arithmetic is fastest (``compiled.products``).
     """
     if dtype is torch.bfloat16:
         return products.are_fastest()
@@ -50,7 +50,7 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
 
 
 def looks_for_dead_rows(outputs: int) -> bool:
-    """Return whether backward leaves out rows without a gradient, on a CPU."""
+    """Return whether backward skips rows without a gradient, on a CPU."""
     return outputs >= _WIDE
 
 
@@ -86,7 +86,7 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices on any device, on a CPU by the faster library."""
+    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU by the faster library."""
     if not _has_faster(left):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
@@ -99,7 +99,7 @@ def _has_faster(tensor: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return what ``torch.matmul`` does, of a matrix on the right by ``product`` where that is the faster.
+    """Return ``torch.matmul(left, right)``, by ``product`` if ``right`` is a matrix and it is faster.
 
     Args:
         left: ``[..., m]``.
@@ -113,10 +113,10 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · rightᵀ`` to ``total``, in one product where there is one that adds.
+    """Add ``left · rightᵀ`` to ``total``, in one call if a product that accumulates exists.
 
     Args:
-        total: ``[n, k]``, fp32 or of the dtype of the factors; changed in place.
+        total: ``[n, k]``, fp32 or in the operands' dtype; changed in place.
         left: ``[n, m]``.
         right: ``[k, m]``.
     """

@@ -1,8 +1,8 @@
 """Linear layers with tensor and sequence parallelism, with fused product and collective.
 
-For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have come while
-others are on their way. What is exchanged is what Megatron's layers exchange (Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", figure 5).
+For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have arrived while
+others are in transit. The communication is that of Megatron's layers (Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", figure 5).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WeightGradient = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def beyond(weight: Tensor, ranks: int) -> str | None:
-    """Return which documented limit of the operations (torch_npu 2.13) such a layer exceeds.
+    """Return the documented limit of the operations (torch_npu 2.13) that such a layer exceeds, or None.
 
     Args:
         weight: ``[h_out, h_in]``, this rank's part.
-        ranks: how many share the layer.
+        ranks: number of ranks that share the layer.
     """
     if ranks not in RANKS:
         return f"products that communicate are for 2, 4 or 8 ranks, not {ranks}"
@@ -46,14 +46,14 @@ def gathered_linear(
 ) -> Tensor:
     """Gather the ranks' parts of a sequence and multiply: a column-parallel layer without its bias.
 
-    The gathered input is not kept: backward gathers it again, while it multiplies the gradient.
+    The gathered input is not saved: backward gathers it again while it multiplies the gradient.
 
     Args:
         input: ``[s / ranks, b, h_in]``, bf16 or fp16.
         weight: ``[h_out, h_in]``, of the same dtype; this rank's part.
-        group: the ranks; those of ``beyond``.
-        weight_gradient: of ``[m, h_in]`` and ``[m, h_out]``; returns ``[h_out, h_in]``, or None where it has
-            put it elsewhere.
+        group: the ranks.
+        weight_gradient: takes ``[m, h_in]`` and ``[m, h_out]``; returns ``[h_out, h_in]``, or None if it
+            stored the gradient elsewhere.
 
     Returns:
         ``[s, b, h_out]``.
@@ -64,13 +64,13 @@ def gathered_linear(
 def scattered_linear(
     input: Tensor, weight: Tensor, group: dist.ProcessGroup, weight_gradient: WeightGradient
 ) -> Tensor:
-    """Multiply, add up the ranks' products and keep a part of the sequence: a row-parallel layer.
+    """Multiply, sum over the ranks and keep one part of the sequence: a row-parallel layer.
 
     Args:
         input: ``[s, b, h_in]``, bf16 or fp16; this rank's columns.
         weight: ``[h_out, h_in]``, of the same dtype; this rank's part.
         group: the ranks; ``s`` is a multiple of their number.
-        weight_gradient: as of ``gathered_linear``.
+        weight_gradient: as in ``gathered_linear``.
 
     Returns:
         ``[s / ranks, b, h_out]``.

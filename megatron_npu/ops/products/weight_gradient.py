@@ -14,14 +14,14 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
 
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass where the device has a product that does.
+    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has such a product.
 
-    That is: where all have one dtype, and for 16-bit factors and an fp32 buffer on an NPU and, since torch
-    2.8, a GPU. Elsewhere (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits and
-    then added, which is what Megatron does without ``--gradient-accumulation-fusion``.
+    It has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and, since torch
+    2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits
+    and then added, as Megatron does without ``--gradient-accumulation-fusion``.
 
     Args:
-        input: ``[..., h_in]``, what the layer was given.
+        input: ``[..., h_in]``, the layer's input.
         grad_output: ``[..., h_out]``, of the same dtype.
         main_grad: ``[h_out, h_in]``, fp32, or the dtype of the others; changed in place.
     """

@@ -43,13 +43,13 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of a part of the model.
+    """What happened to one part of the model.
 
     Attributes:
         where: its path in the model; empty for the model itself.
         what: norm, attention, activation, gated MLP, rotary, loss, output layer, linear or dropout.
-        by: the operation instead; empty where it stays.
-        why_not: why it stays; empty where it does not.
+        by: the operation that replaced it; empty if it was kept.
+        why_not: why it was kept; empty if it was replaced.
     """
 
     where: str
@@ -68,7 +68,7 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return an entry for each part; what calls have shown since is in it."""
+        """Return one entry per part, including what later calls have shown."""
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())
         found = []
@@ -78,7 +78,7 @@ class Swapped:
         return found
 
     def lines(self) -> list[str]:
-        """Return the ledger with equal parts of all layers in one line, for people to read."""
+        """Return the ledger for people to read, with the same part of all layers on one line."""
         counted: Counter[tuple[str, str, str, str]] = Counter()
         for entry in self.ledger:
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.where) or "the model"
@@ -89,7 +89,7 @@ class Swapped:
         ]
 
     def undo(self) -> None:
-        """Give the model back everything that ``swap`` took; a second time nothing is left to do."""
+        """Undo everything that ``swap`` did to the model; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
         self.entries.clear()
@@ -102,19 +102,19 @@ _swapped: weakref.WeakKeyDictionary[nn.Module, Swapped] = weakref.WeakKeyDiction
 
 
 def swap(model: nn.Module) -> Swapped:
-    """Put the operations of this project into ``model``, in place, and return what was done.
+    """Replace parts of ``model`` by this project's operations, in place, and return what was done.
 
-    Modules are recognised by their structure and by what they compute, not by the names of models. What a
-    module holds stays: parameters, their names, hooks, its class. What looks like a module to be replaced
-    and is not is in the ledger with the reason. Under ``torch.compile`` the replacements step aside for what
-    the compiler fuses itself (norms, activations, rotary embeddings); of dropout the draw stays.
+    Modules are recognised by their structure and their results, not by model names. Each module keeps its
+    parameters, their names, its hooks and its class. Modules that look replaceable but are not are in the
+    ledger with the reason. Under ``torch.compile`` the replacements give way to whatever the compiler fuses
+    itself (norms, activations, rotary embeddings); for dropout only the random draw stays ours.
 
     Args:
-        model: of Transformers or a user's own; on any device, in any dtype, its weights already there. The
+        model: a Transformers model or your own, on any device, in any dtype, with its weights loaded. The
             operations run where the model is on this process's device.
 
     Returns:
-        The ledger, and ``undo``. Of a model that has been swapped before, the same as then.
+        The ledger, and ``undo``. For a model that is already swapped, the same object as before.
     """
     if model in _swapped:
         return _swapped[model]

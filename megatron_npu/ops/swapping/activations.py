@@ -31,7 +31,7 @@ _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return what takes the place of an activation function."""
+    """Return the replacement for an activation function."""
     if (
         type(module).__module__ not in _HOMES
         or not is_leaf(module)
@@ -49,7 +49,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def curve_of(module: nn.Module) -> str | None:
-    """Return which of ``gelu``, ``gelu_tanh`` and ``silu`` a function is, by its values from -6 to 6."""
+    """Return whether a function is ``gelu``, ``gelu_tanh`` or ``silu``, from its values from -6 to 6."""
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     try:
         with torch.no_grad():
@@ -74,7 +74,7 @@ def _tanh(module: Any, input: Tensor) -> Tensor:
 
 
 def recognise_gated(module: Any) -> Found:
-    """Return what takes the place of an MLP ``down(curve(gate(x)) * up(x))``, whatever the parts' names."""
+    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, whatever its parts are called."""
     parts = _gated_parts(module)
     if parts is None:
         return None

@@ -1,7 +1,7 @@
 """Attention of Transformers models, through its registries.
 
-A model of Transformers asks a registry for its attention function by the name in its config, and another one
-for the masks that this function takes. Both know ``NAME`` from the first swap on.
+A Transformers model looks up its attention function in a registry by the name in its config, and the matching
+masks in a second registry. Both contain ``NAME`` from the first swap on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def asks_the_registry(module: nn.Module) -> bool:
 
 
 def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[], None]]]:
-    """Let the configs of Transformers' models in ``model`` name our attention.
+    """Set our attention in the configs of the Transformers models inside ``model``.
 
     Yields:
-        (path of the model, what undoes it, or why it is not done), for each config once.
+        (path of the model, function that undoes it, or why it was not done), once per config.
     """
     seen: set[int] = set()
     for path, part in model.named_modules():
@@ -78,10 +78,10 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask for ``attend``: as Transformers' for SDPA, True where a key is seen.
+    """Return a mask for ``attend``: like Transformers' mask for SDPA, True where a key is seen.
 
-    Padding alone is ``[b, 1, 1, sk]``, also with the triangle of a decoder, which ``attend`` knows of: so no
-    ``[b, 1, sq, sk]`` is built.
+    A mask with padding only is ``[b, 1, 1, sk]``, also in a decoder, since ``attend`` applies the causal mask
+    itself: no ``[b, 1, sq, sk]`` is built.
     """
     masks = importlib.import_module("transformers.masking_utils")
     triangle = mask_function is masks.causal_mask_function
@@ -123,21 +123,21 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend, as the registry of Transformers wants it.
+    """Compute attention, with the signature that Transformers' registry requires.
 
     Args:
-        module: the layer; its ``is_causal`` holds where the argument of that name is None.
+        module: the layer; its ``is_causal`` applies if the argument is None.
         query: ``[b, n, sq, d]``.
-        key: ``[b, n or fewer, sk, d]``, with those of a cache.
+        key: ``[b, n or fewer, sk, d]``, including cached keys.
         value: like ``key``.
-        attention_mask: from ``make_mask``; None without.
+        attention_mask: from ``make_mask``, or None.
         dropout: probability of dropping a weight.
-        scaling: factor of the scores; None is ``1 / sqrt(d)``.
-        is_causal: no key after the query's own position.
-        others: what else models pass: position biases, soft caps, sinks.
+        scaling: factor applied to the scores; None: ``1 / sqrt(d)``.
+        is_causal: hide the keys after the query's own position.
+        others: further arguments that models pass: position biases, soft caps, sinks.
 
     Returns:
-        ``[b, sq, n, d]``, and None for the weights, which are never all there at once.
+        ``[b, sq, n, d]``, and None for the weights, which are never all in memory.
     """
     further = {"dropout": dropout, "scaling": scaling, **others}
     if torch.compiler.is_compiling():
@@ -248,5 +248,5 @@ def _written_out(
 
 
 def masked(seen: Tensor) -> Tensor:
-    """Return True where ``seen``, a mask of torch's convention, is False; for all layers once."""
+    """Return the inverse of ``seen``, a mask in torch's convention; computed once for all layers."""
     return cache_on_tensor(seen, "masked", lambda: ~seen)

@@ -19,14 +19,14 @@ from megatron_npu import devices
 
 
 class Replacement(NamedTuple):
-    """A forward that takes the module's place.
+    """A forward that replaces the module's own.
 
     Attributes:
         what: the module's part in the model, such as ``norm``.
-        by: the operation, by its name in docs/reference/operations.md, with what is worth knowing of it.
-        forward: takes the module, then what the module's own takes; a function of a file, so that a deep
-            copy of the model has one of its own.
-        notes: attributes that the module gets for it.
+        by: name of the operation in docs/reference/operations.md, with a remark if needed.
+        forward: takes the module, then the arguments of the module's forward; a module-level function, so
+            that a deep copy of the model gets its own.
+        notes: attributes to set on the module for it.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks like one to be replaced, and why it stays."""
+    """A module that looks replaceable but is kept, and why."""
 
     what: str
     why: str
@@ -46,9 +46,9 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return whether the module's own forward is to run: operations are bound to another device.
+    """Return whether to run the module's own forward: operations are bound to another device.
 
-    Or a graph is being compiled: what is element-wise, the compiler fuses better than any operation.
+    Also while a graph is compiled: the compiler fuses element-wise work better than any operation.
     """
     return torch.compiler.is_compiling() or tensor.device.type != devices.current().name
 
@@ -59,7 +59,7 @@ def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module, of that class or below it, computes what that class does."""
+    """Return whether a module of that class or a subclass computes what that class does."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
@@ -71,15 +71,15 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Let a function of ``torch.nn.functional`` be ours in the forward of a module, in this thread.
+    """Replace a function of ``torch.nn.functional`` by ours in the forward of a module, in this thread.
 
-    It is no ``TorchFunctionMode``: every call of torch would go through one, those in the guards of compiled
-    blocks too, and for each number that these compare dynamo (torch 2.13) would compile a graph.
+    A ``TorchFunctionMode`` is not used: it would intercept every torch call, including those in the guards of
+    compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
 
     Args:
         name: of the function.
-        ours: is given the function, then what that is given.
-        module: whose forward calls it, as ``F.name`` or by its bare name.
+        ours: gets the original function, then its arguments.
+        module: whose forward calls the function, as ``F.name`` or by its bare name.
     """
     theirs = _plain(getattr(F, name))
     own_file = inspect.unwrap(type(module).forward).__globals__
@@ -133,12 +133,12 @@ def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether the module has no modules of its own."""
+    """Return whether the module has no submodules."""
     return next(module.children(), None) is None
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return whether a probe's outcome is ``expected``, up to a share of its largest value."""
+    """Return whether a probe's result equals ``expected``, within a share of its largest value."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

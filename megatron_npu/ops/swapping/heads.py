@@ -34,12 +34,12 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 class Unmade(Tensor):
-    """Logits ``[..., v]`` that nobody has asked for: hidden states, weight and bias they would be made of.
+    """Logits ``[..., v]`` not computed yet, represented by hidden states, weight and bias.
 
-    The loss takes them as they are, and as one row for each token. Anything else that looks at values makes
-    them, once, with their gradients: sizes, dtype and device are known without. They have no graph before
-    (``requires_grad`` is False): wrappers of the model (DDP, FSDP) look for one in its outputs, and the loss
-    has it.
+    The loss takes them directly, also reshaped to one row per token. Any other access to the values computes
+    the logits, once, with their gradients; sizes, dtype and device are known without. Until then they have no
+    graph (``requires_grad`` is False): wrappers such as DDP and FSDP look for a graph in the outputs, and the
+    loss has it.
     """
 
     _layer: nn.Module
@@ -60,9 +60,10 @@ class Unmade(Tensor):
         *,
         viewed: Unmade | None = None,
     ) -> Unmade:
-        """Return logits of ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``, of one dtype.
+        """Return the logits for ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``, all of one
+        dtype.
 
-        ``viewed``: of which they are a view.
+        ``viewed``: the logits of which they are a view.
         """
         shape = (*hidden.shape[:-1], weight.size(0))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
@@ -73,7 +74,7 @@ class Unmade(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer for sizes and the like; make the logits for everything else."""
+        """Answer queries for sizes and the like; compute the logits for everything else."""
         if func in _KNOWN_WITHOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -89,7 +90,7 @@ class Unmade(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a function in its place
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func`` with logits that are made."""
+        """Call ``func`` with the computed logits."""
         args, kwargs = tree_map_only(Unmade, Unmade.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -102,10 +103,11 @@ class Unmade(Tensor):
         return Unmade(self._layer, hidden, self._weight, self._bias, viewed=self)
 
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
-        """Return the loss of each token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
+        """Return the loss per token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
 
-        None: a target is no word, or there is not one for each row, of which torch's loss complains; or the
-        logits have been made, and may have been changed. On a CPU rows that do not count are left out.
+        None if a target is not in the vocabulary or the number of targets is wrong, so that torch's loss
+        reports it, or if the logits have been computed and may have been changed. On a CPU ignored rows are
+        skipped.
         """
         if self._is_made():
             return None
@@ -129,10 +131,10 @@ class Unmade(Tensor):
         return self._made is not None or (self._viewed is not None and self._viewed._is_made())
 
     def whole(self) -> Tensor:
-        """Return the logits.
+        """Return the computed logits.
 
         Raises:
-            RuntimeError: they were not asked for before the weights changed.
+            RuntimeError: the weights changed before the logits were first used.
         """
         if self._made is None and self._viewed is not None:
             with torch.enable_grad():
@@ -194,10 +196,10 @@ _KNOWN_WITHOUT = {
 
 
 def recognise(model: Any) -> tuple[str, Found]:
-    """Return the path of a model's output layer, and what takes its place or why it stays.
+    """Return the path of a model's output layer, and its replacement or why it is kept.
 
     Args:
-        model: whose loss over a vocabulary is this project's.
+        model: a model whose vocabulary loss is this project's.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     path = next((name for name, module in model.named_modules() if module is layer), "")
@@ -215,7 +217,7 @@ def recognise(model: Any) -> tuple[str, Found]:
 
 
 def has_taken(module: nn.Module) -> bool:
-    """Return whether a module is an output layer whose forward is one of these already."""
+    """Return whether a module is an output layer that already has one of these forwards."""
     return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
 
 

@@ -23,7 +23,7 @@ from megatron_npu.ops.swapping.found import (
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return what takes the place of a linear layer or a dropout, on a CPU."""
+    """Return the replacement for a linear layer or a dropout, on a CPU."""
     if devices.current().name != "cpu":
         return None  # torch's own, there
     if has_forward_of(module, nn.Dropout):
@@ -54,7 +54,7 @@ def _is_conv1d(module: Any, weight: Tensor) -> bool:
 
 
 def forward(module: Any, input: Tensor) -> Tensor:
-    """Return what ``nn.Linear`` does, by the operation where it takes the call."""
+    """Compute ``nn.Linear``, with our operation if it takes the call."""
     return _either(module, input, transposed=False)
 
 

@@ -27,7 +27,7 @@ _BY = f"cross_entropy, of {_SMALLEST} classes and more"
 
 
 def recognise(module: Any) -> Found:
-    """Return what takes the place of torch's loss, or of a forward that calls it."""
+    """Return the replacement for torch's loss, or for a forward that calls it."""
     if has_forward_of(module, nn.CrossEntropyLoss):
         reason = _beyond(module.weight, module.reduction, module.label_smoothing)
         return Left("loss", reason) if reason else Replacement("loss", _BY, _with_our_loss)
@@ -41,7 +41,7 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return what takes the place of a Transformers model's ``loss_function``, or why nothing does."""
+    """Return the replacement for a Transformers model's ``loss_function``, or why there is none."""
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
@@ -52,7 +52,7 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return whether a model's forward computes its loss by ``_with_our_loss``, or a loss of torch in it."""
+    """Return whether a model's forward computes its loss by ``_with_our_loss``, or by a torch loss in it."""
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
 

@@ -25,7 +25,7 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return what takes the place of a norm."""
+    """Return the replacement for a norm."""
     if has_forward_of(module, nn.LayerNorm):
         return _torch_norm(module, Replacement("norm", "layer_norm", _layer_norm))
     if has_forward_of(module, nn.RMSNorm):

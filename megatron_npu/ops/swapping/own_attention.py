@@ -27,7 +27,7 @@ from megatron_npu.ops.swapping.found import (
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return what takes the place of torch's attention layer, or of a layer that calls torch's function."""
+    """Return the replacement for torch's attention layer, or for a layer that calls torch's function."""
     if has_forward_of(module, nn.MultiheadAttention):
         reason = _beyond(module)
         return Left("attention", reason) if reason else Replacement("attention", "attention", _multihead)
@@ -146,7 +146,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, ``theirs``, by the operation, where it takes the call."""
+    """Compute ``F.scaled_dot_product_attention`` (``theirs``) with our operation if it takes the call."""
     forbidden = (
         None if attn_mask is None else _forbidden(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
     )

@@ -19,7 +19,7 @@ Rotate = Callable[..., Any]
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return a forward that is the layer's own, but for the function that turns queries and keys."""
+    """Return the layer's forward with the function that rotates queries and keys replaced."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType):
         return None
@@ -45,7 +45,7 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return whether ``function(q, k, cos, sin)`` turns element i with i + d/2, by a probe."""
+    """Return whether ``function(q, k, cos, sin)`` rotates element i with i + d/2, tested by a probe."""
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )

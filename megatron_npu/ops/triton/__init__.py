@@ -1,8 +1,8 @@
 """Triton kernels for NVIDIA GPUs that do in one pass over memory what torch does in several.
 
-``kernels`` has them, the other modules launch them; results differ from torch's by roundings, which are fewer
-here. They run where triton is installed (it comes with torch's wheels for CUDA) on compute capability 8.0 and
-later. Nothing imports triton before a kernel is launched.
+``kernels`` defines them, the other modules launch them; results differ from torch's by roundings, of which
+there are fewer here. They need triton (installed with torch's CUDA wheels) and compute capability 8.0 or
+later. triton is imported only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def switched_off() -> bool:
 
 
 def not_to_be_expected() -> str | None:
-    """Return why no kernel will run in this process, or None; the GPU is not asked, which may be too old."""
+    """Return why no kernel will run in this process, or None; does not check whether the GPU is too old."""
     if switched_off():
         return f"{settings.TRITON.name}=0"
     return None if is_installed("triton") else "triton is not installed"
@@ -58,7 +58,7 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return why the kernels do not take these tensors of a GPU, or None; the host waits for nothing."""
+    """Return why the kernels do not take these GPU tensors, or None, without synchronising."""
     for tensor in tensors:
         if tensor is None:
             continue

@@ -29,7 +29,7 @@ def gelu_of_sum(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """GELU of the sum, tanh form; backward adds the bias again."""
+    """GELU of ``input + bias``, tanh form; backward recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

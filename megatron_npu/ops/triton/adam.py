@@ -17,7 +17,7 @@ _NARROW = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Numbers(NamedTuple):
-    """What the kernel multiplies with, in its order; the kernel says what they are."""
+    """Scalar arguments of the kernel, in its order; the kernel documents them."""
 
     factor: float
     decay: float
@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Of one parameter: what is updated in place, fp32, and the copy of the weight, of which one is None."""
+    """Tensors of one parameter: those updated in place, in fp32, and a copy of the weight or None."""
 
     weight: Tensor
     grad: Tensor
@@ -71,7 +71,7 @@ def takes(row: Tensors) -> bool:
 
 
 def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
-    """Take a step with parameters that the kernel takes, all on one device."""
+    """Take a step for parameters that the kernel takes, all on one device."""
     from megatron_npu.ops.triton.kernels import adam as kernels
 
     by_copy: dict[torch.dtype | None, list[Tensors]] = {}

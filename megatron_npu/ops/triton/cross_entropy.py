@@ -14,13 +14,13 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """What the loss is of, besides logits and targets.
+    """What the loss depends on besides logits and targets.
 
     Attributes:
         start: id of the first column.
         size: of the whole vocabulary.
-        share: of the loss that all logits have: label smoothing, as upstream spreads it.
-        ignored: the target that says that there is none; None: each row has one.
+        share: part of the loss spread over all logits (label smoothing), as upstream spreads it.
+        ignored: target value of rows to ignore; None: no row is ignored.
     """
 
     start: int
@@ -46,14 +46,14 @@ class _Sums(NamedTuple):
 
 
 def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return losses and normalizers ``[rows]``, fp32, of ``[rows, v]`` that are the whole vocabulary."""
+    """Return losses and normalizers ``[rows]``, fp32, for logits ``[rows, v]`` of the whole vocabulary."""
     losses, normalizers = _of_rows(logits), _of_rows(logits)
     _forward(logits, targets, words, _Sums(normalizers, normalizers, normalizers, losses), is_whole=True)
     return losses, normalizers
 
 
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
-    """Return normalizers, the targets' logits, and with smoothing the sums of logits, of a rank's part."""
+    """Return normalizers, target logits and, with smoothing, the sums of logits, for a rank's part."""
     normalizers, predicted = _of_rows(logits), _of_rows(logits)
     totals = _of_rows(logits) if words.share else predicted
     _forward(logits, targets, words, _Sums(normalizers, predicted, totals, predicted), is_whole=False)
@@ -80,7 +80,7 @@ def _forward(logits: Tensor, targets: Tensor, words: Vocabulary, sums: _Sums, *,
 def gradient(
     grads: Tensor, logits: Tensor, targets: Tensor, normalizers: Tensor, words: Vocabulary, out: Tensor
 ) -> None:
-    """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be these.
+    """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be the logits themselves.
 
     Args:
         grads: of the losses, ``[rows]``, contiguous.

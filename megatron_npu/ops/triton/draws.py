@@ -11,11 +11,11 @@ _LEVELS = 1 << 31  # as many bits decide about one value
 
 
 class Dropped(NamedTuple):
-    """Which values of a tensor are kept, and by what they are multiplied.
+    """Which values of a tensor are kept, and the factor for them.
 
     Attributes:
         seed: int64 ``[1]`` on the device.
-        level: a value is kept whose 31 bits are less.
+        level: a value is kept if its 31 random bits are below this.
         scale: the inverse of the probability to be kept.
     """
 

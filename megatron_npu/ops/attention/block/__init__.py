@@ -1,7 +1,7 @@
 """Attention over a block of the keys, and its gradients given the total result: one step of a ring.
 
-Results over disjoint blocks are merged by their lse, the logarithm of the sum of the exponentiated scores.
-``reference`` has the two operations and their formula; ``cpu``, ``cuda`` and ``npu`` compute them.
+Results over disjoint blocks are merged by their lse (the log-sum-exp of the scores). ``reference`` defines
+the two operations; ``cpu``, ``cuda`` and ``npu`` implement them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def heads_third(tensor: Tensor) -> Tensor:
 
 
 def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three as ``[b, n, s, d]``, keys and values repeated for each head of their group.
+    """Return the three as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
 
     Args:
         query: ``[sq, b, n, d]``.
@@ -38,12 +38,12 @@ def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 def regroup(
     grads: tuple[Tensor, Tensor, Tensor], key_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of what ``ungroup`` was given; those of a group's heads are added up in fp32.
+    """Return the gradients of the arguments of ``ungroup``; those of a group's heads are summed in fp32.
 
     Args:
         grads: of query, key and value, ``[b, n, s, d]``.
-        key_heads: g, the heads that the keys had.
-        dtype: of the gradients of keys and values that are added up.
+        key_heads: number of key heads, g.
+        dtype: of the summed gradients of keys and values.
     """
     query, key, value = grads
     if query.size(1) != key_heads:

@@ -1,7 +1,7 @@
 """A block of attention on the NPU: ``npu_fusion_attention`` and its gradient, in layout SBH; TND if packed.
 
-The operation returns the largest score and the divisor of each query instead of lse, eight times each. With
-dropout it returns what the gradient finds its mask again by: seed, offset and number of weights.
+The operation returns the maximum and the sum of each softmax row, eight copies of each, instead of lse. With
+dropout it also returns seed, offset and number of weights, from which the gradient recreates the mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Unsupported
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuCall | Unsupported:
-    """Return the call of ``npu_fusion_attention``, or why it does not take the tensors."""
+    """Return the call of ``npu_fusion_attention``, or the reason why it does not take the tensors."""
     if spec.packed:
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         spec = replace(spec, layout="TND")

@@ -1,8 +1,7 @@
 """Attention over a block of the keys, and its gradients, in plain torch.
 
-A block is an ``AttentionSpec`` in layout SBND without a mask: its segments lie one behind the other, cover
-all of the queries and keys, and each of their queries sees a key. More than one segment are packed sequences,
-of a batch of one.
+A block is an ``AttentionSpec`` in layout SBND without a mask. Its segments are contiguous and cover all
+queries and keys; every query in them sees a key. Several segments are packed sequences, in a batch of one.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; emp
 
 
 class Residuals(NamedTuple):
-    """What the backward of one block needs of the forward.
+    """What the backward of one block needs from the forward.
 
     Attributes:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
         key: ``[sk, b, g, d]``, where g divides n.
         value: as ``key``.
-        output: the attention over all keys, not over this block alone, ``[sq, b, n, d]``.
+        output: the attention over all keys, not only over this block, ``[sq, b, n, d]``.
         lse: of the scores of all keys, ``[b, n, sq]``, in fp32.
     """
 
@@ -41,17 +40,17 @@ class Residuals(NamedTuple):
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Return the attention over these keys alone, and the logarithm of what its weights were divided by.
+    """Return the attention over these keys alone, and the lse of their scores.
 
     Args:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
         key: ``[sk, b, g, d]``, where g divides n.
         value: as ``key``.
-        spec: the block; with dropout, weights are dropped that have been divided.
+        spec: the block; dropout is applied to the normalised weights.
 
     Returns:
-        Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``; lse, ``[b, n, sq]`` in fp32, of the
-        scores before dropout; and what the backward is to be given as ``drawn``.
+        Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``; lse ``[b, n, sq]`` in fp32, of the
+        scores before dropout; and the value to pass to the backward as ``drawn``.
     """
     query, key, value = ungroup(query, key, value)
     output = query.new_zeros(*query.shape[:3], value.size(3))
@@ -68,18 +67,18 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return what these keys contribute to the gradient of the queries, and their own gradients.
+    """Return this block's contribution to the queries' gradient, and the gradients of its keys and values.
 
     Dao et al. 2022, FlashAttention, appendix B.
 
     Args:
         grad: gradient of the attention over all keys, ``[sq, b, n, d]``.
-        residuals: the queries, this block of keys and values, and the result over all keys.
+        residuals: the queries, this block's keys and values, and the result over all keys.
         spec: as in the forward.
-        drawn: what the forward of this block returned.
+        drawn: third result of this block's forward.
 
     Returns:
-        Gradients of query, key and value, like these.
+        The gradients of query, key and value, shaped and typed like them.
     """
     precise = residuals.lse.dtype
     query, key, value = (t.to(precise) for t in ungroup(*residuals[:3]))

@@ -1,8 +1,8 @@
 """Exact tiled attention on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
-``function`` is the differentiable function. A call is either ``fused``, one kernel that cuts it up by
-itself, or ``composed``: of ``tiles``, whose weights ``softmax`` computes and ``dropout`` drops, and which
-``products`` multiplies, in ``buffers`` that all of them share.
+``function`` is the differentiable function. A call runs either as ``fused``, one compiled kernel that splits
+it itself, or as ``composed``: ``tiles`` splits it, ``softmax`` computes the weights, ``dropout`` drops some,
+``products`` multiplies, and all share the scratch memory in ``buffers``.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Buffers:
-    """Uninitialised memory on the CPU by name, as large as the largest tile has asked for."""
+    """Named, uninitialised CPU buffers, each as large as the largest tile has needed."""
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor; the same memory for the same name, which has one dtype."""
+        """Return a contiguous tensor in the buffer ``name``; a name always has the same dtype."""
         count = torch.Size(shape).numel()
         if name not in self._flat or self._flat[name].numel() < count:
             self._flat[name] = torch.empty(count, dtype=dtype, device="cpu")

@@ -17,9 +17,9 @@ class Composed:
     """All tiles of a call, in any dtype, with or without a mask.
 
     Args:
-        spec: what is asked for.
-        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None without.
-        dropout: of the call.
+        spec: the call.
+        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None: no mask.
+        dropout: the call's dropout.
     """
 
     def __init__(self, spec: AttentionSpec, mask: Tensor | None, dropout: TileDropout) -> None:
@@ -43,10 +43,10 @@ class Composed:
                 factors.write(tile.rows(result), dropped, tile.columns(v), self._dropout.gain)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``q``, ``k`` and ``v``, the last two in fp32 (or fp64).
+        """Return the gradients of ``q``, ``k`` and ``v``; those of ``k`` and ``v`` are fp32 (or fp64).
 
         Args:
-            q: as for ``forward``, like ``k`` and ``v``.
+            q: as in ``forward``, as are ``k`` and ``v``.
             k: see ``q``.
             v: see ``q``.
             g: the gradient of the result.

@@ -12,22 +12,22 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return how many of ``KEEP_LEVELS`` weights are kept where each is dropped with probability ``p``.
+    """Return how many of ``KEEP_LEVELS`` weights are kept at drop probability ``p``.
 
-    Some are dropped where ``p`` is not 0, however small it is, and some are kept.
+    At least one is dropped if ``p`` is not 0, and at least one is kept.
     """
     return min(max(1, round((1.0 - p) * KEEP_LEVELS)), KEEP_LEVELS - 1 if p else KEEP_LEVELS)
 
 
 class TileDropout:
-    """Drops weights of one tile after the other; which ones, the seed and the order of the tiles decide.
+    """Drops weights tile by tile; the seed and the order of the tiles decide which.
 
     Attributes:
-        gain: what remains is to be multiplied by this; it makes up for the rounding of ``p`` to 2^-16 too.
+        gain: factor for the kept weights; it also corrects for rounding ``p`` to 2^-16.
 
     Args:
-        p: probability that a weight is dropped; nothing is done where it is 0.
-        seed: of a generator for this call alone.
+        p: probability of dropping a weight; 0 means no dropout.
+        seed: of a generator used by this call only.
     """
 
     def __init__(self, p: float, seed: int) -> None:
@@ -39,12 +39,14 @@ class TileDropout:
         self._kept: Tensor | None = None
 
     def draw(self, count: int) -> Kept | None:
-        """Return which of so many weights are kept, for a kernel that drops the others; None: all."""
+        """Return the mask of kept weights, for kernels that apply dropout themselves; None: keep all."""
         bits = self._bits(count)
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights``, some of them zeroed, to ``out`` and return it; without dropout ``weights``."""
+        """Write ``weights`` with some of them zeroed to ``out`` and return it; without dropout return
+        ``weights``.
+        """
         bits = self._bits(weights.numel())
         if bits is None:
             return weights

@@ -3,11 +3,12 @@
 Backward recomputes softmax instead of saving it (Chen et al. 2016; its gradient as in Dao et al. 2022,
 FlashAttention, appendix B).
 
-Inside, queries are ``[b · g, s, r, d]``: g key heads of b batches, r query heads for each; keys have r = 1.
+Internally, queries are ``[b · g, s, r, d]``: g key heads times b batches, r query heads per key head; keys
+have r = 1.
 
-Scores and softmax are in fp32. Where the processor multiplies bf16, tensors of that type stay so, weights and
-gradients of scores are rounded to it before they are multiplied, as in any bf16 kernel, and what tiles add up
-is in fp32. Elsewhere everything is in fp32 (fp64 stays fp64).
+Scores and softmax are fp32. On processors with fast bf16 products, bf16 tensors stay bf16, weights and score
+gradients are rounded to bf16 before they are multiplied (as in any bf16 kernel), and sums over tiles are
+fp32. Elsewhere everything is fp32 (fp64 stays fp64).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from megatron_npu.ops.compiled import is_plain
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention that ``spec`` describes, contiguous in its layout; differentiable once.
+    """Return the attention described by ``spec``, contiguous in its layout; differentiable once.
 
     Args:
         query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype, on the CPU.
         key: see ``query``.
         value: see ``query``; its head size may differ.
-        spec: what is asked for.
-        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None without.
+        spec: the call.
+        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None: no mask.
     """
     return _Blockwise.apply(query, key, value, spec, mask)
 

@@ -1,4 +1,4 @@
-"""Attention with one compiled kernel, where its products are as fast as the alternatives."""
+"""Attention with one compiled kernel, used where its products are as fast as the alternatives."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a call with such queries is one for the kernel, which knows no mask."""
+    """Return whether the kernel takes such queries; it has no masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
 
 class Fused:
-    """All of a call in fp32 or bf16, without a mask.
+    """A whole call in fp32 or bf16, without a mask.
 
     Args:
-        spec: what is asked for.
-        seed: of dropout.
+        spec: the call.
+        seed: of the dropout.
     """
 
     def __init__(self, spec: AttentionSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
-        """Write the attention to ``result``; return what ``backward`` needs, ``[b · g, sq, r, 1]``, fp32.
+        """Write the attention to ``result`` and return what ``backward`` needs: ``[b · g, sq, r, 1]``, fp32.
 
         Args:
             q: ``[b · g, sq, r, d]``.
@@ -54,11 +54,11 @@ class Fused:
         """Return the gradients of ``q``, ``k`` and ``v``.
 
         Args:
-            q: as for ``forward``, like ``k`` and ``v``.
+            q: as in ``forward``, as are ``k`` and ``v``.
             k: see ``q``.
             v: see ``q``.
-            result: what ``forward`` has written and returned.
-            g: the gradient of its first.
+            result: the attention that ``forward`` wrote, and what it returned.
+            g: gradient of the attention.
         """
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for tile, weighting in self._segments(q):

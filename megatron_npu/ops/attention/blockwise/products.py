@@ -1,4 +1,4 @@
-"""Matrix products of a tile: dtypes of factors and sums."""
+"""Matrix products of a tile: dtypes of operands and sums."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, of weights and of what tiles add up: fp32, or fp64 for fp64."""
+    """Return the dtype of scores, weights and sums over tiles: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a call's tensors are multiplied in: bf16 where the processor multiplies it."""
+    """Return the dtype of a call's operands: bf16 where the processor has fast bf16 products."""
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
@@ -32,10 +32,11 @@ def multiplies_bf16() -> bool:
 
 
 def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
-    """Return whether the heads of ``[b, g, s, r, d]`` are multiplied where they lie: our kernels pack them.
+    """Return whether heads of ``[b, g, s, r, d]`` are multiplied in place, without a copy: our kernels pack
+    them.
 
-    Of longer sequences, whose tiles are more, a copy is packed faster if tiles are multiplied one by one
-    (Xeon without AMX: 512 tokens take 8 % less time than with a copy, 2,048 tokens 12 % more).
+    For longer sequences, which have more tiles, multiplying tile by tile from a copy is faster (Xeon without
+    AMX: without the copy 512 tokens take 8 % less time, 2,048 tokens 12 % more).
     """
     if grouped.size(3) != 1 or grouped.stride(-1) != 1 or grouped.dtype is not factor_dtype(grouped.dtype):
         return False
@@ -43,22 +44,22 @@ def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
 
 
 def is_ours(dtype: torch.dtype) -> bool:
-    """Return whether our kernel multiplies factors of this dtype, with sums in fp32."""
+    """Return whether our kernel multiplies operands of this dtype, with sums in fp32."""
     return dtype is torch.bfloat16 and products.has_kernel()
 
 
 class TileProducts:
-    """Batched products of a call with factors of one dtype.
+    """Batched products of a call, with operands of one dtype.
 
     Args:
-        dtype: of the factors, ``factor_dtype`` of the call's.
-        buffers: of the call.
+        dtype: of the operands, as ``factor_dtype`` returns it.
+        buffers: the call's scratch memory.
 
     Attributes:
-        dtype: of the factors.
-        sums: dtype of scores and weights, and of what tiles add up.
-        of_scores: dtype of the factors whose products are not to be rounded: that of ``sums``, or bf16 where
-            a kernel of ours multiplies it, which is exact.
+        dtype: of the operands.
+        sums: dtype of scores, weights and sums over tiles.
+        of_scores: dtype of operands whose products must not be rounded: that of ``sums``, or bf16 where our
+            kernel multiplies it, which is exact.
     """
 
     def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
@@ -67,19 +68,20 @@ class TileProducts:
         self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in the dtype of the factors: itself, or a copy in the buffer ``name``."""
+        """Return ``tensor`` in the operands' dtype: itself, or a copy in the buffer ``name``."""
         if tensor.dtype is self.dtype:
             return tensor
         return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
 
     def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` of ``sums``, without rounding factors.
+        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` in dtype ``sums``, without rounding the
+        operands.
 
         Args:
-            out: where to.
-            left: ``[heads, n, d]`` of ``of_scores``.
-            right: ``[heads, m, d]`` of ``of_scores``.
-            factor: of the product.
+            out: the output tensor.
+            left: ``[heads, n, d]`` in dtype ``of_scores``.
+            right: ``[heads, m, d]`` in dtype ``of_scores``.
+            factor: multiplies the product.
         """
         if products.takes(left, right.mT):
             products.multiply(left, right.mT, out, factor=factor)
@@ -88,14 +90,14 @@ class TileProducts:
             torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
 
     def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · right`` to ``out``; all of the dtype of the factors."""
+        """Write ``factor · left · right`` to ``out``; all are in the operands' dtype."""
         if products.takes(left, right) and products.takes_result(out):
             products.multiply(left, right, out, factor=factor)
             return
         torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
     def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Add ``factor · left · right`` to ``total``, which is of ``sums``."""
+        """Add ``factor · left · right`` to ``total``, which is in dtype ``sums``."""
         if products.takes(left, right) and products.takes_result(total):
             products.multiply(left, right, total, factor=factor, add=True)
             return
@@ -108,11 +110,11 @@ class TileProducts:
 
 @contextlib.contextmanager
 def bf16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN round the factors of fp32 matrix products to bf16 where ``dtype``, the call's, is bf16.
+    """Let oneDNN round the operands of fp32 matrix products to bf16 if ``dtype``, the call's dtype, is bf16.
 
-    Queries, keys and values lose nothing by it, weights are rounded as in any bf16 kernel, sums and softmax
-    stay fp32; on a processor with AMX the products take half the time, on others nothing changes. The switch
-    is the process's, hence off again at once; where torch has none the products stay fp32.
+    Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
+    fp32. On processors with AMX the products take half the time, on others nothing changes. The switch is
+    global to the process, so it is reset right after; if this torch has no such switch, products stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype is not torch.bfloat16 or switch is None:

@@ -14,13 +14,13 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 
 class TileSoftmax:
-    """Softmax of the scores of any tile of a call.
+    """Softmax of the scores, for every tile of a call.
 
     Args:
-        spec: what the call asks for.
+        spec: the call.
         mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked, or None.
-        products: of the call; scores and weights are of its ``sums``.
-        buffers: of the call.
+        products: the call's products; scores and weights have their dtype ``sums``.
+        buffers: the call's scratch memory.
     """
 
     def __init__(
@@ -32,16 +32,18 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return the memory of the scores, ``[heads, queries · r, keys]``; free once there are weights."""
+        """Return memory for the scores, ``[heads, queries · r, keys]``; reusable once the weights are
+        computed.
+        """
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the weights ``[heads, queries · r, keys]`` before dropout.
 
         Args:
-            tile: of which they are.
-            rows: its queries, ``[heads, queries · r, d]``, of the dtype that the products want for scores.
-            columns: its keys, ``[heads, keys, d]``, the same.
+            tile: the tile to compute.
+            rows: its queries, ``[heads, queries · r, d]``, in dtype ``products.of_scores``.
+            columns: its keys, ``[heads, keys, d]``, in the same dtype.
         """
         scores = self._scores(tile, rows, columns)
         has_keys = None
@@ -52,13 +54,16 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return whether one pass makes weights in ``dtype`` of scores: there is no mask in between."""
+        """Return whether scores become weights in ``dtype`` in one pass, which needs a tile without a
+        mask."""
         return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the kept weights in bf16, where ``rounds`` allows it; ``weights`` gets all, unrounded."""
+        """Return the weights in bf16 after dropout, if ``rounds`` allows it; ``weights`` gets all of them,
+        unrounded.
+        """
         scores = self._scores(tile, rows, columns)
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax(scores, weights, rounded, kept)
@@ -71,7 +76,8 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the scores' gradient in bf16, of the kept weights'; where ``rounds`` allows it."""
+        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows
+        it."""
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded

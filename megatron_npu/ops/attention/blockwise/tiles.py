@@ -1,7 +1,7 @@
 """Split the visible pairs of a call into tiles: runs of queries with all keys that any of them sees.
 
-As a tile holds whole rows of scores, softmax needs no running maximum. Work and memory grow with queries ×
-visible keys; no tile exceeds ``TILE_AREA`` elements or one row of scores.
+A tile holds whole rows of scores, so softmax needs no running maximum. Work and memory grow with queries ×
+visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILE_AREA = 1 << 20
 class Tile(NamedTuple):
     """Heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one segment.
 
-    Heads are key heads of all batches, b · g; each has ``repeats`` query heads.
+    Heads are the b · g key heads of all batches; each has ``repeats`` query heads.
     """
 
     segment: Segment
@@ -40,12 +40,12 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the scores: heads, queries · repeats, keys."""
+        """Shape of the scores: heads, queries · repeats, keys."""
         return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
 
     @property
     def weights(self) -> int:
-        """How many there are: one for each score."""
+        """Number of weights, which is that of scores."""
         heads, rows, keys = self.shape
         return heads * rows * keys
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 def most_rows(segment: Segment) -> int:
-    """Return how many queries, times the heads that share a key, a tile of a segment has at most."""
+    """Return the most query rows of a segment in one tile: queries times query heads per key head."""
     return TILE_ROWS_OF_ALL_KEYS if segment.sees_all_keys() else TILE_ROWS
 
 
@@ -70,7 +70,7 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
 
     Args:
         heads: key heads of all batches.
-        spec: what is asked for.
+        spec: the call.
     """
     repeats = spec.heads // spec.key_heads
     # a mask may differ between batches: then the heads of one tile come from one batch

@@ -18,11 +18,11 @@ class PackedSharding(NamedTuple):
     """Where the tokens of packed sequences lie on the ranks, and what the queries of this rank see.
 
     Attributes:
-        sequence_order: ``[t]`` int64; indexing the ranks' tokens, one rank after the other, with it brings
-            them into the order of the packed sequences.
-        rank_order: ``[t]`` int64, the inverse: the packed sequences, rank by rank.
-        visible_keys: int64; indexes the ranks' tokens too: the keys that each chunk of this rank sees, chunk
-            by chunk.
+        sequence_order: ``[t]`` int64; indices that reorder the ranks' concatenated tokens into the order of
+            the packed sequences.
+        rank_order: ``[t]`` int64, the inverse: from packed order to rank order.
+        visible_keys: int64, indices into the ranks' concatenated tokens: the keys that each chunk of this
+            rank sees, chunk by chunk.
         packed: lengths of this rank's chunks, and of the keys that each of them sees.
     """
 
@@ -41,19 +41,19 @@ def packed_sharding(
     cp_rank: int,
     device: torch.device,
 ) -> PackedSharding:
-    """Return how packed sequences are sharded, its tensors on ``device``.
+    """Return how packed sequences are sharded, with tensors on ``device``.
 
     Args:
-        cu_seqlens_padded: where the sequences begin, and the end of the last one, with their padding.
+        cu_seqlens_padded: start of each sequence and end of the last, with padding.
         cu_seqlens: the same without padding.
-        tokens: held by each of the ``cp_size`` ranks.
-        causal: no query sees a later key.
+        tokens: number of tokens on each of the ``cp_size`` ranks.
+        causal: whether queries see no later keys.
         cp_size: number of ranks that share the sequences.
-        cp_rank: this one.
+        cp_rank: this rank.
         device: of the result.
 
     Raises:
-        UsageError: the sequences are not all tokens, or one of them is not a multiple of 2·cp long.
+        UsageError: the sequences do not cover all tokens, or a length is not a multiple of 2·cp.
     """
     rank_order = torch.cat([token_indices(cu_seqlens_padded, cp_size, rank) for rank in range(cp_size)])
     _check_end(cu_seqlens_padded, tokens, cp_size)
@@ -77,16 +77,16 @@ def packed_sharding(
 def ring_documents(
     cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
 ) -> tuple[Document, ...]:
-    """Return packed sequences as a ring over ``size`` ranks takes them.
+    """Return packed sequences in the form that a ring over ``size`` ranks takes.
 
     Args:
-        cu_seqlens_padded: where the sequences begin, and the end of the last one, with their padding.
+        cu_seqlens_padded: start of each sequence and end of the last, with padding.
         cu_seqlens: the same without padding.
-        tokens: held by each of the ranks.
+        tokens: number of tokens on each rank.
         size: number of ranks that share the sequences.
 
     Raises:
-        UsageError: the sequences are not all tokens, or one of them is not a multiple of 2·size long.
+        UsageError: the sequences do not cover all tokens, or a length is not a multiple of 2·size.
     """
     check_multiples(cu_seqlens_padded, size)
     _check_end(cu_seqlens_padded, tokens, size)
@@ -96,10 +96,10 @@ def ring_documents(
 
 
 def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
-    """Check that each of the packed sequences falls into two chunks for each of ``cp_size`` ranks.
+    """Check that each packed sequence can be split into two chunks for each of ``cp_size`` ranks.
 
     Raises:
-        UsageError: one is not a multiple of 2·cp long.
+        UsageError: a length is not a multiple of 2·cp.
     """
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     if any(length % (2 * cp_size) for length in lengths):
@@ -121,15 +121,15 @@ def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> N
 
 
 def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Return which tokens of packed sequences a rank holds, ``[t / cp]`` int64, on the host.
+    """Return the indices of the packed tokens that a rank holds, ``[t / cp]`` int64, on the host.
 
     Args:
-        cu_seqlens: where the sequences begin, and the end of the last one, with their padding.
+        cu_seqlens: start of each sequence and end of the last, with padding.
         cp_size: number of ranks that share the sequences.
-        cp_rank: which of them.
+        cp_rank: the rank.
 
     Raises:
-        UsageError: a sequence is not a multiple of 2·cp long.
+        UsageError: a length is not a multiple of 2·cp.
     """
     check_multiples(cu_seqlens, cp_size)
     held = []

@@ -1,10 +1,10 @@
 """Ring attention: each rank keeps its queries and receives keys and values from the others (p2p).
 
-Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with the
-load-balanced order of megatron-core (``visible``). Without a window keys go round from rank to rank. With one
-most ranks see few of each other's keys or none: these alone are sent, each from the rank that has it to those
-that see it, at the step at which a ring would have brought it. No rank ever holds more keys than its own and
-those of two others.
+Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with
+megatron-core's load-balanced order (``visible``). Without a window, keys are passed from rank to rank. With a
+window, most ranks see few or none of each other's keys: only those keys are sent, directly from the rank that
+holds them to the ranks that see them, at the step at which the ring would have delivered them. A rank never
+holds more than its own keys and those of two others.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def ring_attention(
     """Return the attention of this rank's queries over everyone's keys, ``[s, b, n, d]``, contiguous.
 
     Args:
-        query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s even.
+        query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
         key: likewise ``[s, b, g, d]``, where g divides n.
         value: as ``key``.
-        scale: factor of the scores, usually 1 / sqrt(d).
-        causal: no query sees a key after its own position in the whole sequence.
-        group: the ranks that share the sequence, in its order.
-        window: how far a query sees back and ahead, in tokens; None does not limit.
-        documents: packed sequences, one behind the other on each rank; b is 1 then. None: one sequence.
-        dropout_p: probability that an attention weight is dropped, in [0, 1); masks are drawn from the
-            device's generator, block by block, so that other numbers of ranks drop other weights.
-        sink: ``[n]``, one more score for each head, without a value; its gradient is that of these queries.
-        flags: of the run, as of ``attention``.
+        scale: factor applied to the scores, usually 1 / sqrt(d).
+        causal: hide the keys after a query's position in the whole sequence.
+        group: the ranks that share the sequence, in sequence order.
+        window: how many tokens a query sees back and ahead; None means no limit.
+        documents: packed sequences, concatenated on each rank, with b = 1. None: one sequence.
+        dropout_p: probability of dropping an attention weight, in [0, 1); masks are drawn from the device's
+            generator block by block, so the dropped weights depend on the number of ranks.
+        sink: ``[n]``, one extra score per head, without a value; its gradient is that of this rank's queries.
+        flags: the run's flags, as in ``attention``.
 
     Raises:
-        ValueError: an odd number of tokens, which does not fall into two chunks; or documents that are not
-            these tokens.
+        ValueError: an odd number of tokens, which cannot be split into two chunks, or documents that do not
+            cover the tokens.
     """
     tokens, size = query.size(0), group.size()
     documents = (Document(tokens, size * tokens),) if documents is None else tuple(documents)
@@ -85,7 +85,7 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """Who sees what; the same on all ranks but for the rank."""
+    """Which rank sees which keys; the same on all ranks except for ``rank``."""
 
     group: dist.ProcessGroup
     documents: tuple[Document, ...]
@@ -94,20 +94,20 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """Whether keys are passed on from rank to rank, and not sent to those who see them."""
+        """Whether keys are passed from rank to rank instead of sent directly to the ranks that see them."""
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """Return what this rank computes at ``step``, when it has the keys of rank ``rank - step``."""
+        """Return what this rank computes at ``step``, with the keys of rank ``rank - step``."""
         rank, size = self.group.rank(), self.group.size()
         return self._visible(rank, (rank - step) % size)
 
     def fetched(self, step: int) -> Spans:
-        """Return which keys of rank ``rank - step`` this rank sees."""
+        """Return the keys of rank ``rank - step`` that this rank sees."""
         return union(span for part in self.parts(step) for span in part.keys)
 
     def sent(self, step: int) -> Spans:
-        """Return which of this rank's keys rank ``rank + step`` sees."""
+        """Return the keys of this rank that rank ``rank + step`` sees."""
         rank, size = self.group.rank(), self.group.size()
         return union(span for part in self._visible((rank + step) % size, rank) for span in part.keys)
 
@@ -362,11 +362,11 @@ def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor,
 
 
 def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
-    """Take the attention over another block of keys into ``output`` and ``lse``, in place.
+    """Merge the attention over another block of keys into ``output`` and ``lse``, in place.
 
     Args:
         output: ``[s, b, n, d]`` in fp32.
-        lse: ``[b, n, s]`` in fp32; -inf for queries that have seen no key.
+        lse: ``[b, n, s]`` in fp32; -inf for queries that have seen no key yet.
         block_output: like ``output``, in any dtype.
         block_lse: like ``lse``, finite.
     """

@@ -1,7 +1,7 @@
 """Partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), reorder.
 
-The load-balanced order of megatron-core: a sequence is cut into 2·cp equal chunks, and rank r has the chunks
-r and 2·cp - 1 - r, one behind the other. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
+megatron-core's load-balanced order: a sequence is split into 2·cp equal chunks, and rank r holds chunks r and
+2·cp - 1 - r, concatenated. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return where in the sequence the two chunks of this rank's ``tokens`` begin."""
+    """Return the positions in the sequence at which the two chunks of this rank's ``tokens`` begin."""
     size, rank, chunk = group.size(), group.rank(), tokens // 2
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
@@ -25,7 +25,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's tokens of this rank's heads: the all-to-all before attention.
+    """Return every rank's tokens for this rank's heads: the all-to-all before attention.
 
     DeepSpeed-Ulysses, Jacobs et al. 2023.
 
