@@ -124,11 +124,11 @@ def _every_stack() -> str:
     """Return what came of the stacks, and when each was run."""
     lines = [
         "## Every stack\n",
-        "Each stack of sharding, precision, offload, recomputing, graphs, fused operations and LoRA that",
-        "nothing refuses, 20 steps of a model of a user's (`tests/finetune/every_stack.py`, in an order",
-        "that is drawn; one rank takes two sharding words): the largest difference of a loss from plain",
-        "torch's in fp32, relative. Asked for are 1e-5 in fp32 and 1e-2 in 16 bits. Stacks are run again",
-        "when operations have changed: how many on which day, and the last commit of the package then.\n",
+        "Every accepted combination of sharding, precision, offload, recomputing, graphs, fused operations and",
+        "LoRA trains a custom model for 20 steps (`tests/finetune/every_stack.py`, in random order; one rank",
+        "takes two sharding words). The table has the largest relative difference of a loss from plain torch's",
+        "in fp32. The limits are 1e-5 in fp32 and 1e-2 in 16 bits. Combinations are run again after operations have",
+        "changed; the columns name the day, the number run and the package's last commit.\n",
         "| device | ranks | run | of | newest | oldest | outside | worst in fp32 | worst in 16 bits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

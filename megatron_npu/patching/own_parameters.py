@@ -95,7 +95,7 @@ def _calls_of(name: str, node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _leading(call: ast.Call) -> int:
-    """Return how many arguments a call gives by position before a starred one."""
+    """Return how many positional arguments a call has before the first starred one."""
     starred = (number for number, each in enumerate(call.args) if isinstance(each, ast.Starred))
     return next(starred, len(call.args))
 
@@ -105,7 +105,7 @@ def _is(node: ast.AST | None, name: str) -> bool:
 
 
 def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield every place in ``node`` where ``name`` stands: what it is part of, and that one's parent."""
+    """Yield parent and grandparent of every use of ``name`` in ``node``."""
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
     for each in parents:
         if _is(each, name):

@@ -267,7 +267,7 @@ def test_no_gradient_is_needed(device, dtype):
     [
         ({"layout": "SBH"}, "has 3 dimensions"),
         ({"layout": "XYZ"}, "layout must be one of"),
-        ({"window": (-1, 0)}, "window is not negative"),
+        ({"window": (-1, 0)}, "window must not be negative"),
         ({"dropout_p": 1.0}, "dropout_p"),
         ({"mask": torch.zeros(4, 4)}, "boolean"),
         ({"packed": PackedSequences((3,), (3,))}, "sequences of 3 queries"),

@@ -105,7 +105,7 @@ _CHOSEN: ContextVar[int | None] = ContextVar("the iteration that is loaded", def
 def compare_checksums(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Compare the files of the checkpoint with their checksums, another one's if the flag says so."""
+    """Verify the checksums of the checkpoint to load; with the flag, fall back to an older valid one."""
     from megatron import get_args
 
     args = get_args()

@@ -102,12 +102,12 @@ def more_is_masked_than_the_future() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
-    """Return the contiguous attention ``[sq, b, n, d]`` of a query ``[sq, b, n, d]`` to ``[sk, b, n, d]``.
+    """Return the attention ``[sq, b, n, d]``, contiguous, for a query ``[sq, b, n, d]`` and keys ``[sk, b, n, d]``.
 
     Args:
-        flags: their window, and the layout that the operation is given. The heads stay a dimension of their
-            own: SBH and SBND are the same memory.
-        kwargs: of ``ops.attention.attention``.
+        flags: window, and layout to call the operation with. Heads stay a separate dimension, since SBH and
+            SBND have the same memory layout.
+        kwargs: further arguments of ``ops.attention.attention``.
     """
     asked: dict[str, Any] = {"window": flags.window, "flags": flags, **kwargs}
     if flags.shape_order == "SBH":

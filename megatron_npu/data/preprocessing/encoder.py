@@ -85,7 +85,7 @@ class Result:
 
 
 class _WordCache(dict[str, bytes]):
-    """Word to token bytes. Text repeats its words: looking one up is many times cheaper than the BPE."""
+    """Cache from word to token bytes. Words repeat, and a lookup is many times cheaper than the BPE."""
 
     def __init__(self, tokenizer: WordTokenizer, dtype: np.dtype) -> None:
         super().__init__()

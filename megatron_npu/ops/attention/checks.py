@@ -69,7 +69,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
 def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
     """Raise ValueError for a negative window, a mask that is not boolean, a probability outside [0, 1)."""
     if any(limit is not None and limit < 0 for limit in window):
-        raise ValueError(f"a window is not negative (None does not limit), given {window}")
+        raise ValueError(f"window must not be negative (None means no limit), given {window}")
     if mask is not None and (mask.dtype is not torch.bool or mask.dim() > 4):
         raise ValueError(f"mask must be boolean of at most 4 dimensions, given {mask.dtype} {mask.shape}")
     if not 0.0 <= dropout_p < 1.0:

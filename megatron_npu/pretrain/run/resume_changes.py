@@ -107,7 +107,7 @@ def _has_no_effect(name: str, args: Flags) -> bool:
 
 
 def _differences(saved: Mapping[str, Any], args: Flags) -> Iterator[str]:
-    """Yield what differs; what one of the two does not have, as older checkpoints, is no difference."""
+    """Yield the flags that differ; flags that only one side has, as with older checkpoints, are ignored."""
     for row in FLAGS:
         if row.name not in saved or not hasattr(args, row.name) or _has_no_effect(row.name, args):
             continue

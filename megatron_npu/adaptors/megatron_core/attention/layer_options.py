@@ -58,9 +58,9 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 
 
 def _has_window(module: Any) -> bool:
-    """Return whether a layer has the window of the flags: ``--window-attn-skip-freq`` leaves it out of some.
+    """Return whether a layer uses window attention, which ``--window-attn-skip-freq`` disables in some.
 
-    megatron-core has it since 0.15; before, the built-in trainer tells the configuration.
+    megatron-core has the flag since 0.15; for older versions the built-in trainer sets it in the config.
     """
     config = module.config
     skipped = getattr(config, "window_attn_skip_freq", getattr(config, "layers_with_window", None))
