@@ -124,11 +124,12 @@ def _every_stack() -> str:
     """Return what came of the stacks, and when each was run."""
     lines = [
         "## Every stack\n",
-        "Every accepted combination of sharding, precision, offload, recomputing, graphs, fused operations and",
-        "LoRA trains a custom model for 20 steps (`tests/finetune/every_stack.py`, in random order; one rank",
-        "takes two sharding words). The table has the largest relative difference of a loss from plain torch's",
-        "in fp32. The limits are 1e-5 in fp32 and 1e-2 in 16 bits. Combinations are run again after operations have",
-        "changed; the columns name the day, the number run and the package's last commit.\n",
+        "Every accepted combination of sharding, precision, offload, recomputing, graphs, fused",
+        "operations and LoRA trains a custom model for 20 steps (`tests/finetune/every_stack.py`, in",
+        "random order; one rank takes two sharding words). The table has the largest relative difference",
+        "of a loss from plain torch's in fp32. The limits are 1e-5 in fp32 and 1e-2 in 16 bits.",
+        "Combinations are run again after operations have changed; the columns name the day, the number",
+        "run and the package's last commit.\n",
         "| device | ranks | run | of | newest | oldest | outside | worst in fp32 | worst in 16 bits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

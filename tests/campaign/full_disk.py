@@ -111,7 +111,7 @@ def _harmed(name: str, argv: list[str], target: Path) -> str:
     if name == "convert":
         shutil.rmtree(target / "hf", ignore_errors=True)
     again, said = _run(name, argv)
-    return "" if again or "Traceback" in said else f"{last_line(err)}; with room it goes on"
+    return "" if again or "Traceback" in said else f"{last_line(err)}; still trying"
 
 
 if __name__ == "__main__":

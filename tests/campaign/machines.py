@@ -224,7 +224,7 @@ def private_save(trial: Trial) -> list[str]:
     """A disk on each machine under one name: refused, and nothing called whole."""
     found = trial.run(trial.words(4, "--save", "/tmp/disk/save", "--save-interval", "2"))
     faults = [] if all(found.codes) else [f"codes {found.codes}"]
-    if not re.search(r"is not seen by node2 \(rank \d+\)", "".join(found.logs)):
+    if not re.search(r"is not visible on node2 \(rank \d+\)", "".join(found.logs)):
         faults.append("the machine is not named")
     return faults
 

@@ -40,7 +40,7 @@ _SILENT = {
     "sample_tokens sample_temperature",
     "the schedule is the same": "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     "it says what is loaded in any case": "ckpt_step",
-    "times are left out": "log_throughput",
+    "times are omitted": "log_throughput",
     "the causal mask holds in any case": "next_tokens",
 }
 SILENT = {name: why for why, names in _SILENT.items() for name in names.split()}

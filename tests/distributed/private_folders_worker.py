@@ -26,7 +26,9 @@ def private(rank: int, port: int, machines: str) -> None:
     shared_folder.require_same("--load", SAVE, "iter_0000002")
     SAVE.mkdir(exist_ok=True)
     (SAVE / f"__{rank}_0.distcp").touch()
-    with pytest.raises(FileNotFoundError, match=r"__[01]_0.distcp is not seen by .*--save must be a folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"__[01]_0.distcp is not visible on .*--save must be a folder"
+    ):
         checksums.write(SAVE)
     assert not (SAVE / checksums.NAME).exists()
 

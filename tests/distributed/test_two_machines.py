@@ -181,5 +181,5 @@ def test_machines_keep_parts_resume_from_them_and_join_them(case, tmp_path, caps
     assert checkpoint_command.main(["verify", str(joined)]) == 0
     assert capsys.readouterr().out.endswith(": whole\n")
     lacking = ["gather", str(parts[0]), "--into", str(tmp_path / "half")]
-    with pytest.raises(UsageError, match=r"is in none of the parts \(\d files do not\): it is on"):
+    with pytest.raises(UsageError, match=r"is in none of the parts \(\d files are missing\): it is on"):
         checkpoint_command.main(lacking)

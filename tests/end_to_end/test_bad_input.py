@@ -214,8 +214,8 @@ def test_generate(refused, trained, capsys):
         (["--prompt", " ".join(["1"] * 32)], "a prompt of 32 tokens; expected at most 31"),
         (["--prompt", "\udcff"], "expected numbers"),
         (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),
-        (["--num-samples", "1", "--genfile", "no/such/file"], "its folder is not there"),
-        (["--num-samples", "1", "--num-layers", "3"], "--num-layers 3; expected 2, as the checkpoint has it"),
+        (["--num-samples", "1", "--genfile", "no/such/file"], "its folder does not exist"),
+        (["--num-samples", "1", "--num-layers", "3"], "--num-layers 3; expected 2, the checkpoint's value"),
         (
             ["--num-samples", "1", "--tensor-model-parallel-size", "2"],
             "Start torchrun with --nproc-per-node 2",

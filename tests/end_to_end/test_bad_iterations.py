@@ -88,7 +88,15 @@ def test_a_loss_that_is_none_costs_no_weight(poisoned, tmp_path, capsys):
     still = "--attention-dropout 0 --hidden-dropout 0".split()  # else other random numbers follow
     skipping = "--loss-spike-policy skip --rerun-mode validate_results".split()
     poisoned("nan", "--json-log", tmp_path / "nan", *still, *skipping)
-    assert len(said(capsys.readouterr().out, "iteration 13; computed again, it is the same: its update")) == 1
+    assert (
+        len(
+            said(
+                capsys.readouterr().out,
+                "iteration 13; repeating the iteration gave the same result: its update",
+            )
+        )
+        == 1
+    )
     assert losses(tmp_path / "nan")[12:14] == [None, None]
     # as if the two had never been: their data are passed over, their updates left out
     poisoned("nan", "--json-log", tmp_path / "passed", *still, "--iterations-to-skip", 12, 13)
@@ -125,19 +133,19 @@ def test_what_cannot_be_computed_twice_is_not_the_data(poisoned, monkeypatch, ca
     monkeypatch.setattr(loop.Trainer, "_forward", wrong)
     capsys.readouterr()
     summary = poisoned("none", "--rerun-mode", "validate_results")
-    (line,) = said(capsys.readouterr().out, "computed again")
-    assert line.startswith(" the loss is inf at iteration 12; computed again, the loss is ")
-    assert "and it differs on rank 0 (" in line
+    (line,) = said(capsys.readouterr().out, "repeating the iteration")
+    assert line.startswith(" the loss is inf at iteration 12; repeating the iteration gave a loss of ")
+    assert "which differs on rank 0 (" in line
     assert len(calls) == 18
     assert summary.loss_last == sound.loss_last
 
 
 def test_neither_goes_on_for_ever(poisoned, monkeypatch, tmp_path):
     monkeypatch.setattr(bad_iterations, "LEFT_OUT", 1)
-    with pytest.raises(DivergedError, match="of 1 iterations before it were left out"):
+    with pytest.raises(DivergedError, match="of the previous 1 iterations were skipped too"):
         poisoned("nan", "--loss-spike-policy", "skip")
     monkeypatch.setattr(bad_iterations, "GONE_BACK", 1)
-    with pytest.raises(DivergedError, match="gone back to iteration 12 1 times"):
+    with pytest.raises(DivergedError, match="returned to iteration 12 1 times"):
         poisoned("nan", "--loss-spike-policy", "rewind", "--save", tmp_path, "--save-interval", 12)
 
 

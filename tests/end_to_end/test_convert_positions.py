@@ -189,7 +189,7 @@ def test_a_text_ends_where_the_model_says(tmp_path, convert):
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**values, "eos_token_id": [end, 3]}))
     said = convert("hf", "megatron", source, tmp_path / "m")
-    assert f"it ends with {end}, the model's eos_token_id, but not with 3" in said
+    assert f"texts end with {end}, the model's eos_token_id, but not with 3" in said
     assert "--null-tokenizer-eod-id" in said
     text = generate(str(tmp_path / "m"), "5 9", num_tokens=10, temperature=0)
     assert [int(word) for word in text.split()] == whole[: whole.index(end, 2)]

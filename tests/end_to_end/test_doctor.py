@@ -225,7 +225,11 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
         ("ledger", {"not_imported": ["not imported: No module named 'pydantic'"]}, "'pydantic'"),
         ("ledger", {"error": "exit code 1"}, "exit code 1"),
         ("operations", {"failures": {"norm": "RuntimeError: x"}}, "norm fails: RuntimeError: x"),
-        ("operations", {"beyond_limit": ["rotary"], "largest_error": {"rotary": 0.5}}, "rotary is too far"),
+        (
+            "operations",
+            {"beyond_limit": ["rotary"], "largest_error": {"rotary": 0.5}},
+            "rotary deviates too much",
+        ),
         ("operations", {"error": "exit code -11"}, "exit code -11"),
         ("deepspeed", {"error": "ImportError: x"}, "DeepSpeed does not start: ImportError: x"),
         ("communication", {"error": "rank 0: no end after 180 seconds"}, "GLOO_SOCKET_IFNAME"),

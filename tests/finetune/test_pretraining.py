@@ -284,7 +284,7 @@ def test_a_known_name_needs_no_file_and_flags_win_over_it(folder, tmp_path, monk
     log = ["--json-log", str(tmp_path / "log"), "--train-iters", "1", "--eval-iters", "0"]
     train([*flags_for(folder), *named, *log])
     said = capsys.readouterr().out
-    assert "its configuration is Transformers' default of bert" in said
+    assert "using Transformers' default configuration of bert" in said
     assert "num_hidden_layers 1, hidden_size 16, num_attention_heads 2, max_position_embeddings 64" in said
     assert len(tiny.rows(tmp_path / "log")) == 1
 

@@ -57,7 +57,7 @@ def test_json_lines(tmp_path, capsys):
     assert utf8 == (6, "byte 14 is not UTF-8")
     assert kind == (7, "JSON of type list")
     assert nothing == (4, "nothing in the column 'sentence'")  # of those with something on the line
-    assert f"4 rows left out: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
+    assert f"4 rows skipped: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
 
 
 def test_a_table(tmp_path, capsys):
@@ -65,9 +65,9 @@ def test_a_table(tmp_path, capsys):
     found = parts(tmp_path / "rows.csv", 9)
     assert every(found) == {"one", "two\nlines", "null"}
     told = capsys.readouterr().err
-    assert "4 rows left out: these" in told
-    assert "1 cells, where the head has 2" in told
-    assert "3 cells, where the head has 2" in told
+    assert "4 rows skipped: these" in told
+    assert "1 cells, but the header has 2" in told
+    assert "3 cells, but the header has 2" in told
     assert "a byte that is not UTF-8" in told
 
 

@@ -320,13 +320,13 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "an architecture without the head": (
         "masked_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.gpt2(folder / "gpt2"))],
-        "a gpt2; expected a task that the model has a head for: causal_lm, question_answering, "
+        "a gpt2; expected a task for which the model has a head: causal_lm, question_answering, "
         "sequence_classification, token_classification",
     ),
     "an encoder that is to go on": (
         "causal_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.bert(folder / "bert"))],
-        "sees the tokens it has to predict; expected a decoder",
+        "sees the tokens that it should predict; expected a decoder",
     ),
     "a name that is not in the cache": (
         "causal_lm",
@@ -345,7 +345,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no next token": (
         "causal_lm",
         ["--seq-length", "1"],
-        "--seq-length 1; expected at least 2: a token and the one",
+        "--seq-length 1; expected at least 2: a token and its successor",
     ),
     "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
     "adapters as large as what they adapt": (

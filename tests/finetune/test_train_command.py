@@ -143,7 +143,7 @@ def test_a_data_set_may_be_named_alone() -> None:
             f"{FEW.replace('causal_lm', 'seq2seq')} --num-beams 2",
             "--num-beams without --predict-with-generate; expected both",
         ),
-        (f"{FEW} --reset-position-ids", "expected it in a script. Remove it, or pass --user-script"),
+        (f"{FEW} --reset-position-ids", "expected this flag in a script. Remove it, or pass --user-script"),
         (
             "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs 1 "
             "--tensor-model-parallel-size 2",
@@ -251,7 +251,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "import torch\ndef (\n",
             "mine.py: invalid syntax (line 3); expected a file of Py",
         ),
-        ("import torch\n", "import torch\n\0\n", "null bytes; expected a file of Python"),
+        ("import torch\n", "import torch\n\0\n", "null bytes; expected a valid Python file"),
         ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, passed"),
         (
             "class Mine(Finetuner):",
@@ -389,7 +389,7 @@ WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\
         ),
         (
             {"[10, 1]": "[-1, 9]"},
-            "with IndexError: an embedding of 10 rows was asked for number -1 (mine",
+            "with IndexError: an embedding of 10 rows was given the index -1 (mine",
         ),
     ],
 )

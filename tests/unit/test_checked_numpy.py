@@ -79,7 +79,7 @@ HOSTILE = {
     "a list for bytes": Call(RECONSTRUCT, EMPTY, (1, (1,), FOUR, False, [1])),
     "no dtype": Call(RECONSTRUCT, EMPTY, (1, (4,), "i1", False, b"1234")),
     "an array of dtypes": Call(RECONSTRUCT, (np.dtype, (0,), b"b")),
-    "a cut number": Call(SCALAR, (FOUR, b"12")),
+    "a truncated number": Call(SCALAR, (FOUR, b"12")),
     "an object for bytes": Call(SCALAR, (FOUR, (1,))),
 }
 

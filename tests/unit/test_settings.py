@@ -56,7 +56,7 @@ def test_a_misspelt_variable_stops_every_way_in(start):
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(told) == 1
-    assert "MEGATRON_NPU_DEVISE, which is not a setting; expected MEGATRON_NPU_DEVICE." in told[0]
+    assert "unknown setting MEGATRON_NPU_DEVISE; expected MEGATRON_NPU_DEVICE." in told[0]
     assert "Traceback" not in done.stderr
 
 

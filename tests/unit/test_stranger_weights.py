@@ -78,7 +78,9 @@ def test_what_the_hub_knows_is_compared(model, read, kind):
     content = bytearray(stored.read_bytes())
     content[-1] ^= 1
     stored.write_bytes(content)
-    with pytest.raises(UsageError, match=r"model\.safetensors is damaged: its SHA-256 is not the hub's"):
+    with pytest.raises(
+        UsageError, match=r"model\.safetensors is damaged: its SHA-256 differs from the hub's"
+    ):
         read(model)
 
 

@@ -58,7 +58,7 @@ def test_the_documents_word_for_graphs_means_our_operations_on_an_npu():
     words = Switches(graph_optimization=True, graph_word="--onnx-runtime-training")
     fused, line = switch_rules.meant(words, Place("user", "npu"))
     assert (fused.fused_ops, fused.graph_optimization) == (True, False)
-    assert line.startswith("--onnx-runtime-training is --fused-ops on an NPU: ")
+    assert line.startswith("--onnx-runtime-training means --fused-ops on an NPU: ")
     switch_rules.refuse(fused, Place("user", "npu"))
     for given, place in (
         (words, Place("user", "cpu")),

@@ -190,11 +190,11 @@ def test_no_tokenizer_is_said_and_can_be_asked_for(folder, talking):
 @pytest.mark.parametrize(
     ("config", "generation", "end", "said"),
     [
-        ({}, {}, None, "no eos_token_id, so that it ends with the last id, 399"),
-        ({"eos_token_id": 2}, {"eos_token_id": 7}, 2, "it ends with 2, the model's eos_token_id"),
-        ({}, {"eos_token_id": 7}, 7, "it ends with 7"),
+        ({}, {}, None, "without an eos_token_id, texts end with the last id, 399"),
+        ({"eos_token_id": 2}, {"eos_token_id": 7}, 2, "texts end with 2, the model's eos_token_id"),
+        ({}, {"eos_token_id": 7}, 7, "texts end with 7"),
         ({"eos_token_id": [5, 7, 9]}, {}, 5, "but not with 7, 9"),
-        ({"eos_token_id": 399}, {}, None, "it ends with 399"),
+        ({"eos_token_id": 399}, {}, None, "texts end with 399"),
         ({"eos_token_id": 50256}, {}, None, "the last id, 399"),  # none of this model's
     ],
 )

@@ -38,7 +38,7 @@ def test_a_folder_is_all_its_text_in_the_order_of_names(
 ) -> None:
     prefix = preprocess(books, flags=["--workers", "2"])
     assert texts(prefix, GPT2Tokenizer(*tiny)) == ["first\nbook", SAMPLE + "\n\n", "a line", "third"]
-    assert "ignored files of other kinds: 1" in capfd.readouterr().err
+    assert "ignored files of other types: 1" in capfd.readouterr().err
 
 
 def test_a_pattern_is_the_files_that_it_matches(tiny: Vocabulary, books: Path, preprocess: Run) -> None:

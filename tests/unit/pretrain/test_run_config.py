@@ -113,4 +113,4 @@ def test_what_a_run_saves_gives_the_same_flags(prompts, tmp_path):
 def test_a_value_that_no_line_holds_is_named():
     typed = arguments.parse([*WORDS, "--sample-prompt", "two\nlines"])
     text = run_config.text_of(typed, typed, arguments.parser())
-    assert "\n# sample-prompt: has a line break" in text
+    assert "\n# sample-prompt: contains a line break" in text

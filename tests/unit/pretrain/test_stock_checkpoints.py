@@ -96,7 +96,7 @@ def test_arguments_among_the_shards_are_found_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
     index = (place / ".metadata").read_bytes()
     (place / ".metadata").write_bytes(index.replace(b"__0_0.distcp", b"../../a.file"))
-    with pytest.raises(UsageError, match=r"\.\./\.\./a\.file is no name of a file"):
+    with pytest.raises(UsageError, match=r"\.\./\.\./a\.file is not a file name"):
         stock_checkpoints.find(tmp_path / "plain")
 
 

@@ -105,7 +105,7 @@ def test_without_arguments_it_is_a_gpt2_of_these_shapes(tmp_path, caplog):
     pytest.importorskip("megatron.core")
     save(tmp_path, "mp_rank_00", zipped=False, model=nested(whole_model()), total_iters=5)
     found = stock_checkpoints.find(tmp_path)
-    assert "2 heads of 64 channels as in GPT-2" in caplog.text
+    assert "2 heads of size 64, as in GPT-2" in caplog.text
     wanted = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "padded_vocab_size")
     assert [found.arguments[name] for name in wanted] == [LAYERS, HIDDEN, HEADS, 64, ROWS]
     assert found.arguments["max_position_embeddings"] == 16
@@ -200,7 +200,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
     assert "no mp_rank_*/model_optim_rng.pt" in refused(tmp_path / "b")
     weights = {n: w for n, w in whole_model().items() if ".layers.3." not in n}
     save(tmp_path / "c", "mp_rank_00", model=nested(weights), args=Namespace(**ARGS), checkpoint_version=3.0)
-    assert "it has 3 layers, its arguments say 4" in refused(tmp_path / "c")
+    assert "it has 3 layers, but its arguments say 4" in refused(tmp_path / "c")
     file = save(tmp_path / "d", "mp_rank_00", model=[])
     assert "its model is not a table of weights" in refused(tmp_path / "d")
     for number, named in enumerate(({"num_layers": -4}, {"num_layers": [4]}, {"consumed_train_samples": -1})):
