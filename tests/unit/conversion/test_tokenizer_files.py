@@ -173,7 +173,7 @@ def test_the_end_of_transformers_class_counts_where_the_model_has_it_too(folder)
 
 
 def test_a_model_that_ends_its_texts_otherwise_is_told_of(talking):
-    assert "eos_token_id of the model is 50256" in chosen(talking).said[-1]
+    assert "the model's eos_token_id 50256 is not used" in chosen(talking).said[-1]
     end = HuggingFaceTokenizer(talking).eod
     write_json(talking / "generation_config.json", {"eos_token_id": [7, end]})
     assert not any("eos_token_id" in line for line in chosen(talking).said)

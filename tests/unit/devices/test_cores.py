@@ -62,7 +62,7 @@ def test_what_the_user_says_counts(tmp_path) -> None:
     """The number of threads in one variable, the place in another: no rank is bound then."""
     found, told = ranks(tmp_path, OMP_NUM_THREADS="1", OMP_PROC_BIND="false")
     assert [number for number, _ in found] == [1, 1]
-    assert "1 thread each (OMP_NUM_THREADS=1), not bound to cores: OMP_PROC_BIND says where" in told
+    assert "1 thread each (OMP_NUM_THREADS=1), not bound to cores: OMP_PROC_BIND sets the binding" in told
 
 
 @needs_two

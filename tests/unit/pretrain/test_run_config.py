@@ -54,13 +54,13 @@ def test_every_preset_is_a_whole_shape(name):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("num-layer: 2", r"line 1: no flag num-layer; expected --num-layers"),
-        ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr a second time"),
+        ("num-layer: 2", r"line 1: unknown flag num-layer; expected --num-layers"),
+        ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr is given twice"),
         ("bf16: yes", r"line 1: --bf16 yes; expected true or false"),
         ("model:\n  num-layers: 2", r"line 1: model:; expected flag: value"),
         ("lr: {a: 1}", r"line 1: \{a: 1\}; expected a plain value"),
         ("data-path: [a,", r"line 1: \[a,; expected a list that ends on its line"),
-        ("config: other.yaml", r"line 1: no flag config"),
+        ("config: other.yaml", r"line 1: unknown flag config"),
         ("just words", r"line 1: just words; expected flag: value"),
     ],
 )

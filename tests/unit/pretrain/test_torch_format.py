@@ -193,7 +193,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
 
     args = Namespace(**ARGS, tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
     save(tmp_path / "a", "mp_rank_00", model=nested(whole_model()), args=args)
-    assert "1 x pipeline-parallel 1 files, its arguments say 2 x 1" in refused(tmp_path / "a")
+    assert "1 x pipeline-parallel 1, but its arguments say 2 x 1" in refused(tmp_path / "a")
     save(tmp_path / "a", "mp_rank_02", model={}, args=args)
     assert "no file of tensor rank 1, pipeline rank 0" in refused(tmp_path / "a")
     (tmp_path / "b" / "release" / "mp_rank_00").mkdir(parents=True)
