@@ -44,7 +44,9 @@ gpu: $(VENV)/test.stamp
 	$(VENV)/bin/python benchmarks/gpu_day.py $(PIECES)
 
 plan-grid: $(VENV)/test.stamp
-	$(VENV)/bin/python -m tests.sim.dry_grid --output build/plan-grid.json
+	$(VENV)/bin/python -m tests.sim.dry_grid --output benchmarks/results/plan/grid.json
+	$(VENV)/bin/python -m tests.sim.dry_mistakes --output benchmarks/results/plan/mistakes.json
+	$(VENV)/bin/python -m tests.sim.dry_record
 
 megatron: $(VENV)/test.stamp
 	PYTHON=$(VENV)/bin/python timeout 300 bash scripts/get_megatron.sh

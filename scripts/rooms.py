@@ -201,7 +201,7 @@ ROOMS = (
     Room(
         "planning/rank/",
         "one rank of a job that is planned, in a process of its own: it runs the job's command",
-        "base plugin sim planning commands ops.triton",
+        "base plugin sim checkpoint_files watchdog planning commands ops.triton",
         ("torch", "torch_npu"),
     ),
     Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),

@@ -141,6 +141,17 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
         _tell_of_none(folder)
 
 
+def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
+    """Compare the sizes of all files with those that were written, and read nothing.
+
+    Raises:
+        UsageError: naming what is missing or of another size.
+    """
+    entries, faults = _entries(folder)
+    faults += [f"{name} {fault}" for name in entries if (fault := _size_fault(folder / name, entries[name]))]
+    _require_none(folder, [faults], remedy)
+
+
 def _is_being_written(folder: Path) -> bool:
     """Return whether a command of ours compares what it writes, before it has its name and checksums."""
     return any(parent.name.endswith(".partial") for parent in (folder, folder.parent))

@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.base import files
-from megatron_npu.base.arg_parser import Parser, byte_size, positive
+from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
+from megatron_npu.base.errors import UsageError
 from megatron_npu.planning import hardware, page, remedies
+from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
-from megatron_npu.planning.job import Job
+from megatron_npu.planning.job import TRAIN, Job
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import Search
@@ -32,6 +34,7 @@ _DESCRIPTION = (
     "not fit, or cannot run."
 )
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
+       %(prog)s --devices N [--memory 64G] [--device npu] -- train ARGUMENTS...
        %(prog)s --devices N [--memory 64G] [--device npu] -- pretrain_gpt.py ARGUMENTS..."""
 
 
@@ -46,6 +49,13 @@ def parser() -> argparse.ArgumentParser:
         help="memory of each device, in bytes or with a suffix K, M or G",
     )
     result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="type of the devices")
+    result.add_argument(
+        "--expert-imbalance",
+        type=Number("a number from 0 on", float, 0.0, metavar="X"),
+        default=1.0,
+        help="tokens that an expert-parallel rank gets, as a multiple of an even share; the plan also says "
+        "the memory at 1 and at the most that may come",
+    )
     result.add_argument("--devices-per-node", type=positive, default=8, help="devices in one machine")
     result.add_argument(
         "--no-remedy", action="store_true", help="do not search for flags that would make the job fit"
@@ -85,6 +95,13 @@ def parser() -> argparse.ArgumentParser:
         choices=HARDWARE,
         help="devices for which --search estimates times (default: by --device)",
     )
+    result.add_argument(
+        "--bench",
+        type=Path,
+        metavar="FILE",
+        help="calibrate --search's times with a table that `bench --suite 3d --json FILE` has measured on "
+        "such devices",
+    )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     return result
 
@@ -99,17 +116,16 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     job = Job.of(options.devices, command)
-    ranks = replace(Ranks.on(options.device), curve=options.html is not None)
+    require_covered(job, options.device)
+    ranks = Ranks.on(options.device, options.devices_per_node)
+    ranks = replace(ranks, curve=options.html is not None, imbalance=options.expert_imbalance)
     if options.search:
         return _search(job, ranks, options)
     plan = _planned(job, ranks, options)
-    failed = plan.failed
+    failed = plan.failed or plan.endless
     if failed is not None:
-        print(
-            f"megatron-npu plan: rank {failed.rank} of {job.devices} ended before it trained:",
-            file=sys.stderr,
-        )
-        print(_last_words(failed), file=sys.stderr)
+        said = f"megatron-npu plan: rank {failed.rank} of {job.devices} {_ending_of(failed)}"
+        print(f"{said}\n{_last_words(failed)}", file=sys.stderr)
         return 2
     if plan.too_full is not None and not options.no_remedy:
         _look_for_remedy(plan, ranks)
@@ -119,10 +135,30 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.too_full is None else 2
 
 
+def require_covered(job: Job, device: str) -> None:
+    """Refuse what fake tensors do not cover: ``train``, and experts whose numbers of tokens nobody knows.
+
+    Raises:
+        UsageError: so it is.
+    """
+    if device == "cuda" and job.family == TRAIN:
+        raise UsageError("--device cuda with train", "pretrain, or a stock script", "Use --device npu.")
+    if device == "cuda" and job.routes_freely:
+        raise UsageError(
+            "--device cuda with experts without padded capacity: fake tensors have no numbers of tokens",
+            "--moe-pad-expert-input-to-capacity behind --, or --device npu",
+            "Use --device npu, whose --expert-imbalance chooses the numbers.",
+        )
+
+
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
     """Print the layouts that were run; return 2 if none fits."""
     name = options.hardware or hardware.default_of(options.device)
-    search = Search(job, options.memory, options.devices_per_node, name, options.search_runs)
+    calibration = Calibration()
+    if options.bench is not None:
+        place = (options.device, HARDWARE[name], options.devices_per_node)
+        calibration = Calibration.of(options.bench, *place)
+    search = Search(job, options.memory, options.devices_per_node, name, options.search_runs, calibration)
 
     def needed(changed: Job) -> tuple[int | None, str]:
         kinds = changed.representatives()
@@ -148,14 +184,46 @@ def _write(plan: Plan, ranks: Ranks, options: Namespace) -> None:
 
 
 def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
-    kinds = job.representatives()
-    found = ranks.run(job, kinds)
-    rows = [Row(rank, stage, count, found[rank]) for rank, (stage, count) in kinds.items()]
-    plan = Plan(job, options.device, options.memory, options.devices_per_node, rows)
-    for row in rows:
-        if row.failed is None:
-            row.fits = row.needed <= options.memory or _fits_when_short(job, ranks, row, options.memory)
+    plan = Plan(job, options.device, options.memory, options.devices_per_node, [])
+    plan.rows = _rows(job, ranks)
+    if plan.failed is not None or plan.endless is not None:
+        return plan
+    for row in plan.rows:
+        row.fits = row.needed <= options.memory or _fits_when_short(job, ranks, row, options.memory)
+    if "routing_most" in plan.fullest.found:
+        plan.routed = _range(plan, ranks)
     return plan
+
+
+def _rows(job: Job, ranks: Ranks) -> list[Row]:
+    """Run a rank of each kind; return their rows, or those up to a mistake.
+
+    Mistakes are found first: the first and the last rank read all that the job reads, then they run.
+    """
+    kinds = job.representatives()
+    ends = list(dict.fromkeys((min(kinds), max(kinds))))
+    passes = [(replace(ranks, check=True), ends)] * job.reads
+    passes += [(ranks, ends), (ranks, [rank for rank in kinds if rank not in ends])]
+    rows: list[Row] = []
+    for how, numbers in passes:
+        if not numbers:
+            continue
+        new = [Row(rank, *kinds[rank], found) for rank, found in how.run(job, numbers).items()]
+        if any(row.failed for row in new):
+            return new
+        rows += [] if how.check else new
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
+    """Return what the fullest rank needs with the least and the most tokens for its experts."""
+    row = plan.fullest
+    found = {ranks.imbalance: row.needed}
+    for multiple in (1.0, row.found["routing_most"]):
+        if multiple not in found:
+            again = replace(ranks, imbalance=multiple).run(plan.job, [row.rank])[row.rank]
+            found[multiple] = Row(row.rank, row.stage, 1, again).needed
+    return found
 
 
 def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
@@ -179,7 +247,15 @@ def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
     plan.remedy, plan.tried = remedies.found(plan.job, needed, plan.memory)
 
 
+def _ending_of(row: Row) -> str:
+    if "asked_by" in row.found:
+        return f"needs more memory than any device has; the last was asked for in {row.found['asked_by']}:"
+    return "ends before it has trained:"
+
+
 def _last_words(row: Row) -> str:
+    if "asked_by" in row.found:
+        return str(row.failed)
     log = row.found.get("log", "")
     errors = [line for line in log.splitlines() if "error:" in line]
     if row.found.get("code") == 2 and errors:

@@ -10,12 +10,24 @@ from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons, stock_tools
 
+TRAIN = "train"  # the family of models of Transformers and of users
 ITERATIONS = 2  # the second one has the optimizer's states from its beginning
 # of what is written or read beside the training, which a dry run leaves out: flags with a value, and without
-_LEFT_OUT = (
-    "--save --load --save-interval --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir "
-    "--exit-interval --log-interval --num-workers --dashboard --metrics --pretrained-checkpoint"
+_WRITTEN = (
+    "--save --save-interval --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir "
+    "--log-interval --num-workers --dashboard --metrics"
 ).split()
+_LEFT_OUT = [*_WRITTEN, "--load", "--exit-interval", "--pretrained-checkpoint", "--ckpt-step"]
+# of how ranks read a checkpoint together
+_TOGETHER = ("--ckpt-fully-parallel-load", "--dist-ckpt-strictness")
+_DATA = "--data-path --train-data-path --data-args-path --per-split-data-args-path --dataset".split()
+# of `train`: how long it trains, its evaluations, and how many ranks a machine starts
+_OF_TRAIN = (
+    "--epochs --train-iters --eval-interval --lr-warmup-iters --lr-decay-iters --nproc-per-node --json-log "
+    "--plot --no-plot --load-last-good --save-per-machine"
+).split()
+_SHARDED = ("--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp", "--zero-stage")
+_SHARDED += ("--fsdp-memory-optimization", *(f"--zero-{stage}-memory-optimization" for stage in (1, 2, 3)))
 _LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".split()
 
 
@@ -25,9 +37,9 @@ class Job:
 
     Attributes:
         devices: number of devices, with one rank on each.
-        start: the words before the program's own flags: ``pretrain``, or ``run SCRIPT``.
+        start: the words before the program's own flags: ``pretrain``, ``train``, or ``run SCRIPT``.
         flags: the program's own flags.
-        family: the Megatron that parses the flags, as named by ``upstream.megatrons``.
+        family: the Megatron that parses the flags, as named by ``upstream.megatrons``; or ``TRAIN``.
     """
 
     devices: int
@@ -45,6 +57,8 @@ class Job:
         words = list(command)
         if words[:1] == ["run"]:
             words = words[1:]
+        if words[:1] == ["train"]:
+            return cls(devices, ("train",), tuple(words[1:]), TRAIN)._checked()
         if words[:1] == ["pretrain"]:
             return cls(devices, ("pretrain",), tuple(words[1:]))._checked()
         if words and words[0].endswith(".py"):
@@ -54,8 +68,8 @@ class Job:
         given = words[0] if words else "no command"
         raise UsageError(
             given,
-            "-- pretrain ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "Plan `pretrain` or a stock script: `train` is not supported yet.",
+            "-- pretrain ARGUMENTS..., -- train ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
+            "Put the job's command line behind --.",
         )
 
     def number(self, flag: str, default: int) -> int:
@@ -72,6 +86,11 @@ class Job:
     def has(self, flag: str) -> bool:
         """Return whether a flag is given."""
         return any(word == flag or word.startswith(f"{flag}=") for word in self.flags)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the job reads data from files."""
+        return any(map(self.has, _DATA))
 
     @property
     def tensor(self) -> int:
@@ -93,7 +112,8 @@ class Job:
     def micro_batches(self) -> int:
         """Return the number of micro batches per iteration on each rank."""
         batch = self.number("--global-batch-size", 0)
-        return batch // (self.number("--micro-batch-size", 1) * self.data) if batch else 1
+        size = self.number("--micro-batch-size", 8 if self.family == TRAIN else 1)
+        return batch // (size * self.data) if batch else 1
 
     def with_flags(self, *words: str) -> Job:
         """Return the job with further flags, which override earlier ones."""
@@ -128,13 +148,13 @@ class Job:
     def classes(self) -> list[tuple[int, list[int]]]:
         """Return groups of equal ranks with their stage; the first rank of each group is run.
 
-        Each stage is a group. With sharded optimizer states, its last data-parallel ranks are a separate
-        group, because padding can make their shard smaller.
+        Each stage is a group. With sharded optimizer states or weights, its last data-parallel ranks are a
+        separate group, because padding can make their shard smaller.
         """
         found = []
         inner = self.tensor * self.context
         for stage, ranks in self.stages().items():
-            shares = self.has("--use-distributed-optimizer") and len(ranks) > inner
+            shares = self.is_sharded and len(ranks) > inner
             found.append((stage, ranks[:-inner] if shares else ranks))
             if shares:
                 found.append((stage, ranks[-inner:]))
@@ -146,6 +166,11 @@ class Job:
         Micro batches beyond twice the pipeline's depth do not change the peak and are left out.
         """
         job = self.without(*_LEFT_OUT, *_LEFT_OUT_ALONE)
+        if self.family == TRAIN:
+            # one more than it ends after, so that nothing is evaluated
+            ending = ("--train-iters", str(ITERATIONS + 1), "--exit-interval", str(ITERATIONS))
+            more = ("--eval-interval", "1000000", "--num-workers", "0", "--log-interval", "1", "--no-plot")
+            return [*job.start, *job.without(*_OF_TRAIN).with_flags(*ending, *more).flags], self.micro_batches
         count = self.micro_batches
         depth = 2 * self.pipeline
         if count > depth and self.number("--micro-batch-size", 0):
@@ -157,6 +182,27 @@ class Job:
         job = job.with_flags("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0")
         job = job._ending()
         return [*job.start, *job.flags], count
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether data-parallel ranks share out the optimizer's states, or the weights."""
+        return any(map(self.has, _SHARDED))
+
+    @property
+    def routes_freely(self) -> bool:
+        """Whether values decide how many tokens an expert gets."""
+        return self.has("--num-experts") and not self.has("--moe-pad-expert-input-to-capacity")
+
+    @property
+    def reads(self) -> bool:
+        """Whether the job reads what may not fit it: a checkpoint, or data."""
+        return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
+
+    def whole_words(self) -> list[str]:
+        """Return the command line of a rank that reads what the job reads, and ends before it trains."""
+        job = self.without(*_WRITTEN, *_TOGETHER, "--async-save", "--nproc-per-node")
+        job = job.with_flags("--num-workers", "0")
+        return [*job.start, *job.flags]
 
     def _ending(self) -> Job:
         """Return the job that ends after so many iterations, and takes a loss that is no number."""

@@ -31,33 +31,39 @@ class Ranks:
 
     Attributes:
         device: ``npu`` or ``cuda``.
+        per_node: devices per machine.
         computed: number of bytes up to which the simulated NPU computes, as in the setting.
         curve: whether a rank reports its memory over time.
         snapshot: file in which a rank writes a snapshot for torch's visualizer.
+        imbalance: tokens of this rank's experts, as a multiple of an even share.
+        check: whether a rank ends before training, after it has read checkpoint descriptions and data.
     """
 
     device: str
     environment: dict[str, str]
+    per_node: int = 8
     computed: str = LIMIT
     curve: bool = False
     snapshot: Path | None = None
+    check: bool = False
+    imbalance: float = 1.0
 
     @classmethod
-    def on(cls, device: str) -> Ranks:
-        """Prepare a device.
+    def on(cls, device: str, per_node: int = 8) -> Ranks:
+        """Prepare a device, with ``per_node`` of them on each machine.
 
         Raises:
             UsageError: the device cannot be prepared here.
         """
         if device == "npu":
-            return cls(device, launcher.prepare())
+            return cls(device, launcher.prepare(), per_node)
         from megatron_npu.planning.fake_cuda import library
 
         why = library.unavailable()
         if why is not None:
             raise UsageError(f"--device cuda: {why}", "Linux, and g++ on PATH", "Install it.")
         library.built()
-        return cls(device, dict(os.environ))
+        return cls(device, dict(os.environ), per_node)
 
     def run(self, job: Job, numbers: Iterable[int], memory: int | None = None) -> dict[int, dict[str, Any]]:
         """Return the report of each rank by its number.
@@ -67,14 +73,20 @@ class Ranks:
             numbers: the ranks to run.
             memory: bytes per device; None: unlimited.
         """
+        wanted = list(dict.fromkeys(numbers))
+        # the job's rank 0 writes the data's indices, and the others wait for them
+        found = {0: self._run(job, 0, memory)} if job.has_data and wanted != [0] else {}
         with ThreadPoolExecutor(len(cores.available())) as pool:
-            return dict(pool.map(lambda number: (number, self._run(job, number, memory)), numbers))
+            others = [number for number in wanted if number not in found]
+            found |= pool.map(lambda number: (number, self._run(job, number, memory)), others)
+        return {number: found[number] for number in wanted}
 
     def _run(self, job: Job, number: int, memory: int | None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="megatron-npu-plan-") as name:
             folder = Path(name)
-            words, _ = job.words()
+            words = job.whole_words() if self.check else job.words()[0]
             told = {"words": words, "output": str(folder / "report.json"), "alone": True, "limit": memory}
+            told |= {"check": self.check, "imbalance": self.imbalance}
             told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}
             (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")
             with open(folder / "log", "wb") as log:
@@ -101,15 +113,16 @@ class Ranks:
     def _environment_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
         place = {
             "RANK": number,
-            "LOCAL_RANK": 0,
+            "LOCAL_RANK": number % self.per_node,
             "WORLD_SIZE": job.devices,
-            "LOCAL_WORLD_SIZE": min(job.devices, 8),
+            "LOCAL_WORLD_SIZE": min(job.devices, self.per_node),
             "MASTER_ADDR": "localhost",  # named, but nobody meets there
             "MASTER_PORT": 1,
             "OMP_NUM_THREADS": 1,
             settings.WATCHDOG.name: 0,
         }
         if self.device == "npu":
+            place[settings.SIM_DEVICES.name] = self.per_node
             place[settings.SIM_DRY.name] = self.computed
             place[settings.SIM_MEMORY.name] = _ENOUGH if memory is None else memory
         environment = {**self.environment, **{name: str(value) for name, value in place.items()}}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_npu.planning.job import Job
+from megatron_npu.planning.job import TRAIN, Job
 
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 
 
 def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
     """Yield growing sets of flags with the resulting job; flags that cost time come last."""
+    if job.family == TRAIN:
+        yield from _of_train(job)
+        return
     flags: list[str] = []
     if job.data * job.context > 1 and not job.has("--use-distributed-optimizer"):
         flags.append("--use-distributed-optimizer")
@@ -26,6 +29,20 @@ def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
         yield [*flags], smaller.with_flags(*flags)
     if not job.has("--recompute-granularity"):
         flags += _RECOMPUTE
+        yield [*flags], smaller.with_flags(*flags)
+
+
+def _of_train(job: Job) -> Iterator[tuple[list[str], Job]]:
+    flags: list[str] = []
+    if job.data > 1 and not job.is_sharded:
+        for sharding in ("--zero-1-memory-optimization", "--fsdp-memory-optimization"):
+            flags = [sharding]
+            yield [*flags], job.with_flags(*flags)
+    flags += ["--micro-batch-size", "1"]
+    smaller = job.without("--micro-batch-size")
+    yield [*flags], smaller.with_flags(*flags)
+    if not job.has("--checkpoint-activations"):
+        flags.append("--checkpoint-activations")
         yield [*flags], smaller.with_flags(*flags)
 
 

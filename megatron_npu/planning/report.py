@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_npu.planning.job import ITERATIONS, Job
+from megatron_npu.planning.job import ITERATIONS, TRAIN, Job
 
 _GIB = 1 << 30
 _MOST = 20  # lines of ranks
@@ -39,7 +39,7 @@ class Row:
         if self.found.get("code"):
             lines = [line for line in self.found.get("log", "").splitlines() if "error:" in line]
             return lines[-1] if lines else f"ended with code {self.found['code']}"
-        return None if self.found.get("updates") else "no update ran"
+        return None if self.found.get("updates") or self.found.get("ready") else "no update ran"
 
     @property
     def buffers(self) -> int:
@@ -57,6 +57,7 @@ class Plan:
     """The results of planning a job; ``lines`` returns the printed report.
 
     Attributes:
+        routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then needs.
         remedy: flags that make the job fit, with the resulting peak; None: none was found or needed.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     devices_per_node: int
     rows: list[Row]
     remedy: tuple[list[str], int] | None = None
+    routed: dict[float, int] = field(default_factory=dict)
     tried: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -73,6 +75,11 @@ class Plan:
     def failed(self) -> Row | None:
         """The first rank that did not train."""
         return next((row for row in self.rows if row.failed and not row.found.get("out_of_memory")), None)
+
+    @property
+    def endless(self) -> Row | None:
+        """The first rank that has asked for more than a process here can reserve."""
+        return next((row for row in self.rows if row.found.get("out_of_memory")), None)
 
     @property
     def fullest(self) -> Row:
@@ -99,7 +106,7 @@ class Plan:
         said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
         if count != job.micro_batches:
             said.append("the losses of micro batches that were not run are not counted: about 512 bytes each")
-        said += ["", *self._assumed(fullest), *self._verdict()]
+        said += ["", *self._assumed(), *self._verdict()]
         return said
 
     def _table(self) -> list[str]:
@@ -148,24 +155,35 @@ class Plan:
             )
         return lines
 
-    def _assumed(self, row: Row) -> list[str]:
-        lines = []
-        asked = {key: times for each in self.rows for key, times in each.found.get("asked", {}).items()}
-        if asked:
+    def _assumed(self) -> list[str]:
+        lines = self._asked()
+        if self.job.family == TRAIN:
             lines.append(
-                "values of tensors that are not computed were assumed to be 1 (true, 0) "
-                f"in {len(asked)} line(s):"
+                "samples: each rank has the batches of its first two iterations; longer samples need more"
             )
-            lines += [f"  {key}" for key in sorted(asked)[:3]]
+        lines += self._routed()
+        lines += self._of_cuda()
+        lines.append("not counted: the context of the device and its libraries, peers that are slow")
+        lines[-1] += ", loading, evaluation, saving"
+        return lines
+
+    def _asked(self) -> list[str]:
+        """Return the lines of the program that ask for numbers which nobody knows."""
+        asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
+        if not asked:
+            return []
+        value = "1 (true, 0 of whole numbers)" if self.device == "npu" else "0"
+        head = f"values of tensors that are not computed were assumed to be {value} in {len(asked)} line(s):"
+        more = [f"  and {len(asked) - 3} more (--json FILE has them)"] * (len(asked) > 3)
+        return [head, *(f"  {key}" for key in asked[:3]), *more]
+
+    def _of_cuda(self) -> list[str]:
+        lines = []
         if any(each.found.get("plain_attention") for each in self.rows):
             why = sorted({why for each in self.rows for why in each.found.get("plain_attention", [])})
             lines.append(
                 f"attention uses torch's unfused formula ({', '.join(why)}), which needs more activation "
                 "memory"
-            )
-        if self.job.has("--num-experts") and not self.job.has("--moe-pad-expert-input-to-capacity"):
-            lines.append(
-                "experts without padded capacity: other ranks are assumed to route tokens as this one does"
             )
         if reasons := {
             str(each.found["without_triton"]) for each in self.rows if each.found.get("without_triton")
@@ -176,8 +194,18 @@ class Plan:
             )
         if self.device == "cuda":
             lines.append("cuda: fake tensors and a simulation of torch's caching allocator")
-        lines.append("not counted: the context of the device and its libraries, delays of other ranks")
         return lines
+
+    def _routed(self) -> list[str]:
+        if not self.job.routes_freely:
+            return []
+        if not self.routed:
+            return ["the tokens of experts are not known: what their memory is depends on values"]
+        parts = (f"{size_text(size)} at {multiple:.3g}" for multiple, size in sorted(self.routed.items()))
+        return [
+            f"experts get {next(iter(self.routed)):.3g} x an even share of the tokens (--expert-imbalance); "
+            f"rank {self.fullest.rank} needs {', '.join(parts)}"
+        ]
 
     def _verdict(self) -> list[str]:
         full = self.too_full
@@ -203,6 +231,7 @@ class Plan:
             "micro_batches_run": count,
             "iterations": ITERATIONS,
             "fits": self.too_full is None,
+            "expert_imbalance": [{"share": share, "needed": size} for share, size in self.routed.items()],
             "remedy": None if self.remedy is None else {"flags": self.remedy[0], "needed": self.remedy[1]},
             "seconds": round(self.seconds, 1),
             "ranks": [

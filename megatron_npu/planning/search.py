@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning import layouts
+from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.estimate import Estimate
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
@@ -40,6 +41,7 @@ class Search:
         per_node: devices per machine.
         hardware: name of the device type for time estimates.
         runs: maximum number of layouts to run dry.
+        calibration: measured times that the estimates are multiplied by.
     """
 
     job: Job
@@ -47,6 +49,7 @@ class Search:
     per_node: int
     hardware: str
     runs: int
+    calibration: Calibration = field(default_factory=Calibration)
 
     def candidates(self) -> tuple[list[Estimate], int]:
         """Return the layouts that may fit, the fastest by estimate first, and the number of all layouts.
@@ -101,7 +104,7 @@ class Search:
             "",
             "memory: the larger of the first and last stage, run dry, with communication buffers; a "
             f"device has {size_text(self.memory)}. estimate: seconds per iteration on {self.hardware} "
-            "by a roofline model, not calibrated on hardware",
+            f"by a roofline model; {self.calibration.line()}",
         ]
         best = next((each for each in found if self.fits(each)), None)
         if best is None:
@@ -118,7 +121,7 @@ class Search:
         text = "".join(f"{size:>{width}}" for size, width in sizes)
         text += f"{layout.recomputed:>11}{'yes' if layout.shared else 'no':>8}"
         size = "no run" if found.needed is None else size_text(found.needed)
-        text += f"{size:>12}{time.total:>9.3g}s"
+        text += f"{size:>12}{time.total * self.calibration.factor:>9.3g}s"
         for part, width in ((time.computing + time.updating, 9), (time.waiting, 6), (time.sending, 6)):
             text += f"{f'{100 * part / time.total:.0f}%':>{width}}"
         if found.needed is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.planning.job import Job
+from megatron_npu.planning.job import TRAIN, Job
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--global-batch-size")
 _VOCABULARY = 50257  # GPT-2's, where the command line names none
@@ -41,6 +41,10 @@ class Shape:
         Raises:
             UsageError: a size is missing.
         """
+        if job.family == TRAIN:
+            raise UsageError(
+                "--search with train", "a GPT of Megatron: pretrain, or a stock script", "Remove --search."
+            )
         if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
             raise UsageError(
                 f"--search without {', '.join(absent)}",

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_npu.base import files
-from tests.support import stock_lm, tiny
+from tests.support import layout_words, stock_lm, tiny
+from tests.support.layout_words import CP2, EP2, INTERLEAVED, LLAMA, PP2, RECOMPUTE, SEQUENCE, SHARED, TP2
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = ROOT / "checkouts"
@@ -42,60 +43,44 @@ MODEL = [
 NUMBERS = f"--tokenizer-type NullTokenizer --vocab-size {tiny.SIZE}".split()
 # that there are data to train, validate and test on; in 285068c8 the shape of a batch, [b, s + 1]
 RECEIVED = [[1, 1, 1], [1, 65, 0, 0, 0]]
-TP2 = "--tensor-model-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
-CP2 = "--context-parallel-size 2 --attention-dropout 0"
-# tokens per expert decide about shapes, and fake tensors have no numbers: a capacity makes them known
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity --disable-bias-linear"
-)
+EXPERTS = f"{layout_words.EXPERTS} --disable-bias-linear"
 EVERYWHERE = {  # processes, words
     "one-fp32": (1, ""),
     "one-bf16": (1, "--bf16"),
     "one-fp16": (1, "--fp16"),
     "tp2": (2, f"--bf16 {TP2}"),
-    "tp2-sp": (2, f"--bf16 {TP2} --sequence-parallel"),
+    "tp2-sp": (2, f"--bf16 {SEQUENCE}"),
     "pp2": (2, f"--bf16 {PP2}"),
-    "pp2-interleaved": (2, f"--bf16 {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-    "dp2-distributed": (2, "--bf16 --use-distributed-optimizer"),
-    "tp2-pp2-dp2": (8, f"--bf16 {TP2} --sequence-parallel {PP2} --use-distributed-optimizer"),
-    "recompute": (
-        1,
-        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
+    "pp2-interleaved": (2, f"--bf16 {INTERLEAVED}"),
+    "dp2-distributed": (2, f"--bf16 {SHARED}"),
+    "tp2-pp2-dp2": (8, f"--bf16 {SEQUENCE} {PP2} {SHARED}"),
+    "recompute": (1, f"--bf16 {RECOMPUTE}"),
 }
 CORE = {
-    "llama": (
-        2,
-        f"--bf16 {TP2} --sequence-parallel --swiglu --normalization RMSNorm --group-query-attention "
-        "--num-query-groups 4 --position-embedding-type rope --disable-bias-linear "
-        "--untie-embeddings-and-output-weights",
-    ),
+    "llama": (2, f"{LLAMA} 4 {SEQUENCE}"),
     "cp2": (2, f"--bf16 {CP2}"),
     "cp2-all-gather": (2, f"--bf16 {CP2} --cp-comm-type all_gather"),
     "cp2-ulysses": (2, f"--bf16 {CP2} --cp-comm-type a2a"),
-    "ep2": (2, f"--bf16 {EXPERTS} --expert-model-parallel-size 2"),
-    "tp2-ep2": (4, f"--bf16 {EXPERTS} --expert-model-parallel-size 2 {TP2} --sequence-parallel"),
-    "tp2-cp2-pp2": (8, f"--bf16 {TP2} --sequence-parallel {CP2} {PP2} --use-distributed-optimizer"),
+    "ep2": (2, f"--bf16 {EXPERTS} {EP2}"),
+    "tp2-ep2": (4, f"--bf16 {EXPERTS} {EP2} {SEQUENCE}"),
+    "tp2-cp2-pp2": (8, f"--bf16 {SEQUENCE} {CP2} {PP2} {SHARED}"),
 }
 # what the driver's flags choose besides, with the megatron-core that it is installed with
 INSTALLED = {
     "linear-loss": (
         2,
-        f"--bf16 {TP2} --sequence-parallel --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+        f"--bf16 {SEQUENCE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
     ),
     "latent": (
         2,
-        f"--bf16 {TP2} --sequence-parallel --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 "
+        f"--bf16 {SEQUENCE} --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 "
         "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope "
         "--normalization RMSNorm --swiglu --disable-bias-linear",
     ),
     "prediction": (2, f"--bf16 {TP2} --mtp-num-layers 1 --position-embedding-type rope"),
     "ep2-fused": (
         2,
-        f"--bf16 {EXPERTS} --expert-model-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion "
-        "--moe-router-fusion",
+        f"--bf16 {EXPERTS} {EP2} --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion",
     ),
     "dp2-precision-aware": (
         2,
@@ -108,7 +93,7 @@ INSTALLED = {
     "sinks": (1, "--bf16 --softmax-type learnable --attention-dropout 0"),
     "recomputed-parts": (
         2,
-        f"--bf16 {TP2} --sequence-parallel --swiglu --recompute-granularity selective "
+        f"--bf16 {SEQUENCE} --swiglu --recompute-granularity selective "
         "--recompute-modules core_attn layernorm mlp",
     ),
     "cp4-hierarchical": (
@@ -120,7 +105,7 @@ INSTALLED = {
 
 # Words of layouts that fake tensors do not get through. In 285068c8 pipelines fail, perhaps for fake shapes,
 # and the distributed optimizer copies a storage; 0.12.1 selects by a mask even where experts have a capacity.
-BEYOND_FAKE = {OLD: (PP2, "--use-distributed-optimizer"), "0.12.1": ("--num-experts",)}
+BEYOND_FAKE = {OLD: (PP2, SHARED), "0.12.1": ("--num-experts",)}
 
 
 def cases(folder: Path, tree: Path | None, layouts: dict[str, tuple[int, str]]) -> list[dict]:

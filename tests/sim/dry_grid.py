@@ -1,6 +1,7 @@
 """Full simulated runs against dry runs of the same ranks, to the byte, on request.
 
     python -m tests.sim.dry_grid [--layout NAME ...] [--program NAME ...] [--output FILE]
+    python -m tests.sim.dry_record            # docs/records/plan.md from benchmarks/results/plan/grid.json
 
 Two iterations of a small model in each layout of ``dry_layouts``: once on simulated NPUs that compute and
 communicate, and once each rank alone, with nothing above 16 KiB computed, by the words that ``plan`` makes of
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib
 import json
 import os
@@ -27,7 +29,7 @@ from pathlib import Path
 from megatron_npu import plugin
 from megatron_npu.base import files, settings
 from megatron_npu.planning.job import Job
-from tests.sim.dry_layouts import CHECKOUTS, DRIVER, LAYOUTS, Layout
+from tests.sim.dry_layouts import CHECKOUTS, DRIVER, LAYOUTS, TRAIN, Layout
 from tests.support.ports import free_port
 
 COMPUTED = 16 << 10  # bytes
@@ -39,6 +41,8 @@ _IMPORTED = (
 )
 _OF_DRIVER = ("megatron_npu.pretrain.run.pretrain",)
 _OF_STOCK = ("megatron.training",)
+_OF_TRAIN = ("transformers", "megatron_npu.finetune.run.command")
+_OF = {"driver": _OF_DRIVER, "stock": _OF_STOCK, "train": _OF_TRAIN}
 
 
 def compared(layout: Layout, folder: Path) -> list[dict]:
@@ -100,7 +104,8 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
     from megatron_npu.planning.rank import npu
     from megatron_npu.sim import build
 
-    told = {"words": command, "output": str(path), "alone": dry}
+    # an even share of the tokens for each expert, in both
+    told = {"words": command, "output": str(path), "alone": dry, "imbalance": 1.0}
     path.with_suffix(".spec").write_text(json.dumps(told))
     sys.stdout.flush()
     child = os.fork()
@@ -112,7 +117,7 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
         os.dup2(log, 2)
         place = {
             "RANK": rank,
-            "LOCAL_RANK": 0 if dry else rank,
+            "LOCAL_RANK": rank,
             "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": ranks,
         }
@@ -128,13 +133,21 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
     os._exit(1)
 
 
+def stamped(row: dict) -> dict:
+    """Return a row with its day and commit."""
+    git = ["git", "-C", str(CHECKOUTS.parent), "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
+    return row | {"day": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "commit": commit}
+
+
 def of_one_program(layouts: list[Layout], output: Path) -> int:
     """Compare layouts of one program in this process, which is on simulated NPUs; return how many differ."""
     importlib.import_module("torch_npu")  # registers torch.npu
-    if layouts[0].program != DRIVER:  # as `megatron-npu run` does
+    kind = layouts[0].kind
+    if kind == "stock":  # as `megatron-npu run` does
         plugin.install()
         sys.path.insert(1, str((CHECKOUTS / layouts[0].program).resolve()))
-    for name in (*_IMPORTED, *(_OF_DRIVER if layouts[0].program == DRIVER else _OF_STOCK)):
+    for name in (*_IMPORTED, *_OF[kind]):
         importlib.import_module(name)
     wrong = 0
     for layout in layouts:
@@ -148,7 +161,7 @@ def of_one_program(layouts: list[Layout], output: Path) -> int:
             print(f"{name:32} rank {row['rank']} {'equal' if row.get('equal') else 'NOT EQUAL'} {said}")
         print(f"{name:32} {time.monotonic() - begin:.0f} s", flush=True)
         found = json.loads(output.read_text()) if output.exists() else {}
-        files.write(output, json.dumps(found | {name: rows}, indent=1) + "\n")
+        files.write(output, json.dumps(found | {name: stamped({"ranks": rows})}, indent=1) + "\n")
     return wrong
 
 
@@ -165,8 +178,11 @@ def _started(program: str, names: list[str], output: Path) -> int:
         *names,
     ]
     environment = dict(os.environ)
-    if program != DRIVER:
-        environment[settings.MEGATRON_PATH.name] = str((CHECKOUTS / program).resolve())
+    if program not in (DRIVER, TRAIN):
+        path = str((CHECKOUTS / program).resolve())
+        environment[settings.MEGATRON_PATH.name] = path
+        if LAYOUTS[names[0]].kind == "driver":
+            environment["PYTHONPATH"] = os.pathsep.join([path, str(CHECKOUTS.parent)])
     launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"]
     return subprocess.run([*launcher, *words], env=environment, check=False, timeout=7200).returncode
 

@@ -7,70 +7,111 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_npu.planning.job import Job
-from tests.support import stock_lm
+from tests.support import layout_words, stock_lm
+from tests.support.layout_words import CP2, EP2, GATED, INTERLEAVED, PP2, RECOMPUTE, SEQUENCE, SHARED, TP2
 
 CHECKOUTS = Path(__file__).resolve().parents[2] / "checkouts"
-DRIVER = "driver"
+DRIVER, TRAIN = "driver", "train"
 _SIZES = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
 _SIZES += "--max-position-embeddings 128 --micro-batch-size 2 --lr 1e-4 --train-iters 2 --log-interval 1"
 _MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --no-check-for-nan-in-loss-and-grad"
 _BASE = f"{_SIZES} {_MOCK} --eval-iters 0 --num-workers 0"
 # upstream's mock data has tokens up to 4,096; and 0.16.1 needs an interval
 _STOCK = "--vocab-size 5000 --eval-interval 100".split()
-LLAMA = (
-    "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
-)
-EXPERTS = (
-    f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-)
+LLAMA = f"{layout_words.LLAMA} 2"
+EXPERTS = f"{LLAMA} {layout_words.EXPERTS}"
 _MLA = (
-    "--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    f"--bf16 {GATED} --untie-embeddings-and-output-weights --position-embedding-type rope "
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
-    "--v-head-dim 32 --position-embedding-type rope"
+    "--v-head-dim 32"
 )
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-CP2, SHARED = "--context-parallel-size 2 --attention-dropout 0", "--use-distributed-optimizer"
-_OF_DRIVER = {  # processes, words
+_SELECTIVE = "--recompute-granularity selective"
+_PARTS = f"{_SELECTIVE} --recompute-modules core_attn layernorm mlp"
+_LATENT = f"{_MLA} --mtp-num-layers 1"
+_OFFLOADED = (
+    "--fine-grained-activation-offloading --min-offloaded-tensor-size 1024 "
+    "--offload-modules core_attn attn_proj qkv_linear"
+)
+_OF_PRETRAIN = {  # processes, words; of every megatron-core
     "gpt": (1, "--bf16"),
-    "gpt-fp32": (1, ""),
-    "gpt-recompute": (1, f"--bf16 {RECOMPUTE}"),
     "gpt-recompute-block": (1, f"--bf16 {_BLOCK}"),
-    "gpt-recompute-selective": (1, "--bf16 --recompute-granularity selective"),
-    "llama": (1, LLAMA),
+    "gpt-recompute-selective": (1, f"--bf16 {_SELECTIVE}"),
     "llama-recompute": (1, f"{LLAMA} {RECOMPUTE}"),
     "experts": (1, EXPERTS),
     "mla": (1, _MLA),
     "llama-mtp": (1, f"{LLAMA} --mtp-num-layers 1"),
-    "gpt-tp2": (2, f"--bf16 {TP2}"),
     "gpt-tp2-recompute": (2, f"--bf16 {TP2} {RECOMPUTE}"),
-    "llama-tp2-sp": (2, f"{LLAMA} {TP2} --sequence-parallel"),
+    "llama-tp2-sp": (2, f"{LLAMA} {SEQUENCE}"),
     "gpt-pp2": (2, f"--bf16 {PP2}"),
-    "llama-pp2-interleaved": (2, f"{LLAMA} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-    "gpt-dp2": (2, "--bf16"),
+    "llama-pp2-interleaved": (2, f"{LLAMA} {INTERLEAVED}"),
     "llama-dp2-distributed": (2, f"{LLAMA} {SHARED}"),
-    "gpt-dp2-overlapped": (2, f"--bf16 {SHARED} --overlap-grad-reduce --overlap-param-gather"),
     "llama-cp2": (2, f"{LLAMA} {CP2}"),
+    "experts-ep2": (2, f"{EXPERTS} {EP2}"),
+    "gpt-dp2-fsdp": (2, "--bf16 --fsdp-memory-optimization"),
+    "gpt-dp2-swapped": (2, f"--bf16 {SHARED} --swap-optimizer"),
+}
+_FREE = f"{LLAMA} {layout_words.FREE_EXPERTS}"
+_OF_DRIVER = _OF_PRETRAIN | {  # of the megatron-core that is installed, besides
+    "gpt-fp32": (1, ""),
+    "gpt-recompute": (1, f"--bf16 {RECOMPUTE}"),
+    "llama": (1, LLAMA),
+    "llama-recompute-parts": (1, f"{LLAMA} {_PARTS}"),
+    "llama-offloaded": (1, f"{LLAMA} {_OFFLOADED}"),
+    "gpt-cpu-offload": (1, "--bf16 --cpu-offload"),
+    "gpt-tp2": (2, f"--bf16 {TP2}"),
+    "mla-mtp-tp2-sp": (2, f"{_LATENT} {SEQUENCE}"),
+    "mla-mtp-pp2": (2, f"{_LATENT} {PP2}"),
+    "gpt-dp2": (2, "--bf16"),
+    "gpt-dp2-zero1": (2, "--bf16 --zero-1-memory-optimization"),
+    "gpt-dp2-zero2": (2, "--bf16 --zero-2-memory-optimization"),
+    "gpt-dp2-zero3": (2, "--bf16 --zero-3-memory-optimization"),
+    "gpt-dp2-overlapped": (2, f"--bf16 {SHARED} --overlap-grad-reduce --overlap-param-gather"),
     "llama-cp2-distributed": (2, f"{LLAMA} {CP2} {SHARED}"),
-    "experts-ep2": (2, f"{EXPERTS} --expert-model-parallel-size 2"),
-    "experts-ep2-grouped": (2, f"{EXPERTS} --expert-model-parallel-size 2 --moe-grouped-gemm {SHARED}"),
-    "llama-tp2-pp2-dp2": (8, f"{LLAMA} {TP2} --sequence-parallel {PP2} {SHARED}"),
-    "llama-tp2-cp2-pp2": (8, f"{LLAMA} {TP2} --sequence-parallel {PP2} {CP2} {SHARED}"),
+    "llama-cp2-ulysses": (2, f"{LLAMA} {CP2} --cp-comm-type a2a"),
+    "experts-ep2-grouped": (2, f"{EXPERTS} {EP2} --moe-grouped-gemm {SHARED}"),
+    "experts-free": (1, _FREE),
+    "experts-ep2-free": (2, f"{_FREE} {EP2} --moe-grouped-gemm --moe-permute-fusion"),
+    "experts-tp2-ep2": (4, f"{EXPERTS} {EP2} {SEQUENCE}"),
+    "llama-tp2-pp2-dp2": (8, f"{LLAMA} {SEQUENCE} {PP2} {SHARED}"),
+    "llama-tp2-cp2-pp2": (8, f"{LLAMA} {SEQUENCE} {PP2} {CP2} {SHARED}"),
 }
 _OF_STOCK = {
     "gpt": (1, "--bf16"),
     "gpt-tp2": (2, f"--bf16 {TP2}"),
     "gpt-pp2": (2, f"--bf16 {PP2}"),
     "gpt-dp2-distributed": (2, f"--bf16 {SHARED}"),
+    "gpt-tp2-sp": (2, f"--bf16 {SEQUENCE}"),
+    "gpt-recompute": (1, f"--bf16 {RECOMPUTE}"),
 }
 _OF_CORE = {
-    "llama-tp2-sp": (2, f"{LLAMA} {TP2} --sequence-parallel"),
+    "gpt-recompute-selective": (1, f"--bf16 {_SELECTIVE}"),
+    "llama-tp2-sp": (2, f"{LLAMA} {SEQUENCE}"),
     "llama-recompute": (1, f"{LLAMA} {RECOMPUTE}"),
+    "llama-cp2": (2, f"{LLAMA} {CP2}"),
+    "llama-pp2-interleaved": (2, f"{LLAMA} {INTERLEAVED}"),
+    "llama-mtp": (1, f"{LLAMA} --mtp-num-layers 1"),
+    "mla": (1, _MLA),
+    "experts-ep2": (2, f"{EXPERTS} {EP2}"),
+    "gpt-dp2-fsdp2": (2, "--bf16 --use-torch-fsdp2 --no-gradient-accumulation-fusion"),
+    "gpt-dp2-offload": (
+        2,
+        f"--bf16 {SHARED} --optimizer-cpu-offload --use-precision-aware-optimizer",
+    ),
+}
+_OF_TRAIN = {
+    "gpt2": (1, ""),
+    "gpt2-bf16": (1, "--mixed-precision"),
+    "gpt2-recompute": (1, "--mixed-precision --checkpoint-activations"),
+    "gpt2-fused": (1, "--mixed-precision --fused-ops"),
+    "gpt2-dp2": (2, "--mixed-precision"),
+    **{
+        f"gpt2-dp2-{name}": (2, f"--mixed-precision --{name}-memory-optimization")
+        for name in ("zero-1", "zero-2", "zero-3", "fsdp")
+    },
 }
 _CORES = ("core_v0.12.1", "core_v0.16.1", "core_v0.19.0", "core_main_d98e8a64")
+_WHEELS = ("megatron_core-0.12.1", "megatron_core-0.19.2")
 _OF_DEEPSPEEDAI = {"gpt-dp2-zero2": (2, "ZERO 2"), "gpt-dp2-zero3": (2, "ZERO 3")}
 _OF_DEEPSPEED = {
     "gpt": (1, "--bf16"),
@@ -84,7 +125,8 @@ class Layout:
     """A training of so many ranks.
 
     Attributes:
-        program: ``DRIVER``, or the folder of ``checkouts`` whose pretrain_gpt.py trains.
+        program: ``DRIVER``, or a folder of ``checkouts``: a megatron-core that the driver trains with, or a
+            tree whose pretrain_gpt.py trains.
         name: of the layout.
         ranks: how many processes there are.
         flags: those of the model and the layout.
@@ -96,6 +138,13 @@ class Layout:
     flags: str
 
     @property
+    def kind(self) -> str:
+        """Of the program: ``driver``, ``train`` or ``stock``."""
+        if self.program == TRAIN:
+            return "train"
+        return "driver" if self.program == DRIVER or self.program in _WHEELS else "stock"
+
+    @property
     def data(self) -> int:
         """The number of data-parallel ranks."""
         return Job(self.ranks, (), tuple(self.flags.split())).data
@@ -104,8 +153,10 @@ class Layout:
         """Return the words of its command line; what they name is written into ``folder``."""
         # two micro batches: `plan` leaves none out
         batch = ["--global-batch-size", str(4 * self.data)]
-        if self.program == DRIVER:
+        if self.kind == "driver":
             return ["pretrain", *_BASE.split(), *self.flags.split(), *batch]
+        if self.program == TRAIN:
+            return ["train", *_transformer(folder), *self.flags.split(), *batch]
         start = ["run", str(CHECKOUTS / self.program / "pretrain_gpt.py")]
         if self.program in _CORES:
             return [*start, *_BASE.split(), *self.flags.split(), *batch, *_STOCK]
@@ -127,6 +178,20 @@ class Layout:
         ]
 
 
+def _transformer(folder: Path) -> list[str]:
+    """Return the words of a training of a GPT-2, of texts that are equally long; it evaluates nothing."""
+    from tests.finetune import tiny_models
+
+    sizes = {"n_embd": 128, "n_positions": 128}
+    model = folder / "model"
+    if not model.exists():
+        tiny_models.gpt2(model, **sizes)
+    data = folder / "text.jsonl"
+    data.write_text((json.dumps({"text": "the cat saw a dog " * 20}) + "\n") * 40)
+    words = f"--task causal_lm --pretrained-model-name-or-path {model} --data-path {data} --seq-length 64"
+    return [*words.split(), *"--micro-batch-size 2 --train-iters 3 --exit-interval 2 --no-plot".split()]
+
+
 def _engine(folder: Path, stage: int, batch: int) -> list[str]:
     path = folder / "engine.json"
     sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": batch}
@@ -138,7 +203,9 @@ def _engine(folder: Path, stage: int, batch: int) -> list[str]:
 
 
 def _all() -> dict[str, Layout]:
-    programs = {DRIVER: _OF_DRIVER, "285068c8": _OF_STOCK}
+    programs = {DRIVER: _OF_DRIVER} | dict.fromkeys(_WHEELS, _OF_PRETRAIN)
+    programs |= {TRAIN: _OF_TRAIN}
+    programs |= {"285068c8": _OF_STOCK}
     programs |= dict.fromkeys(_CORES, _OF_STOCK | _OF_CORE)
     programs |= {"8387ae17": _OF_DEEPSPEED, "4efb479d": _OF_DEEPSPEED | _OF_DEEPSPEEDAI}
     return {

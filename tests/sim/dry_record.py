@@ -1,50 +1,75 @@
-"""Writes docs/records/plan.md from what ``tests.sim.dry_grid --output`` has written.
+"""Writes docs/records/plan.md from what ``tests.sim.dry_grid`` and ``tests.sim.dry_mistakes`` have written.
 
-    python -m tests.sim.dry_record COMMIT FILE [FILE ...]
-
-COMMIT is the one that was run; of a layout in several files the last one counts.
+python -m tests.sim.dry_record
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import files
 from tests.sim.dry_layouts import LAYOUTS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "records" / "plan.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "records" / "plan.md"
+RESULTS = ROOT / "benchmarks" / "results" / "plan"
 _HEAD = """# Full simulated runs against dry runs
 
 For reviewers: in which layouts a dry run of `megatron-npu plan` has the memory of a full simulated run.
 
 ```bash
-make plan-grid                            # or: python -m tests.sim.dry_grid --layout gpt-tp2 core_v0.16.1/gpt
+make plan-grid     # or: python -m tests.sim.dry_grid --layout gpt-tp2 --output FILE
 ```
 
 trains small models for two iterations in full on simulated NPUs, and each kind of their ranks alone and dry
 (nothing above 16 KiB computed). "Equal" means that torch_npu's allocator has told the same peak and the same
 reserve, to the byte, for every rank and the one that stands for it. Names without a `/` are of the driver
-(megatron-core 0.16.1), the others of the stock pretrain_gpt.py of that tree.
+(megatron-core 0.16.1), `megatron_core-…` of the driver with that version, `train` of `megatron-npu train`,
+the others of the stock pretrain_gpt.py of that tree. In `experts-free` no capacity is padded, and in both
+runs each expert gets an even share of the tokens.
 
 """
 
 
-def lines(found: dict[str, list[dict[str, Any]]], commit: str, day: str) -> list[str]:
+def lines(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the page below its head."""
-    equal = sum(all(row.get("equal") for row in rows) for rows in found.values())
+    equal = sum(all(rank.get("equal") for rank in row["ranks"]) for row in found.values())
     said = [
-        f"{day}, commit {commit}, torch 2.13: {equal} of {len(found)} layouts are equal on all ranks.",
+        f"{_when(found)}, torch 2.13: {equal} of {len(found)} layouts are equal on all ranks.",
         "",
         "| layout | ranks | peak, bytes | reserved, bytes | dry |",
         "|---|---|---|---|---|",
     ]
-    said += [_line(name, rows) for name, rows in found.items()]
+    said += [_line(name, row["ranks"]) for name, row in found.items()]
     left = [f"`{name}`" for name in LAYOUTS if name not in found]
-    return [*said, "", f"Not run on that day: {', '.join(left)}."] if left else said
+    return [*said, "", f"Not run: {', '.join(left)}."] if left else said
+
+
+def _when(found: dict[str, dict[str, Any]]) -> str:
+    pairs = dict.fromkeys((row["day"], row["commit"]) for row in found.values())
+    return "; ".join(f"{day}, commit {commit}" for day, commit in pairs)
+
+
+def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the part of the page about mistakes."""
+    right = sum(row["right"] for row in found.values())
+    said = [
+        "## Mistakes",
+        "",
+        "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none);",
+        f"the last line that is printed. {_when(found)}: {right} of {len(found)} as expected.",
+        "Other programs ran beside it: seconds are upper bounds.",
+        "",
+        "| job | exit code | seconds | said |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        last = row["said"][-1].replace("|", "/")[:160] if row["said"] else ""
+        wrong = "" if row["right"] else " (not as expected)"
+        said.append(f"| {name} | {row['code']}{wrong} | {row['seconds']} | {last} |")
+    return said
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> str:
@@ -62,14 +87,14 @@ def _numbers(values: Any) -> list[str]:
     return [f"{value:,}" for value in dict.fromkeys(values)]
 
 
-def main(commit: str, *paths: str) -> None:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in paths:
-        found |= json.loads(Path(path).read_text())
-    known = {name: found[name] for name in LAYOUTS if name in found}
-    day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    files.write(PAGE, _HEAD + "\n".join(lines(known, commit, day)) + "\n")
+def main() -> None:
+    found = json.loads((RESULTS / "grid.json").read_text())
+    said = lines({name: found[name] for name in LAYOUTS if name in found})
+    path = RESULTS / "mistakes.json"
+    if path.exists():
+        said += ["", *mistakes(json.loads(path.read_text()))]
+    files.write(PAGE, _HEAD + "\n".join(said) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

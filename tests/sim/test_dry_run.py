@@ -32,7 +32,7 @@ def test_a_rank_alone_takes_the_memory_of_a_whole_run(simulated, tmp_path) -> No
     words = "python -m tests.sim.dry_grid --here --layout gpt --output".split()
     done = simulated(*words, str(path), modules=warm.DRIVER)
     assert done.returncode == 0, done.stdout[-4000:]
-    (row,) = json.loads(path.read_text())["gpt"]
+    (row,) = json.loads(path.read_text())["gpt"]["ranks"]
     assert row["full"]["peak"] == row["dry"]["peak"] > 1 << 20
 
 

@@ -7,18 +7,22 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from torch.cuda import _memory_viz
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.planning import layouts, page, remedies, timeline
+from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
+from megatron_npu.planning.rank import notes, peers
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import Search
 from megatron_npu.planning.shape import Shape
+from megatron_npu.watchdog import first_contact
 
 MIB = 1 << 20
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1"
@@ -56,8 +60,8 @@ def test_micro_batches_beyond_a_full_pipeline_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("command", "given"),
-    [([], "no command"), (["train", "x.py"], "train"), (["nowhere.py"], "no script nowhere.py")],
-    ids=["nothing", "train", "no-script"],
+    [([], "no command"), (["serve", "x.py"], "serve"), (["nowhere.py"], "no script nowhere.py")],
+    ids=["nothing", "serve", "no-script"],
 )
 def test_what_cannot_be_planned_is_refused(command: list[str], given: str) -> None:
     with pytest.raises(UsageError, match=given):
@@ -290,7 +294,7 @@ def ranks_of(monkeypatch: pytest.MonkeyPatch, reserved: int) -> list[tuple[Job, 
         }
         return dict.fromkeys(numbers, found)
 
-    monkeypatch.setattr(Ranks, "on", classmethod(lambda cls, device: cls(device, {})))
+    monkeypatch.setattr(Ranks, "on", classmethod(lambda cls, device, per_node=8: cls(device, {}, per_node)))
     monkeypatch.setattr(Ranks, "run", run)
     return asked
 
@@ -320,3 +324,101 @@ def test_a_page_and_a_timeline_are_written(monkeypatch: pytest.MonkeyPatch, tmp_
         (True, None),
         (True, tmp_path / "timeline"),
     ]
+
+
+def test_a_rank_has_the_number_on_its_machine_that_it_would_have() -> None:
+    environment = Ranks("npu", {}, per_node=4)._environment_of(job(LAYOUT, 16), 6, None)
+    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("2", "4")
+    assert environment["MEGATRON_NPU_SIM_DEVICES"] == "4"
+
+
+@pytest.mark.parametrize(("data", "first"), [("--mock-data", [4]), ("--data-path text", [0, 4])])
+def test_rank_0_writes_the_indices_before_others_read_them(
+    monkeypatch: pytest.MonkeyPatch, data: str, first: list[int]
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(Ranks, "_run", lambda self, job, number, memory: begun.append(number) or {})
+    assert Ranks("npu", {}).run(job(f"{LAYOUT} {data}"), [4]) == {4: {}}
+    assert begun == first
+
+
+def table_of(device: str, seconds: float) -> dict:
+    """A table as ``bench`` writes it, whose rows took so many times their estimates."""
+    model = {"layers": 4, "hidden": 512, "heads": 8, "seq_length": 128, "vocabulary": 1024}
+    rows = [{"tensor parallel": "1", "pipeline parallel": "1", "samples_per_second": 16 / seconds}]
+    rows.append({"tensor parallel": "8", "pipeline parallel": "8", "outcome": "NA"})
+    sizes = {"devices": 2, "micro_batch_size": 2, "global_batch_size": 16}
+    return {"device": device, "hardware": "a board", "model": model, "rows": rows, **sizes}
+
+
+def test_a_table_of_bench_calibrates_the_estimates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks_of(monkeypatch, 1 << 30)
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(table_of("npu", 1.0)))
+    once = Calibration.of(path, "npu", HARDWARE["ascend-910b"], 8)
+    path.write_text(json.dumps(table_of("npu", 3.0)))
+    again = Calibration.of(path, "npu", HARDWARE["ascend-910b"], 8)
+    assert again.factor == pytest.approx(3 * once.factor)
+    words = ["--search", "--search-runs", "1", "--bench", str(path), "--", "pretrain", *MODEL.split()]
+    assert cli.main(["plan", "--devices", "8", *words]) == 0
+    assert f"times {again.factor:.3g}, the median of 1 measured rows of bench.json, a board" in (
+        capsys.readouterr().out
+    )
+    path.write_text(json.dumps(table_of("simulated npu", 1.0)))
+    assert cli.main(["plan", "--devices", "8", *words]) == 2
+    assert "measured on simulated npu" in capsys.readouterr().err
+
+
+def test_a_training_of_transformers_ends_after_two_iterations_and_evaluates_nothing() -> None:
+    words = "--task causal_lm --epochs 3 --lr-warmup-iters 5 --global-batch-size 64 --nproc-per-node 4"
+    words += " --save there"
+    planned = Job.of(4, ["train", *words.split(), "--fsdp-memory-optimization"])
+    said, count = planned.words()
+    assert said[0] == "train"
+    assert count == planned.micro_batches == 2
+    kept = " ".join(said)
+    assert "--train-iters 3 --exit-interval 2" in kept
+    for left_out in ("--epochs", "--lr-warmup-iters", "--nproc-per-node", "there"):
+        assert left_out not in kept
+    assert planned.representatives() == {0: (0, 3), 3: (0, 1)}  # the last has the smallest shard
+    whole = " ".join(planned.whole_words())
+    assert "--epochs 3" in whole
+    assert "--nproc-per-node" not in whole
+
+
+def test_the_flags_that_make_a_training_of_transformers_fit() -> None:
+    planned = Job.of(4, "train --task causal_lm --micro-batch-size 4".split())
+    assert [" ".join(flags) for flags, _ in remedies.candidates(planned)] == [
+        "--zero-1-memory-optimization",
+        "--fsdp-memory-optimization",
+        "--fsdp-memory-optimization --micro-batch-size 1",
+        "--fsdp-memory-optimization --micro-batch-size 1 --checkpoint-activations",
+    ]
+    with pytest.raises(UsageError, match="--search with train"):
+        Shape.of(planned)
+
+
+def test_a_sharded_tensor_has_the_memory_of_its_shard() -> None:
+    class Sharded(torch.Tensor):
+        """Without memory, as a DTensor."""
+
+        __torch_dispatch__ = torch._C._disabled_torch_function_impl
+
+    local = torch.ones(4)
+    sharded = torch.Tensor._make_wrapper_subclass(Sharded, (8,), dtype=torch.float32)
+    sharded._local_tensor = local
+    storages = notes._Storages("cpu")
+    storages.add(sharded)
+    assert storages.bytes() == 16
+    assert [tensor.data_ptr() for tensor in storages.tensors] == [local.data_ptr()]
+
+
+def test_a_rank_does_not_wait_for_machines_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert first_contact._is_of_several_machines()
+    with peers.absent(lambda _: "fake"):
+        assert not first_contact._is_of_several_machines()

@@ -39,7 +39,10 @@ class Tensors(FakeTensorMode):
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
         received: the int64 values that a broadcast of the same number of elements returns.
+        asked: is called with an operation that requests a value which was not computed.
     """
+
+    asked: Callable[[str], None] | None = None
 
     def __init__(self, received: dict[int, list[int]]) -> None:
         # a module's own buffers (positions, masks) may have been made before the mode was entered
@@ -53,8 +56,10 @@ class Tensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
+            self._tell(func, _known(args[0]) is None)
             return _answer(args[0])
         if func is torch.ops.aten.equal.default:
+            self._tell(func, True)
             return True
         result = super().dispatch(func, types, args, kwargs or {})
         _keep_value(func, args, result, self.received)
@@ -62,6 +67,10 @@ class Tensors(FakeTensorMode):
         if isinstance(first, Tensor) and first.device.type == "cuda":
             self.operations[str(func)] += 1
         return result
+
+    def _tell(self, func: Any, unknown: bool) -> None:
+        if unknown and self.asked is not None:
+            self.asked(str(func))
 
 
 _ARITHMETIC = {

@@ -31,7 +31,7 @@ from megatron_npu.ops import triton
 from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
-from megatron_npu.planning.rank import notes
+from megatron_npu.planning.rank import before_training, notes, peers
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 
 _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
@@ -54,20 +54,26 @@ def main(path: str) -> int:
         # no driver is asked here: the devices that are planned for have one
         mock.patch.object(triton, "_trouble", return_value=None),
         _memory(allocator),
+        peers.no_first_contact(),
     ):
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with (
             machine.running(rank, ranks, _TOLD) as tensors,
             notes.taken("cuda", lambda: allocator.peak, address=_address(tensors)) as noted,
+            before_training.stopping() if specification.get("check") else contextlib.nullcontext(),
         ):
+            tensors.asked = functools.partial(_note_asked, noted)
             os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
             plugin.install()
             try:
                 report["code"] = cli.main(specification["words"])
             except SystemExit as end:
                 report["code"] = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except before_training.ReadyError:
+                report["ready"] = True
             except DeviceFullError as error:
                 report["error"], report["out_of_memory"] = str(error), True
+                report["asked_by"] = notes.failing_line(error)
             except BaseException as error:
                 traceback.print_exc()
                 report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
@@ -84,12 +90,16 @@ def main(path: str) -> int:
         "dry": {},
     }
     report.pop("addresses")
-    report["seconds"] = time.monotonic() - begin
+    report["seconds"], report["processor"] = time.monotonic() - begin, time.process_time()
     report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     files.write(Path(specification["output"]), json.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _note_asked(noted: notes.Notes, operation: str) -> None:
+    noted.asked[f"{notes.asking_line()} ({operation})"] += 1
 
 
 def _address(tensors: Any) -> Callable[[torch.Tensor], int]:

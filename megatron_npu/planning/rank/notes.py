@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -143,6 +145,7 @@ class _Storages:
     def add(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device:
             return
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
         storage = tensor.untyped_storage()
         self.sizes[storage._cdata] = storage.nbytes()
         self.tensors.append(tensor)
@@ -178,17 +181,25 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
             handle.remove()
 
 
+# of files whose lines are nobody's program
+_BELOW = ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")
+
+
 def asking_line() -> str:
     """Return the innermost line of the program, outside torch, that is being executed."""
-    frame = sys._getframe(1)
-    chosen = None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(
-            part in name
-            for part in ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")
-        ):
-            chosen = f"{name}:{frame.f_lineno}"
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    return chosen or "torch"
+        if not any(part in frame.f_code.co_filename for part in _BELOW):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch"
+
+
+def failing_line(error: BaseException) -> str:
+    """Return the innermost line of the program, outside of torch, that an error comes from."""
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not any(part in frame.f_code.co_filename for part in _BELOW)
+    ]
+    return lines[-1] if lines else "torch"

@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,24 @@ def main(path: str) -> int:
     import torch_npu  # noqa: F401  (registers torch.npu)
 
     from megatron_npu.commands import cli
-    from megatron_npu.planning.rank import notes, peers
+    from megatron_npu.planning.rank import before_training, notes
 
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
-    torch.npu.set_device(0)  # type: ignore[attr-defined]
-    alone = peers.absent(peers.of_npu) if specification["alone"] else contextlib.nullcontext()
+    torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
     _record(specification)
     peak = torch.npu.max_memory_allocated  # type: ignore[attr-defined]
-    with notes.taken("npu", peak, lambda tensor: tensor.untyped_storage().data_ptr()) as noted, alone:
+    noting = notes.taken("npu", peak, lambda tensor: tensor.untyped_storage().data_ptr())
+    with noting as noted, _around(specification, report):
         asked = _tell_of_asked(noted)
         try:
             report["code"] = cli.main(specification["words"])
         except SystemExit as end:
             report["code"] = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except before_training.ReadyError:
+            report["ready"] = True
         except torch.OutOfMemoryError as error:
             report["error"], report["out_of_memory"] = str(error).partition("\n")[0], True
+            report["asked_by"] = notes.failing_line(error)
         except BaseException as error:
             traceback.print_exc()
             report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
@@ -53,12 +57,27 @@ def main(path: str) -> int:
         timeline.keep(snapshot, noted.addresses, report, specification.get("snapshot"))
     report |= _memory() | vars(noted)
     report.pop("addresses")
-    report["seconds"] = time.monotonic() - begin
+    report["seconds"], report["processor"] = time.monotonic() - begin, time.process_time()
     report["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     files.write(Path(specification["output"]), json.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing that ends a process group waits for peers
+
+
+@contextlib.contextmanager
+def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
+    """Have in the block what a specification asks for: no peers, an end before the training, a routing."""
+    from megatron_npu.planning.rank import before_training, peers, routing
+
+    with contextlib.ExitStack() as stack:
+        if specification["alone"]:
+            stack.enter_context(peers.absent(peers.of_npu))
+        if specification.get("check"):
+            stack.enter_context(before_training.stopping())
+        if specification.get("imbalance") is not None:
+            stack.enter_context(routing.chosen(specification["imbalance"], report))
+        yield
 
 
 def _record(specification: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
 from megatron_npu.planning import alone
+from megatron_npu.watchdog import first_contact
 
 _ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
 
@@ -112,11 +113,17 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         "destroy_process_group": alone.nothing,  # what the groups have cost is read at the end
     }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_first_contact())
         for name, function in functions.items():
             for owner in (dist, distributed_c10d):
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, function))
         yield
+
+
+def no_first_contact() -> contextlib.AbstractContextManager[object]:
+    """Let a rank not wait for those of other machines, of which there are none."""
+    return mock.patch.object(first_contact, "_is_of_several_machines", return_value=False)
 
 
 def of_npu(asked: Any) -> str:

@@ -1,0 +1,94 @@
+"""How far the estimates of time are off on devices that are here: a table of ``bench`` tells."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.planning.estimate import Estimate
+from megatron_npu.planning.hardware import Hardware
+from megatron_npu.planning.layouts import Layout
+from megatron_npu.planning.shape import Shape
+
+_REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the devices of the job."
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measured times are of the estimated ones.
+
+    Attributes:
+        factor: the median.
+        least, most: of the rows.
+        rows: how many were compared.
+        source: the file, and the devices that it names.
+    """
+
+    factor: float = 1.0
+    least: float = 1.0
+    most: float = 1.0
+    rows: int = 0
+    source: str = ""
+
+    @classmethod
+    def of(cls, path: Path, device: str, hardware: Hardware, per_node: int) -> Calibration:
+        """Compare the rows of a table with their estimates.
+
+        Raises:
+            UsageError: it is no table of ``bench --suite 3d``, or has no time of such a device.
+        """
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            measured = table["device"]
+            if measured != device:
+                raise UsageError(f"--bench {path}: measured on {measured}", f"a table of {device}", _REMEDY)
+            found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            told = f"--bench {path}: {error!r:.200}"
+            raise UsageError(told, "a JSON file of `bench --suite 3d`", _REMEDY) from None
+        if not found:
+            raise UsageError(f"--bench {path}: no row has a time", "measured rows", _REMEDY)
+        source = f"{path.name}, {table.get('hardware') or device}"
+        return cls(statistics.median(found), min(found), max(found), len(found), source)
+
+    def line(self) -> str:
+        """Return what is said of it."""
+        if not self.rows:
+            return "nobody has measured it (--bench FILE takes a table of `bench --suite 3d`)"
+        return (
+            f"times {self.factor:.3g}, the median of {self.rows} measured rows of {self.source} "
+            f"({self.least:.3g} to {self.most:.3g})"
+        )
+
+
+def _rows(table: dict[str, Any], hardware: Hardware, per_node: int) -> Iterator[tuple[Estimate, float]]:
+    """Yield the estimate of each measured row, and the seconds of its iteration."""
+    model, batch = table["model"], table["global_batch_size"]
+    hidden, heads = model["hidden"], model["heads"]
+    shape = Shape(
+        layers=model["layers"],
+        hidden=hidden,
+        heads=heads,
+        groups=heads,
+        channels=hidden // heads,
+        ffn=4 * hidden,
+        matrices=2,
+        vocabulary=model["vocabulary"],
+        tied=True,
+        length=model["seq_length"],
+        experts=0,
+        chosen=1,
+    )
+    for row in table["rows"]:
+        if not row.get("samples_per_second"):
+            continue
+        tensor, pipeline = int(row["tensor parallel"]), int(row["pipeline parallel"])
+        data, micro = table["devices"] // (tensor * pipeline), table["micro_batch_size"]
+        sizes = (tensor, pipeline, 1, 1, 1, data, micro, batch // (micro * data))
+        layout = Layout(*sizes, recomputed="none", shared=False)
+        yield Estimate(shape, layout, hardware, per_node), batch / row["samples_per_second"]

@@ -1,0 +1,106 @@
+"""The experts that tokens go to in a rank that is planned: nobody knows them, so that a share is chosen.
+
+This rank's experts get a chosen multiple of what they would get if all experts got the same; the others share
+out the rest. Its peers are taken to have what it has, and so to send it as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+_ROUTER = "TopKRouter"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts.
+
+    Attributes:
+        experts: of a layer.
+        chosen: by a token.
+        own: those of this rank, from the first to behind the last.
+        capacity: the multiple above which an expert leaves tokens out; None: it takes all.
+    """
+
+    experts: int
+    chosen: int
+    own: tuple[int, int]
+    capacity: float | None = None
+
+    @property
+    def most(self) -> float:
+        """The largest multiple: each token goes to as many of this rank's experts as it can."""
+        count = self.own[1] - self.own[0]
+        largest = min(self.chosen, count) * self.experts / (self.chosen * count)
+        return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
+
+    def map(self, tokens: int, multiple: float) -> torch.Tensor:
+        """Return the map [tokens, experts] of a multiple, which is kept below the largest one."""
+        first, behind = self.own
+        count, others = behind - first, self.experts - (behind - first)
+        total = round(min(multiple, self.most) * tokens * self.chosen * count / self.experts)
+        ends = torch.arange(tokens + 1) * total // max(tokens, 1)
+        # a token cannot choose more experts elsewhere than there are
+        own = ends.diff().clamp(max(0, self.chosen - others), min(self.chosen, count))
+        result = torch.zeros(tokens, self.experts, dtype=torch.bool)
+        _choose(result[:, first:behind], own)
+        elsewhere = torch.cat([torch.arange(first), torch.arange(behind, self.experts)])
+        rest = torch.zeros(tokens, others, dtype=torch.bool)
+        _choose(rest, self.chosen - own)
+        result[:, elsewhere] = rest
+        return result
+
+
+def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
+    """Set as many of each row [tokens, experts] as ``counts`` [tokens] says, one expert after the other."""
+    experts = into.size(1)
+    starts = counts.cumsum(0) - counts
+    for number in range(int(counts.max()) if counts.numel() else 0):
+        rows = torch.nonzero(counts > number).squeeze(1)
+        into[rows, (starts[rows] + number) % experts] = True
+
+
+@contextlib.contextmanager
+def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
+    """Let routers without a padded capacity choose as said, and put into a report how far they may go."""
+    kept: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def routed(module: torch.nn.Module, _: Any, output: Any) -> Any:
+        if _ROUTER not in (each.__name__ for each in type(module).__mro__):
+            return None
+        if getattr(module.config, "moe_pad_expert_input_to_capacity", False):
+            return None
+        if not (isinstance(output, tuple) and len(output) == 2 and output[1].dtype is torch.bool):
+            report["unknown_routing"] = type(module).__name__
+            return None
+        scores, found = output
+        routing = _of(module.config)
+        report["routing_most"] = routing.most
+        key = (routing, found.size(0), found.device)
+        if key not in kept:
+            kept[key] = routing.map(found.size(0), multiple)
+        # not in place: what is written over a router's own map would be asked for by autograd
+        return scores, kept[key].to(found.device)
+
+    handle = modules.register_module_forward_hook(routed)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _of(config: Any) -> Routing:
+    parallel = sys.modules["megatron.core.parallel_state"]
+    size = parallel.get_expert_model_parallel_world_size()
+    rank = parallel.get_expert_model_parallel_rank()
+    each = config.num_moe_experts // size
+    capacity = getattr(config, "moe_expert_capacity_factor", None)
+    own = (rank * each, (rank + 1) * each)
+    return Routing(config.num_moe_experts, config.moe_router_topk, own, capacity)

@@ -1,0 +1,99 @@
+"""``megatron-npu plan`` finds a mistake before a rank trains, and reads only descriptions of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+
+from megatron_npu.commands import cli
+from megatron_npu.planning.job import Job
+from megatron_npu.planning.rank import before_training
+from megatron_npu.planning.ranks import Ranks
+
+LARGE = 1 << 15  # numbers: 128 KiB
+JOB = "--pipeline-model-parallel-size 4 --micro-batch-size 1".split()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    content = {"large": torch.full((LARGE,), 7.0), "small": torch.full((3,), 7.0)}
+    checkpoint.save(content, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def loaded(path: Path, large: int = LARGE) -> dict[str, torch.Tensor]:
+    content = {"large": torch.zeros(large), "small": torch.zeros(3)}
+    with before_training.stopping():
+        checkpoint.load(content, storage_reader=checkpoint.FileSystemReader(path), no_dist=True)
+    return content
+
+
+def test_what_is_large_in_a_checkpoint_is_not_read(saved: Path) -> None:
+    content = loaded(saved)
+    assert content["small"].tolist() == [7.0] * 3
+    assert not content["large"].any()
+
+
+def test_shards_that_do_not_fit_or_are_not_there(saved: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointException, match=r"[Ss]ize mismatch"):
+        loaded(saved, LARGE + 1)
+    (shard,) = saved.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:LARGE])
+    with pytest.raises(checkpoint.CheckpointException, match="description expects"):
+        loaded(saved)
+    shard.unlink()
+    with pytest.raises(checkpoint.CheckpointException, match="No such file"):
+        loaded(saved)
+
+
+def test_tensors_of_a_whole_file_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"weight": torch.ones(LARGE)}, tmp_path / "model.pt")
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "load", lambda file, **named: asked.append(named))
+    with before_training.stopping():
+        torch.load(tmp_path / "model.pt", weights_only=True)
+    assert asked == [{"weights_only": True, "mmap": True}]
+
+
+def test_a_rank_is_ready_where_a_module_computes() -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(before_training.ReadyError), before_training.stopping():
+        module(torch.ones(2))
+    assert module(torch.ones(2)).shape == (2,)
+
+
+def test_the_command_line_of_the_job_is_whole_but_for_what_it_writes() -> None:
+    words = "--load there --eval-iters 3 --save away --finetune --exit-interval 7 --log-interval 2".split()
+    said = " ".join(Job.of(4, ["pretrain", *JOB, *words]).whole_words())
+    assert "--load there --eval-iters 3 --finetune --exit-interval 7" in said
+    assert "away" not in said
+    assert "--load" not in Job.of(4, ["pretrain", *JOB, *words]).words()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], [[0, 3]]), (["--load", "there"], [[0, 3, "check"], [0, 3], [1, 2]])]
+)
+def test_the_ends_come_first_and_a_mistake_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], expected: Any
+) -> None:
+    begun = []
+
+    def run(self: Ranks, job: Job, numbers: list[int], memory: int | None = None) -> dict:
+        begun.append([*numbers, *["check"] * self.check])
+        found = {"code": 0, "error": None, "ready": True, "log": ""}
+        if not words:
+            found |= {"code": 2, "log": "megatron-npu pretrain: error: --num-layers 3; expected 4\n"}
+        sizes = dict.fromkeys(("weights", "gradients", "optimizer", "logits", "peak", "reserved"), 1)
+        return dict.fromkeys(numbers, found | sizes | {"place": "", "groups": {}})
+
+    monkeypatch.setattr(Ranks, "on", classmethod(lambda cls, device, per_node: cls(device, {}, per_node)))
+    monkeypatch.setattr(Ranks, "run", run)
+    code = cli.main(["plan", "--devices", "4", "--", "pretrain", *JOB, *words])
+    assert begun == expected
+    said = capsys.readouterr()
+    assert code == (0 if words else 2)
+    assert words or "error: --num-layers 3; expected 4" in said.err
