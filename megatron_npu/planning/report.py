@@ -57,7 +57,7 @@ class Plan:
     """The results of planning a job; ``lines`` returns the printed report.
 
     Attributes:
-        routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then needs.
+        routed: multiples of an even share of the tokens, each with the bytes the fullest rank then needs.
         remedy: flags that make the job fit, with the resulting peak; None: none was found or needed.
     """
 

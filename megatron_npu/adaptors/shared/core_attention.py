@@ -102,7 +102,7 @@ def more_is_masked_than_the_future() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
-    """Return the attention ``[sq, b, n, d]``, contiguous, for a query ``[sq, b, n, d]`` and keys ``[sk, b, n, d]``.
+    """Return the attention ``[sq, b, n, d]``, contiguous; queries ``[sq, b, n, d]``, keys ``[sk, b, n, d]``.
 
     Args:
         flags: window, and layout to call the operation with. Heads stay a separate dimension, since SBH and
