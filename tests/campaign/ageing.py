@@ -304,7 +304,7 @@ class Ageing:
 
 def _commit() -> str:
     words = ["git", "-C", str(tiny.ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
 
 
 def main() -> int:

@@ -27,7 +27,8 @@ def private(rank: int, port: int, machines: str) -> None:
     SAVE.mkdir(exist_ok=True)
     (SAVE / f"__{rank}_0.distcp").touch()
     with pytest.raises(
-        FileNotFoundError, match=r"__[01]_0.distcp is not visible on .*--save must be a folder"
+        FileNotFoundError,
+        match=r"__[01]_0.distcp, written by another rank, is not visible on .*--save must be a folder",
     ):
         checksums.write(SAVE)
     assert not (SAVE / checksums.NAME).exists()

@@ -112,7 +112,7 @@ def test_none_whole_is_an_error(trained: Path, flags: Callable, refused: Callabl
     for path in trained.glob("iter_*/metadata.json"):
         _flip(path)
     message = refused("pretrain", *flags("--load", trained, "--load-last-good"))
-    assert "none of 3 checkpoints is whole" in message
+    assert "none of 3 checkpoints is valid" in message
 
 
 def test_verifying_can_be_left_out(trained: Path, flags: Callable) -> None:

@@ -232,7 +232,7 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
         ),
         ("operations", {"error": "exit code -11"}, "exit code -11"),
         ("deepspeed", {"error": "ImportError: x"}, "DeepSpeed does not start: ImportError: x"),
-        ("communication", {"error": "rank 0: no end after 180 seconds"}, "GLOO_SOCKET_IFNAME"),
+        ("communication", {"error": "rank 0: no result after 180 seconds"}, "GLOO_SOCKET_IFNAME"),
     ],
 )
 def test_advice(healthy, part, content, told):

@@ -328,7 +328,7 @@ def test_rows_of_parts_that_are_no_single_files_are_named_by_their_part(tmp_path
     library.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     saved = datasets.load(args(tmp_path / "saved"))
     row = int(saved["validation"]["sentence"][0].split()[1])
-    assert saved.place("validation", 0) == f"row {row + 1} of the part 'train', taken for 'validation'"
+    assert saved.place("validation", 0) == f"row {row + 1} of the part 'train', used for 'validation'"
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])

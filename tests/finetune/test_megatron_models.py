@@ -52,7 +52,7 @@ def test_four_processes_train_as_one(start, single, tmp_path):
     assert single[0][0] - single[0][7] > 0.2, "the run must learn, or curves say nothing"
     assert losses == pytest.approx(single[0], rel=1e-5)
     assert norms == pytest.approx(single[1], rel=1e-4)
-    assert "Adam's states and the fp32 main weights are sharded over 1 data-parallel rank(s)" in said
+    assert "are sharded over 1 data-parallel rank(s)" in said
     assert "tensor model parallel size 2, pipeline model parallel size 2" in said
 
 

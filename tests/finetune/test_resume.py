@@ -141,7 +141,7 @@ def test_another_model_is_refused(alone, tmp_path, capsys) -> None:
     arguments = [str(script) if word == str(SCRIPT) else word for word in flags(tmp_path / "new")]
     assert cli.main(["train", *arguments, "--load", str(begun(alone, tmp_path / "begun"))]) == 2
     error = capsys.readouterr().err
-    assert "holds another model: 0.bias is [16] there and [24] here" in error
+    assert "contains another model: 0.bias is [16] there and [24] here" in error
 
 
 def test_without_a_checkpoint_it_begins_and_says_so(tmp_path, capsys) -> None:

@@ -331,7 +331,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a name that is not in the cache": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "no-such-model"],
-        "--pretrained-model-name-or-path no-such-model: no such folder, nor is it in the hub's cache",
+        "--pretrained-model-name-or-path no-such-model: it is neither a folder nor in the hub's cache",
     ),
     "a folder that is not there": (
         "causal_lm",
@@ -361,7 +361,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "texts that are lists": (
         "sequence_classification",
         _other_data([{"text": ["a", "b"], "label": "x"}, {"text": ["c"], "label": "y"}] * 9),
-        "the column 'text' of the part 'train' holds no texts; expected texts",
+        "the column 'text' of the part 'train' contains no texts; expected texts",
     ),
     "a row without a text": (
         "sequence_classification",
@@ -376,7 +376,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a row without a context": (
         "question_answering",
         _other_data([{"question": "who", "context": None, "answer": None}] * 9),
-        "the column 'context' of the part 'train' holds no texts",
+        "the column 'context' of the part 'train' contains no texts",
     ),
     "words in one text": (
         "token_classification",
@@ -391,17 +391,17 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a word that is none": (
         "token_classification",
         _other_data([*_TAGGED, {"tokens": ["the", None], "tags": ["O", "O"]}]),
-        "no 2. word in row 11 of ",
+        "word 2 is missing in row 11 of ",
     ),
     "answers without their places": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": {"text": ["cat"]}}] * 9),
-        "the answers {'text': ['cat']} to 'who ?'; expected as in SQuAD",
+        "the answers {'text': ['cat']} to 'who ?'; expected the form of SQuAD",
     ),
     "answers in a list": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": ["cat"]}] * 9),
-        "the answers ['cat'] to 'who ?'; expected as in SQuAD",
+        "the answers ['cat'] to 'who ?'; expected the form of SQuAD",
     ),
     "too many tokens": ("masked_lm", ["--seq-length", "65"], "--seq-length 65 with "),
     "too little text": (

@@ -272,7 +272,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "[torch.ones(2)] * 8,",
             "type('D', (list,), {'__len__': lambda self: -1})(),",
-            "train_dataset: a D whose length is none (__len__() should return >= 0); expected a dataset",
+            "train_dataset: a D whose length is invalid (__len__() should return >= 0); expected a dataset",
         ),
         (
             "[torch.ones(2)] * 3, None, None",
@@ -311,7 +311,11 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "a loss that does not depend on the model; expected a loss computed with",
         ),
         ("model(batch).mean()", "model(batch).mean() * 1j", "returned a tensor of torch.complex64; expected"),
-        ('{"mean": 1.0}', "'good'", "run_compute_metrics returned a str; expected a dictionary of numbers"),
+        (
+            '{"mean": 1.0}',
+            "'good'",
+            "run_compute_metrics returned a str; expected a dictionary of names and numbers",
+        ),
         (
             "Mine(RapidformerEngine()).train()",
             "RapidformerEngine().gather([1])",
@@ -385,7 +389,7 @@ WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\
         ),
         (
             {WHAT_IT_KNOWS: ""},
-            "with IndexError: an embedding of 10 rows was asked for number 10 (mine.py, line 10, in forward)",
+            "with IndexError: an embedding of 10 rows was given the index 10 (mine.py, line 10, in forward)",
         ),
         (
             {"[10, 1]": "[-1, 9]"},

@@ -38,7 +38,7 @@ def parser():
         (["--seed", "1.5"], "--seed 1.5; expected a whole number. See"),
         (["--speed", "nan"], "--rate/--speed nan; expected a number. See"),
         (["--form", "wide"], "--form 'wide'; expected long or short. See"),
-        (["--layer", "3"], "no flag --layer; expected --layers"),
+        (["--layer", "3"], "unknown flag --layer; expected --layers"),
         (["--layers"], "--layers: expected one argument"),
         (["stray"], "unexpected stray"),
     ],
@@ -63,7 +63,7 @@ def test_a_misspelt_flag_is_told_before_the_required_one_that_it_was_to_be():
     parser.add_argument("--layers", required=True)
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--short", action="store_true")
-    with pytest.raises(UsageError, match=r"^no flag --layer; expected --layers\. "):
+    with pytest.raises(UsageError, match=r"^unknown flag --layer; expected --layers\. "):
         parser.parse_args(["--layer", "3"])
     with pytest.raises(UsageError, match=r"^one of the arguments --short is required"):
         parser.parse_args(["--layers", "3"])
@@ -74,11 +74,13 @@ def test_a_misspelt_flag_of_an_action_is_told_first_too():
     parser = Parser("megatron-npu try")
     action = parser.add_subparsers(dest="action", required=True).add_parser("prune")
     action.add_argument("--keep", required=True)
-    with pytest.raises(UsageError, match=r"^no flag --kep; expected --keep .* See `megatron-npu try prune "):
+    with pytest.raises(
+        UsageError, match=r"^unknown flag --kep; expected --keep .* See `megatron-npu try prune "
+    ):
         parser.parse_args(["prune", "--kep", "3"])
     with pytest.raises(UsageError, match=r"^the following arguments are required: --keep"):
         parser.parse_args(["prune"])
-    with pytest.raises(UsageError, match=r"^no flag --other"):
+    with pytest.raises(UsageError, match=r"^unknown flag --other"):
         parser.parse_args(["prune", "--keep", "3", "--other"])
     assert parser.parse_args(["prune", "--keep", "3"]).keep == "3"
 
@@ -179,16 +181,16 @@ def test_help_says_which_flags_are_required(words, required, capsys):
 @pytest.mark.parametrize("words", HELPS)
 def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
     assert cli.main([*words.split(), "--no-such-flag-anywhere"]) == 2
-    assert "no flag --no-such-flag-anywhere; expected " in capsys.readouterr().err
+    assert "unknown flag --no-such-flag-anywhere; expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["preproces"], "no command 'preproces'; expected preprocess."),
-        (["hlep"], "no command 'hlep'; expected help."),
-        (["zzz"], "no command 'zzz'; expected run, pretrain, "),
-        (["help", "lamdba"], "no command 'lamdba'; expected lambada."),
+        (["preproces"], "unknown command 'preproces'; expected preprocess."),
+        (["hlep"], "unknown command 'hlep'; expected help."),
+        (["zzz"], "unknown command 'zzz'; expected run, pretrain, "),
+        (["help", "lamdba"], "unknown command 'lamdba'; expected lambada."),
     ],
 )
 def test_a_misspelt_command_gets_the_nearest_one(argv, told, capsys):

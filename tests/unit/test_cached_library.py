@@ -217,7 +217,7 @@ def test_a_compilation_that_does_not_end_is_ended(tmp_path, monkeypatch):
     """With what it has started: g++ itself only waits."""
     monkeypatch.setattr(cached_library, "_LONGEST", 1)
     script(tmp_path / "bin", f"sleep 600 & echo $! > {tmp_path}/pid; wait", monkeypatch)
-    with pytest.raises(UsageError, match=r"has not finished after 1 s.*less to do, or set"):
+    with pytest.raises(UsageError, match=r"has not finished after 1 s.*less busy, or set"):
         cached_library.load(recipe(tmp_path))
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not _runs(child))

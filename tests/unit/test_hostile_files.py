@@ -234,7 +234,7 @@ def few_gigabytes():
     [
         (b"Nr" + (2**31).to_bytes(4, "little") + b".", "it holds a NoneType"),
         (b"Np2147483648\n.", "it holds a NoneType"),
-        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "broken: 150"),
+        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "invalid: 150"),
     ],
 )
 def test_a_few_bytes_take_no_gigabytes(content, said, few_gigabytes):

@@ -91,7 +91,9 @@ def test_a_pod_of_one_device_is_a_rank(settled) -> None:
 
 def test_one_process_in_a_pod_of_several_devices_is_refused(settled) -> None:
     for given in (POD, ASCEND):
-        with pytest.raises(UsageError, match=r"numbers machines \(2\), each with .*torchrun --nnodes 2 "):
+        with pytest.raises(
+            UsageError, match=r"numbers 2 machines with several devices each, .*torchrun --nnodes 2 "
+        ):
             settled(given, "pretrain", devices=8)
     with pytest.raises(UsageError, match=r"PET_NNODES numbers machines \(2\).*which reads PET"):
         settled(TRAINER, "run", "pretrain_gpt.py", devices=4)

@@ -52,7 +52,7 @@ OFFLOADING = {
     ("device", "others", "said"),
     [
         ("cpu", {}, "--fine-grained-activation-offloading on the cpu device"),
-        ("npu", {"offload_modules": ["core_atn"]}, "--offload-modules core_atn; expected some of attn_norm"),
+        ("npu", {"offload_modules": ["core_atn"]}, "--offload-modules core_atn; expected any of attn_norm"),
         ("npu", {"offload_modules": ["moe_act"]}, "moe_act of experts need megatron-core 0.16"),
         ("npu", {"offload_modules": []}, "--offload-modules left out"),
         ("npu", {"offload_modules": ["attn_proj"]}, "attn_proj without core_attn"),

@@ -136,7 +136,7 @@ def test_the_doctor_lists_the_bugs_of_a_megatron(capsys, monkeypatch) -> None:
     text = capsys.readouterr().out
     assert "fully_shard_optimizer" in text
     assert "#5338" not in text  # fixed in 0.19.0
-    assert "15 that make numbers wrong, not fixed (MEGATRON_NPU_BACKPORT=0)" in text
+    assert "15 that make results wrong are not fixed (MEGATRON_NPU_BACKPORT=0)" in text
     assert text.count("fixed in megatron-npu's own training commands") == 4
     monkeypatch.setenv(settings.BACKPORT.name, "1")
     assert cli.main([*command, "--json"]) == 0

@@ -69,7 +69,7 @@ def test_what_the_user_says_counts(tmp_path) -> None:
 def test_on_a_machine_that_others_use_no_rank_is_bound(tmp_path) -> None:
     found, told = ranks(tmp_path, LOAD="99.5")
     assert found == [(HALF, [ALL])] * 2
-    assert "not bound to cores: other programs use the machine (load 99.5" in told
+    assert "not bound to cores: other programs use the machine (load 99.5)" in told
 
 
 def test_parts_are_equal_and_do_not_overlap() -> None:

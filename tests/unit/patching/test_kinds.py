@@ -138,7 +138,7 @@ def test_a_missing_target_is_never_created(upstream: UpstreamTree, target: str, 
 
     engine = upstream.engine(drift=drift)
     if drift == "error":
-        with pytest.raises(PatchError, match=f"stockpkg.model:{target}.*missing in"):
+        with pytest.raises(PatchError, match=f"stockpkg.model:{target} .*: missing in "):
             upstream.load("model")
     else:
         model = upstream.load("model")

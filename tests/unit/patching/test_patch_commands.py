@@ -174,7 +174,7 @@ def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
     assert lines[1] == f"failed   replace  {failed}"
     assert sum(line.startswith("failed ") for line in lines) == 1
     assert f"1 failed ({failed})" in lines[-1]
-    assert f"not imported: {failed} has drifted" in " ".join(" ".join(lines).split())
+    assert f"not imported: {failed} drifted, see the failed patches" in " ".join(" ".join(lines).split())
     assert len(lines) < len(patch_commands.verdicts(found))  # those that were not reached are told together
 
 

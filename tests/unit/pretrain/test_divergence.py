@@ -23,7 +23,7 @@ def test_a_leap_is_told_once_and_noise_is_not():
     assert all(spikes.note(number, [loss]) is None for number, loss in enumerate(losses, 1))
     assert (
         spikes.note(63, [losses[-1], 7.5, 7.0])
-        == "loss spike at iteration 62: 7.5000 after 3.6986 in the median"
+        == "loss spike at iteration 62: 7.5000, with a median of 3.6986 before"
     )
     assert spikes.note(64, [math.nan]) is None
     assert spikes.note(65, [3.3]) is None
