@@ -240,7 +240,7 @@ def test_a_schedule_goes_on_without_the_optimizer(resume):
 def test_a_longer_run(resume):
     rows, said = resume(f"--train-iters 8 {OVERRIDE}")
     assert [row["iteration"] for row in rows] == [4, 5, 6, 7, 8]
-    assert "--train-iters 8 (the checkpoint: 6): another end" in said
+    assert "--train-iters 8 (the checkpoint: 6): changes the end" in said
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_longer_run(resume):
     [
         ("--num-layers 3", "--num-layers 3 .the checkpoint: 2."),
         ("--vocab-size 300", "the vocabulary's size 301 .the checkpoint: 256."),
-        ("--bf16", "was saved in fp32, and this run is in bf16"),
+        ("--bf16", "was saved in fp32, but this run is in bf16"),
         ("--use-distributed-optimizer", "was saved with the plain optimizer"),
     ],
 )

@@ -426,15 +426,15 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 1],
             [1, 2],
-            "the label 2 in row 2 of the part 'validation'; expected "
-            "one of the labels of the training data: 0 to 1",
+            "the label 2 in row 2 of the part 'validation'; "
+            "expected one of the labels of the training data: 0 to 1",
         ),
         ([0, -1], [], "the label -1 in row 2 of the part 'train'"),
         (
             ["a", "b"],
             ["c"],
-            "the label 'c' in row 1 of the part 'validation'; expected "
-            "one of the labels of the training data: 'a'",
+            "the label 'c' in row 1 of the part 'validation'; "
+            "expected one of the labels of the training data: 'a'",
         ),
         (["a", None], ["a"], "the label None in row 2"),
         ([0.5, float("nan")], [], "the label nan in row 2"),
@@ -450,8 +450,8 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [1, 2],
             [0],
-            "the label 0 in row 1 of the part 'validation'; expected "
-            "one of the labels of the training data: 1 to 2",
+            "the label 0 in row 1 of the part 'validation'; "
+            "expected one of the labels of the training data: 1 to 2",
         ),
         ([0, 10**15], [0], "labels 0, 1000000000000000, without 1, 2, 3, 4, 5, 6, 7, 8, …; expected"),
     ],

@@ -381,7 +381,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "words in one text": (
         "token_classification",
         _other_data([{"tokens": "the cat", "tags": ["O", "X"]}] * 9),
-        "the column 'tokens' of the part 'train' holds no lists of words; expected",
+        "the column 'tokens' of the part 'train' contains no lists of words; expected",
     ),
     "a row without tags": (
         "token_classification",

@@ -261,7 +261,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "datasets_provider(self)",
             "datasets_provider(self, sizes)",
-            "(sizes): missing a required argument: 'sizes'; expected 0 arguments beside self",
+            "(sizes): missing a required argument: 'sizes'; expected 0 arguments besides self",
         ),
         ("forward_step(self, batch,", "forward_step(self,", "too many positional arguments; expected 2 arg"),
         (

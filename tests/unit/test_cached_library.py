@@ -26,7 +26,8 @@ def recipe(folder: Path, answer: int = 1, flags: tuple[str, ...] = FLAGS) -> cac
     """Return that of a library whose ``answer`` gives a number."""
     source = folder / f"answer{answer}.cpp"
     folder.mkdir(exist_ok=True, parents=True)
-    source.write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
+    if not source.exists():  # a process that reads it while another one empties it would compile twice
+        source.write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
     return cached_library.Recipe(folder / "cache", (source,), (), flags, (), "set SWITCH=0")
 
 

@@ -71,7 +71,7 @@ def test_a_description_that_is_none(text: str, saved: Path) -> None:
     [
         [EOFError()],
         [BadZipFile("no zip")],
-        [ValueError("the checkpoint's .metadata is broken: it ends")],
+        [ValueError("the checkpoint's .metadata is invalid: it ends")],
         [AssertionError("metadata is None; global metadata read failed")],
         [EOFError(), RuntimeError("another rank's")],
         [RuntimeError("PytorchStreamReader failed"), RuntimeError("the same")],

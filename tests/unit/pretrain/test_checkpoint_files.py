@@ -53,7 +53,10 @@ def test_a_tracker_that_is_behind_is_said_once(tmp_path, found, capsys):
     for _ in range(2):
         assert checkpoint_files.newest(tmp_path) == found.path
     told = capsys.readouterr().err
-    assert "names iteration 10, but there are newer checkpoints: 20, 30. Unless it was" in told
+    assert (
+        "names iteration 10, but there are newer checkpoints: 20, 30. Unless it was set back on purpose"
+        in told
+    )
     assert told.count("warning") == 1
     checkpoint_files.newest(tmp_path, 20)
     assert capsys.readouterr().err == "", "the user has named that one"

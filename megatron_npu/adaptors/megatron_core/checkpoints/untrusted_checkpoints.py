@@ -28,7 +28,7 @@ _COMMON = "megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStr
 _TORN = (EOFError, OSError, BadZipFile, pickle.UnpicklingError)
 _SAID_OF_TORN = (
     "PytorchStreamReader",
-    ".metadata is broken",
+    ".metadata is invalid",
     "storage has wrong byte size",
     "unexpected pos",
 )
