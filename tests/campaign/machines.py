@@ -257,7 +257,7 @@ def parts(trial: Trial) -> list[str]:
     run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, timeout=START)
     said = [run([*command, "verify", str(folder)], check=False) for folder in saved]
     faults = [each.stdout + each.stderr for each in said if each.returncode]
-    if not any("the part of" in each.stdout for each in said):  # one may have all: rank 0, without ZeRO
+    if not any("only a part of it" in each.stdout for each in said):  # one may have all: rank 0, without ZeRO
         faults.append("no machine has a part")
     joined = str(trial.them.folder / "joined")
     run([*command, "gather", *map(str, saved), "--into", joined], check=True)

@@ -174,7 +174,8 @@ def test_machines_keep_parts_resume_from_them_and_join_them(case, tmp_path, caps
         said = capsys.readouterr().out.splitlines()
         assert said
         assert all(
-            re.search(r"the part of .*; \d files are on .* \(its own files: whole", line) for line in said
+            re.search(r"only a part of it, saved by .*; \d files are on .* \(its own files: whole", line)
+            for line in said
         )
     joined = tmp_path / "joined"
     assert checkpoint_command.main(["gather", *map(str, parts), "--into", str(joined)]) == 0

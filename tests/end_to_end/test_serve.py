@@ -272,7 +272,7 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
         (400, {"prompt": "1", "max_tokens": POSITIONS}, f"{POSITIONS} positions"),
         (400, {"prompt": "1", "max_tokens": "9"}, "max_tokens"),
         (400, {"prompt": "1", "max_tokens": 0}, "or 0 with echo and logprobs"),
-        (400, {"prompt": "1", "n": 9}, "at most 8 a request"),
+        (400, {"prompt": "1", "n": 9}, "at most 8 per request"),
         (404, {"prompt": "1", "model": "gpt-5"}, "expected 'tiny-model'"),
         (413, b'{"prompt": "' + b"1 " * 500_000 + b'"}', "more than 262144 bytes"),
     ],

@@ -103,7 +103,7 @@ def test_without_a_number_of_tokens_as_many_as_fit(server):
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "at most 127"),
         ({"messages": []}, "one or more"),
         ({"max_tokens": 128}, "128 positions"),
-        ({"n": 9}, "at most 8 a request"),
+        ({"n": 9}, "at most 8 per request"),
         ({"model": "gpt-5"}, "expected 'chatty'"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_broken_metadata_is_told_in_one_line(content, saved, flags, refused, c
     (saved / ".metadata").write_bytes(content)
     line = flags("--train-iters", 2, "--load", saved.parent, "--no-plot", "--eval-iters", 0)
     assert "cannot be read: " in refused("pretrain", *line)
-    assert ".metadata is broken" in refused("generate", "--load", saved.parent, "--prompt", "1 2")
+    assert ".metadata is invalid" in refused("generate", "--load", saved.parent, "--prompt", "1 2")
     assert "Traceback" not in caplog.text
 
 

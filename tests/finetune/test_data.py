@@ -234,7 +234,7 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     ),
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
-    "a folder of folders": (_configured_folder, "glue/mrpc alone."),
+    "a folder of folders": (_configured_folder, "Pass only --data-path glue/mrpc."),
     "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
     "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
     "no such kind": (lambda folder: args(__file__), "files that end in .py"),
@@ -250,7 +250,7 @@ def test_what_is_wrong_with_a_data_set_is_told_in_a_line(name: str, tmp_path: Pa
     make, said = BAD[name]
     with pytest.raises(UsageError) as refused:
         datasets.load(make(tmp_path))
-    assert said in str(refused.value)
+    assert said in str(refused.value).replace(f"{tmp_path}/", "")
     assert "\n" not in str(refused.value)
 
 

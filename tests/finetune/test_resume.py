@@ -118,8 +118,8 @@ def hostile(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "more", "expected"),
     [
-        (None, ("--global-batch-size", 4), "--global-batch-size 4, and 8 in "),
-        (None, ("--seed", 1), "--seed 1, and 1234 in "),
+        (None, ("--global-batch-size", 4), "--global-batch-size 4, but 8 in "),
+        (None, ("--seed", 1), "--seed 1, but 1234 in "),
         (altered, (), "does not describe a run"),
         (cut, (), "has 100 bytes instead of "),
         (hostile, (), "it names posix.mkdir"),

@@ -422,7 +422,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "fewer tags than words": (
         "token_classification",
         _other_data([*_TAGGED, {"tokens": ["the", "cat"], "tags": ["O"]}]),
-        "2 words and 1 tags in row 11 of ",
+        "2 words but 1 tags in row 11 of ",
     ),
     "an answer that is not there": (
         "question_answering",

@@ -299,7 +299,7 @@ def _refused(
         error = error.__cause__ or error
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     # what datasets 5 says of a part without rows: in a file, in a folder of save_to_disk
-    if "matches no data" in reason or isinstance(error, IndexError):
+    if "corresponds to no data" in reason or isinstance(error, IndexError):
         if empty := _without_rows(files, reason):
             return empty
         reason = f"a part without rows ({reason})"
