@@ -126,7 +126,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Plans of large jobs",
         "",
-        "For reviewers: what `megatron-npu plan` takes for large jobs, and its start with up to 10,000 ranks.",
+        "For reviewers: what `megatron-npu plan` takes for large jobs, and its start at 10,000 ranks.",
         "",
         "```bash",
         "python -m benchmarks.plan_scale --output benchmarks/results/plan/scale.json --page",
