@@ -6,6 +6,7 @@ Connects ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatr
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -64,8 +65,9 @@ def go_on_counting(
 ) -> Any:
     """Give each group the count of the checkpoint's, where upstream has left out load_state_dict."""
     _saved.clear()
+    given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
     result = original(ddp_model, optimizer, *rest, **kwargs)
-    if kwargs.get("skip_load_to_model_and_opt") and _saved:
+    if given.get("skip_load_to_model_and_opt") and _saved:
         for each, state in _pairs(optimizer, _saved.pop()):
             ours = each.optimizer.param_groups
             in_our_order = getattr(each, "_filter_and_reorder_param_groups", _as_saved)  # since 0.16
