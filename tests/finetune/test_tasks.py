@@ -407,7 +407,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "too little text": (
         "causal_lm",
         _other_data([{"text": "the cat"}] * 9),
-        "tokens; expected a block of 16",
+        "tokens; expected at least one block of 16",
     ),
     "no label": (
         "sequence_classification",

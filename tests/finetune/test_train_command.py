@@ -122,7 +122,10 @@ def test_a_data_set_may_be_named_alone() -> None:
             f"--user-script {SLOW} --train-iters 1 --json-log {SCRIPTS}",
             "scripts is a directory; expected a f",
         ),
-        (f"--user-script {SLOW} --train-iters 1 --load {SLOW}", "slow.py is a file; expected a folder that"),
+        (
+            f"--user-script {SLOW} --train-iters 1 --load {SLOW}",
+            "slow.py is a file; expected the --save folder of a run",
+        ),
         (f"--user-script {SLOW} --train-iters 1 --load {SCRIPTS}", "scripts: no checkpoint there; expected"),
         (f"--user-script {SLOW} --train-iters 1 --json-log /proc/log", "/proc cannot be written ("),
         (
@@ -137,7 +140,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"{FEW} --columns text=a --columns text=b", "--columns text=a text=b; expected one column for the"),
         (f"{FEW} --columns text=a label=a", "--columns text=a label=a; expected a column for each role"),
         (f"{FEW} --num-layers 3", "--num-layers with --task causal_lm, which does not read it; expected"),
-        (f"{FEW} --vocab-file x", "expected it with --task pretraining. Remove it"),
+        (f"{FEW} --vocab-file x", "expected this flag with --task pretraining. Remove it"),
         (f"{FEW} --columns label=x --num-beams 2", "--num-beams with --task causal_lm"),
         (
             f"{FEW.replace('causal_lm', 'seq2seq')} --num-beams 2",
@@ -226,7 +229,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             '{"mean": 1.0}',
             '{"mean": "high"}',
-            "run_compute_metrics returned a dict; expected a dictionary of num",
+            "run_compute_metrics returned a dict; expected a dictionary of names and num",
         ),
         (
             "    def run_forward_step",
@@ -249,7 +252,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "import torch\n",
             "import torch\ndef (\n",
-            "mine.py: invalid syntax (line 3); expected a file of Py",
+            "mine.py: invalid syntax (line 3); expected a valid Py",
         ),
         ("import torch\n", "import torch\n\0\n", "null bytes; expected a valid Python file"),
         ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, passed"),
