@@ -280,6 +280,12 @@ SIM_HCCL_TIMEOUT = Variable(
     "Seconds after which a simulated collective fails.",
     type=positive,
 )
+SIM_HOST = Variable(
+    "MEGATRON_NPU_SIM_HOST",
+    "",
+    "Name of the machine that this process stands for: ranks of different names exchange data over TCP, as "
+    "on several machines (default: the machine that it is on).",
+)
 SIM_HCCL_DELAY = Variable(
     "MEGATRON_NPU_SIM_HCCL_DELAY",
     "0",

@@ -34,11 +34,12 @@ COMPUTE_LIBRARY = "libmegatron_npu_sim_compute.so"
 _RUNTIME_SOURCES = (
     "runtime.cpp device.cpp memory.cpp failure.cpp aclnn.cpp hccl_call.cpp hccl_reduce.cpp hccl_segment.cpp "
     "hccl_exchange.cpp hccl_communicator.cpp hccl_lifecycle.cpp hccl_collectives.cpp hccl_interface.cpp "
-    "hccl_p2p.cpp hccl_traffic.cpp"
+    "hccl_p2p.cpp hccl_traffic.cpp hccl_host.cpp hccl_socket.cpp hccl_meeting.cpp hccl_links.cpp"
 ).split()
 _RUNTIME_HEADERS = (
     "runtime.h codes.h failure.h half.h hccl_abi.h hccl_call.h hccl_reduce.h hccl_segment.h hccl_exchange.h "
-    "hccl_communicator.h hccl_collectives.h hccl_traffic.h"
+    "hccl_communicator.h hccl_collectives.h hccl_traffic.h hccl_host.h "
+    "hccl_socket.h hccl_meeting.h hccl_links.h"
 ).split()
 _COMPUTE_SOURCES = ("compute.cpp",)
 

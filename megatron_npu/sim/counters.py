@@ -36,6 +36,8 @@ class Group:
         calls: collectives, sends, receives and batches of them.
         bytes: what this rank handed over to them.
         largest: of what one call read or wrote, since the process began.
+        within: messages that this rank sent to ranks of its machine, and their bytes.
+        between: the same of other machines.
     """
 
     ranks: int = 0
@@ -43,6 +45,8 @@ class Group:
     calls: int = 0
     bytes: int = 0
     largest: int = 0
+    within: Work = field(default_factory=Work)
+    between: Work = field(default_factory=Work)
 
 
 @dataclass
@@ -86,6 +90,12 @@ class Counts:
     def total_communication(self) -> Work:
         """The sum over all collectives."""
         works = self.communication.values()
+        return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
+
+    @property
+    def between(self) -> Work:
+        """Messages to other machines, and their bytes, of all communicators."""
+        works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
@@ -194,7 +204,9 @@ def _groups(function: Callable) -> dict[str, Group]:
         name, number = descriptions.get(communicator, "pair"), 1
         while (label := name if number == 1 else f"{name} {number}") in found:  # groups of equal names
             number += 1
-        found[label] = Group(int(ranks), 2 * int(mebibytes) << 20, *map(int, rest))
+        calls, size, largest, *sent = map(int, rest)
+        works = Work(*sent[:2]), Work(*sent[2:])
+        found[label] = Group(int(ranks), 2 * int(mebibytes) << 20, calls, size, largest, *works)
     return found
 
 
@@ -209,7 +221,12 @@ def _descriptions() -> dict[str, str]:
 
 
 def _since(after: Group, before: Group) -> Group:
-    return replace(after, calls=after.calls - before.calls, bytes=after.bytes - before.bytes)
+    sent = {name: _less(getattr(after, name), getattr(before, name)) for name in ("within", "between")}
+    return replace(after, calls=after.calls - before.calls, bytes=after.bytes - before.bytes, **sent)
+
+
+def _less(after: Work, before: Work) -> Work:
+    return Work(after.calls - before.calls, after.bytes - before.bytes)
 
 
 def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Work]:
@@ -217,7 +234,7 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
     for name, work in after.items():
         old = before.get(name, Work())
         if work.calls > old.calls:
-            found[name] = Work(work.calls - old.calls, work.bytes - old.bytes)
+            found[name] = _less(work, old)
     return found
 
 

@@ -14,6 +14,7 @@ _TOLD = {
     "verbose": settings.SIM_VERBOSE,
     "hccl_timeout": settings.SIM_HCCL_TIMEOUT,
     "hccl_delay": settings.SIM_HCCL_DELAY,
+    "host": settings.SIM_HOST,
 }
 
 

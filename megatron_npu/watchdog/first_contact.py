@@ -21,7 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.watchdog import network, restarts
 
@@ -44,7 +43,6 @@ class _Place:
         machine: ``network.machine``.
         address, port: at which it is reached; port 0: it is not the first of its machine.
         towards: interface and address through which it reaches the store; empty: not known.
-        simulated: whether its NPU is simulated.
     """
 
     rank: int
@@ -53,7 +51,6 @@ class _Place:
     address: str
     port: int
     towards: tuple[str, ...]
-    simulated: bool = False
 
 
 @contextlib.contextmanager
@@ -137,7 +134,7 @@ def _meet(store: dist.Store) -> None:
     with network.listening(address) if first else contextlib.nullcontext() as ear:
         port = ear.getsockname()[1] if ear else 0
         towards = network.towards(os.environ["MASTER_ADDR"]) or ()
-        own = _Place(rank, socket.gethostname(), network.machine(), address, port, towards, _is_simulated())
+        own = _Place(rank, socket.gethostname(), network.machine(), address, port, towards)
         store.set(f"here/{rank}", json.dumps(asdict(own)))
         store.add("arrived", 1)
         if rank == 0:
@@ -216,7 +213,7 @@ def _assemble(store: dist.Store, ranks: int) -> None:
     if len(machines) < 2:
         firsts = {}
     else:
-        fault = _unfit(places)
+        fault = _loopback(places)
     store.set("met", json.dumps({"fault": fault, "places": firsts}))
 
 
@@ -233,28 +230,6 @@ def _missing(store: dist.Store, ranks: int) -> str:
 def _places(store: dist.Store, ranks: int) -> list[_Place]:
     texts = store.multi_get([f"here/{rank}" for rank in range(ranks)])
     return [_Place(**json.loads(text)) for text in texts]
-
-
-def _unfit(places: list[_Place]) -> list[str]:
-    """Return why these machines cannot train together, as far as they can tell without a connection."""
-    return _simulated(places) or _loopback(places)
-
-
-def _is_simulated() -> bool:
-    return settings.SIM.enabled() and settings.DEVICE.get() in ("auto", "npu")
-
-
-def _simulated(places: list[_Place]) -> list[str]:
-    """Return why simulated NPUs cannot be on several machines, where some are."""
-    if not any(each.simulated for each in places):
-        return []
-    hosts = [*dict.fromkeys(each.host for each in places)]
-    more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
-    return [
-        f"simulated NPUs on several machines ({', '.join(hosts[:_SHOWN])}{more})",
-        "all ranks on one machine, because simulated HCCL uses shared memory",
-        f"Start all ranks on one machine, or train with {settings.DEVICE.name}=cpu.",
-    ]
 
 
 def _loopback(places: list[_Place]) -> list[str]:

@@ -23,8 +23,14 @@ Outcome = dict[int, object]
 LONG = "60"  # seconds: a scenario that ends otherwise than by a timeout ends long before
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one machine", "two machines"])
+def machines(request) -> int:
+    """The ranks are on them in turn: even ones on the first, odd ones on the second."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def raw(simulated: Run, tmp_path_factory) -> Callable[..., Outcome]:
+def raw(simulated: Run, machines: int) -> Callable[..., Outcome]:
     """Return a function: scenario, number of ranks -> rank -> what it returned."""
     code = "from megatron_npu.sim import build; print(build.runtime() / build.RUNTIME_LIBRARY)"
     library = simulated("python", "-c", code).stdout.split()[-1]
@@ -32,7 +38,7 @@ def raw(simulated: Run, tmp_path_factory) -> Callable[..., Outcome]:
     def run(scenario: str, ranks: int = 2, timeout: str = LONG) -> Outcome:
         done = processes.run(
             [sys.executable, HERE / "ranks.py", str(ranks), HERE / "hccl_raw.py", library, scenario],
-            env={**os.environ, "TIMEOUT": timeout},
+            env={**os.environ, "TIMEOUT": timeout, "MACHINES": str(machines)},
             capture_output=True,
             text=True,
             check=False,
@@ -52,7 +58,7 @@ def message_of(outcomes: Outcome, rank: int) -> str:
 
 
 def named(rank: int) -> str:
-    return rf"rank {rank} \(global rank {rank}, process \d+\)"
+    return rf"rank {rank} \(global rank {rank}, (machine\d, )?process \d+\)"
 
 
 # ---- calls that do not fit: both are named
@@ -149,9 +155,10 @@ def test_creation_names_who_is_missing(raw):
     assert "timeout after 1 s; rank 2 did not join" in raw("one_is_missing", 3, timeout="1")[0]
 
 
-def test_nothing_is_left_behind(raw):
+def test_nothing_is_left_behind(raw, machines):
     """The memory has no name that could be left over: no file in /dev/shm, no open file, one mapping."""
-    assert raw("leaves_nothing") == {rank: [0, [], 1, 0] for rank in (0, 1)}
+    shared = int(machines == 1)
+    assert raw("leaves_nothing") == {rank: [0, [], shared, 0] for rank in (0, 1)}
 
 
 # ---- functions beyond those that torch.distributed reaches on every chip

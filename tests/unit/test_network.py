@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.watchdog import first_contact, network
+from megatron_npu.watchdog import network
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,3 @@ def test_one_that_does_not_answer_is_given_up() -> None:
                 each.setblocking(False)
                 each.connect_ex(place)
             assert network.unreached({"full": place}, 0.2) == {"full": "no answer within 0 s"}
-
-
-def test_simulated_npus_of_several_machines_are_refused_for_what_they_lack() -> None:
-    """The rank that waited for the others was said to be gone."""
-
-    def place(rank: int, simulated: bool) -> first_contact._Place:
-        return first_contact._Place(rank, f"node{rank}", f"{rank}", "10.77.0.1", 1, (), simulated)
-
-    assert first_contact._unfit([place(0, False), place(1, False)]) == []
-    given, expected, _ = first_contact._unfit([place(0, True), place(1, True)])
-    assert given == "simulated NPUs on several machines (node0, node1)"
-    assert "one machine, because simulated HCCL uses shared memory" in expected

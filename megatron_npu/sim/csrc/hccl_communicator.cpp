@@ -143,7 +143,7 @@ std::string Communicator::error_text() {
 HcclResult Communicator::fail(HcclResult code, const std::string& text) {
   std::lock_guard<std::mutex> lock(error_mutex_);
   if (error_ != HCCL_SUCCESS) return error_;
-  publish(text);
+  segment_->fail(rank, text.c_str());
   error_text_ = text;
   fail_device("HCCL: " + text);
   error_ = code;
@@ -156,16 +156,6 @@ HcclResult Communicator::adopt_failure() {
   if (failure.state.load(std::memory_order_acquire) != kWritten) return error_;
   return fail(HCCL_E_REMOTE, segment_->describe(rank) + " stops, because " +
                                  segment_->describe(failure.rank) + " reported: " + failure.text);
-}
-
-void Communicator::publish(const std::string& text) {
-  Failure& failure = segment_->header().failure;
-  uint32_t clear = kClear;
-  if (!failure.state.compare_exchange_strong(clear, kWriting)) return;
-  failure.rank = rank;
-  std::snprintf(failure.text, sizeof failure.text, "%s", text.c_str());
-  failure.state.store(kWritten, std::memory_order_release);
-  for (uint32_t peer = 0; peer < ranks; peer++) segment_->ring(peer);
 }
 
 HcclResult refuse(HcclResult code, const std::string& text) {

@@ -56,8 +56,6 @@ class Communicator {
   HcclResult adopt_failure();
 
  private:
-  void publish(const std::string& text);
-
   std::unique_ptr<Segment> segment_;
   uint64_t collectives_ = 0;
   std::map<std::pair<bool, uint32_t>, uint64_t> messages_;

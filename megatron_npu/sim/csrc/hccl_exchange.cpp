@@ -5,6 +5,7 @@
 #include <deque>
 #include <thread>
 
+#include "hccl_traffic.h"
 #include "runtime.h"
 
 namespace sim::hccl {
@@ -49,7 +50,9 @@ class Lane {
 
   bool done() const {
     if (!waiting_.empty()) return false;
-    if (direction_ == Transfer::Receive || completion_ == Completion::Written) return true;
+    if (direction_ == Transfer::Receive) return true;
+    if (!communicator_.segment().delivered(peer_)) return false;
+    if (completion_ == Completion::Written) return true;
     return channel_.consumed.load(std::memory_order_acquire) ==
            channel_.written.load(std::memory_order_relaxed);
   }
@@ -211,12 +214,12 @@ HcclResult reason_to_stop(Communicator& communicator, const Call& current, const
   return HCCL_SUCCESS;
 }
 
-// The first peer we wait for whose process is gone.
+// A peer we wait for whose process is gone; one that we receive from, rather than send to.
 const Lane* dead_peer(Communicator& communicator, const std::vector<Lane>& lanes) {
-  for (const Lane& lane : lanes) {
-    if (!lane.done() && !communicator.segment().alive(lane.peer())) return &lane;
-  }
-  return nullptr;
+  const auto found = std::find_if(lanes.rbegin(), lanes.rend(), [&](const Lane& lane) {
+    return !lane.done() && !communicator.segment().alive(lane.peer());
+  });
+  return found == lanes.rend() ? nullptr : &*found;
 }
 
 HcclResult report_death(Communicator& communicator, const Call& current, const Lane& lane) {
@@ -226,12 +229,20 @@ HcclResult report_death(Communicator& communicator, const Call& current, const L
                          name_in_waiting(current) + " waits " + lane.describe() + " it");
 }
 
+// At the end: of two ranks on different machines, the later one sees the other's call, if it fits or not.
+HcclResult judge(Communicator& communicator, const Call& current) {
+  if (!communicator.segment().linked() || current.operation == Operation::SendReceive) return HCCL_SUCCESS;
+  const std::string other = disagreement(communicator, current);
+  return other.empty() ? HCCL_SUCCESS : mismatch(communicator, other);
+}
+
 }  // namespace
 
 HcclResult enter(Communicator& communicator, const Call& call) {
   Member& self = communicator.segment().member(communicator.rank);
   self.calls[call.sequence % kRemembered] = call;
   self.entered.store(call.sequence);  // sequentially consistent: of two ranks, at least one sees the other
+  communicator.segment().announce();
   const std::string other = disagreement(communicator, call);
   return other.empty() ? HCCL_SUCCESS : mismatch(communicator, other);
 }
@@ -240,6 +251,10 @@ HcclResult exchange(Communicator& communicator, const Call& current, const std::
                     Completion completion) {
   std::vector<Lane> lanes = lanes_of(communicator, transfers, completion);
   Segment& segment = communicator.segment();
+  for (const Transfer& each : transfers) {
+    if (each.direction == Transfer::Send && each.peer != communicator.rank)
+      count_sent(communicator.name, segment.elsewhere(each.peer), each.bytes);
+  }
   auto progress = Clock::now();
   auto examined = progress;  // when we last looked whether the peers are alive
   for (int idle = 0;;) {
@@ -249,7 +264,7 @@ HcclResult exchange(Communicator& communicator, const Call& current, const std::
       moved |= lane.advance();
       done &= lane.done();
     }
-    if (done) return HCCL_SUCCESS;
+    if (done) return judge(communicator, current);
     if (moved) {
       idle = 0;
       progress = examined = Clock::now();

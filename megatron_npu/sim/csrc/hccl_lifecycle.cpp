@@ -1,6 +1,5 @@
 // Creating, splitting, querying and destroying communicators.
 #include <atomic>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -64,26 +63,15 @@ HcclResult join(const Invitation& invitation, uint32_t ranks, uint32_t rank, con
 
 // ---- sub-communicators: rank 0 of the new one issues an invitation in the parent's segment
 
-Split* put_up(Communicator& parent, uint64_t id, const Invitation& invitation) {
-  for (Split& split : parent.segment().header().splits) {
-    uint32_t clear = kClear;
-    if (!split.state.compare_exchange_strong(clear, kWriting)) continue;
-    split.first_member = parent.rank;
-    split.id = id;
-    split.invitation = invitation;
-    split.state.store(kWritten, std::memory_order_release);
-    return &split;
-  }
-  return nullptr;
-}
-
 // The invitation that `first_member` has issued under `id` and this rank has not yet accepted.
 bool find(Communicator& parent, uint64_t id, uint32_t first_member, Invitation* invitation) {
   for (Split& split : parent.segment().header().splits) {
     if (split.state.load(std::memory_order_acquire) != kWritten) continue;
     if (split.id != id || split.first_member != first_member) continue;
     *invitation = split.invitation;
-    if (parent.take_up(first_member, invitation->serial)) return true;
+    if (!parent.take_up(first_member, invitation->serial)) continue;
+    if (parent.segment().linked()) split.state.store(kClear, std::memory_order_release);  // for this rank alone
+    return true;
   }
   return false;
 }
@@ -103,16 +91,18 @@ HcclResult await_invitation(Communicator& parent, uint64_t id, uint32_t first_me
   return HCCL_SUCCESS;
 }
 
-HcclResult invite_to_split(Communicator& parent, uint64_t id, uint32_t ranks, const HcclCommConfig* config,
-                           HcclComm* handle) {
+HcclResult invite_to_split(Communicator& parent, uint64_t id, const std::vector<uint32_t>& members,
+                           const HcclCommConfig* config, HcclComm* handle) {
   Invitation invitation{};
-  if (!Segment::invite(&invitation)) {
-    return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
-  }
-  Split* split = put_up(parent, id, invitation);
+  std::string problem;
+  if (!Segment::invite(&invitation, &problem)) return refuse(HCCL_E_SYSCALL, problem);
+  Split* split = parent.segment().put_up(parent.rank, id, invitation);
   if (!split)
     return refuse(HCCL_E_INTERNAL, "splitting communicator " + parent.name + ": too many splits at once");
-  const HcclResult result = join(invitation, ranks, 0, config, handle);
+  for (uint32_t member : members) {
+    if (member != parent.rank) parent.segment().offer(member, *split);
+  }
+  const HcclResult result = join(invitation, static_cast<uint32_t>(members.size()), 0, config, handle);
   split->state.store(kClear, std::memory_order_release);
   return result;
 }
@@ -140,9 +130,8 @@ SIM_API HcclResult HcclGetRootInfo(HcclRootInfo* info) {
   std::memset(info, 0, sizeof *info);
   if (sim::dry_limit()) return HCCL_SUCCESS;
   Invitation invitation{};
-  if (!Segment::invite(&invitation)) {
-    return refuse(HCCL_E_SYSCALL, std::string("no shared memory: ") + std::strerror(errno));
-  }
+  std::string problem;
+  if (!Segment::invite(&invitation, &problem)) return refuse(HCCL_E_SYSCALL, problem);
   std::memcpy(info->internal, &invitation, sizeof invitation);
   return HCCL_SUCCESS;
 }
@@ -172,7 +161,7 @@ SIM_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t ran
                                    " of the new one is not this process");
   }
   if (parent->alone()) return join(Invitation{}, ranks, rank, config, handle);
-  if (rank == 0) return invite_to_split(*parent, id, ranks, config, handle);
+  if (rank == 0) return invite_to_split(*parent, id, {members, members + ranks}, config, handle);
   Invitation invitation;
   if (HcclResult result = await_invitation(*parent, id, members[0], &invitation)) return result;
   return join(invitation, ranks, rank, config, handle);

@@ -16,13 +16,15 @@
 #include <sstream>
 #include <thread>
 
+#include "hccl_links.h"
+
 namespace sim::hccl {
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr char kMagic[16] = "npu-sim-hccl-1";
+constexpr char kMagic[16] = "npu-sim-hccl-2";
 constexpr std::chrono::milliseconds kPoll{1};
 
 size_t aligned(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
@@ -56,11 +58,20 @@ bool runs(const Process& process) {
   return status.started == process.started && status.state != 'Z' && status.state != 'X';
 }
 
-Process this_process() { return {static_cast<int32_t>(getpid()), status_of(getpid()).started}; }
 
 int global_rank() {
   const char* value = std::getenv("RANK");  // set by torchrun for every worker
   return value && *value ? std::atoi(value) : -1;
+}
+
+// Who this process is, its place aside.
+Peer this_peer() {
+  Peer self{};
+  self.host = host_id();
+  std::snprintf(self.host_name, sizeof self.host_name, "%s", host_name().c_str());
+  self.global_rank = global_rank();
+  self.process = {static_cast<int32_t>(getpid()), status_of(getpid()).started};
+  return self;
 }
 
 // Opens the file of an invitation; the inviter itself uses the number it has. -1 and errno on failure.
@@ -101,14 +112,19 @@ std::string explain(const Invitation& invitation, uint32_t ranks, int error) {
 
 }  // namespace
 
-bool Segment::invite(Invitation* invitation) {
+bool Segment::invite(Invitation* invitation, std::string* problem) {
   static std::atomic<uint32_t> invitations{0};
+  if (spans_hosts() && !open_door(&invitation->door, problem)) return false;
   const int file = memfd_create("megatron_npu_sim_hccl", MFD_CLOEXEC);
-  if (file < 0) return false;
+  if (file < 0) {
+    *problem = std::string("no shared memory: ") + std::strerror(errno);
+    return false;
+  }
   std::memcpy(invitation->magic, kMagic, sizeof kMagic);
-  invitation->inviter = this_process();
+  invitation->inviter = this_peer().process;
   invitation->file = file;
   invitation->serial = ++invitations;
+  invitation->host = host_id();
   return true;
 }
 
@@ -119,6 +135,25 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
     return nullptr;
   }
   const auto deadline = Clock::now() + timeout;
+  const Peer self = this_peer();
+  if (invitation.door.place.port != 0) {
+    Meeting meeting = meet(invitation.door, ranks, rank, self, timeout);
+    const bool apart = !meeting.problem.empty() || !meeting.sockets.empty();
+    if (apart && rank == 0) close(invitation.file);
+    *problem = meeting.problem;
+    if (!problem->empty()) return nullptr;
+    if (apart) return link(std::move(meeting), rank, problem);
+  } else if (invitation.host != host_id()) {
+    *problem = "the rank that created the communicator is on another machine, but it was not told of "
+               "several: set LOCAL_WORLD_SIZE and WORLD_SIZE on every rank, as torchrun does";
+    return nullptr;
+  }
+  return share(invitation, ranks, rank, self, deadline, problem);
+}
+
+std::unique_ptr<Segment> Segment::share(const Invitation& invitation, uint32_t ranks, uint32_t rank,
+                                        const Peer& self, Deadline deadline, std::string* problem) {
+  const auto timeout = std::chrono::duration_cast<std::chrono::seconds>(deadline - Clock::now() + kPoll);
   const bool inviting = invitation.inviter.pid == getpid();
   const size_t bytes = segment_bytes(ranks);
   const int file = open_file(invitation);
@@ -130,11 +165,9 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
     if (inviting) close(file);
     return nullptr;
   }
-  std::unique_ptr<Segment> segment(new Segment(memory, bytes, ranks));
-  Member& self = segment->member(rank);
-  self.global_rank = global_rank();
-  self.process = this_process();
-  self.attached.store(1, std::memory_order_release);
+  std::unique_ptr<Segment> segment(new Segment(memory, bytes, ranks, rank));
+  segment->member(rank).peer = self;
+  segment->member(rank).attached.store(1, std::memory_order_release);
   while (segment->missing() != "") {
     const bool late = Clock::now() > deadline;
     if (late || (!inviting && !runs(invitation.inviter))) {
@@ -150,9 +183,28 @@ std::unique_ptr<Segment> Segment::attach(const Invitation& invitation, uint32_t 
   return segment;
 }
 
-Segment::Segment(void* memory, size_t bytes, uint32_t ranks) : ranks(ranks), memory_(memory), bytes_(bytes) {}
+std::unique_ptr<Segment> Segment::link(Meeting meeting, uint32_t rank, std::string* problem) {
+  const uint32_t ranks = static_cast<uint32_t>(meeting.peers.size());
+  const size_t bytes = segment_bytes(ranks);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) {
+    *problem = std::string("no memory: ") + std::strerror(errno);
+    return nullptr;
+  }
+  std::unique_ptr<Segment> segment(new Segment(memory, bytes, ranks, rank));
+  for (uint32_t peer = 0; peer < ranks; peer++) segment->member(peer).peer = meeting.peers[peer];
+  segment->links_ = std::make_unique<Links>(*segment, rank, std::move(meeting.sockets));
+  return segment;
+}
 
-Segment::~Segment() { munmap(memory_, bytes_); }
+Segment::Segment(void* memory, size_t bytes, uint32_t ranks, uint32_t own)
+    : ranks(ranks), memory_(memory), bytes_(bytes), own_(own) {}
+
+Segment::~Segment() {
+  links_.reset();
+  munmap(memory_, bytes_);
+}
 
 Member& Segment::member(uint32_t rank) {
   return reinterpret_cast<Member*>(static_cast<char*>(memory_) + members_offset())[rank];
@@ -163,7 +215,44 @@ Channel& Segment::channel(uint32_t from, uint32_t to) {
                                     channels_offset(ranks))[size_t{from} * ranks + to];
 }
 
+void Segment::announce() {
+  if (links_) links_->wake();
+}
+
+bool Segment::delivered(uint32_t rank) { return !links_ || links_->delivered(rank); }
+
+void Segment::fail(uint32_t rank, const char* text) {
+  Failure& failure = header().failure;
+  uint32_t clear = kClear;
+  if (!failure.state.compare_exchange_strong(clear, kWriting)) return;
+  failure.rank = rank;
+  std::snprintf(failure.text, sizeof failure.text, "%s", text);
+  failure.state.store(kWritten, std::memory_order_release);
+  if (links_ && rank == own_) return links_->send_failure();
+  for (uint32_t peer = 0; peer < ranks; peer++) {
+    if (!links_ || peer == own_) ring(peer);
+  }
+}
+
+Split* Segment::put_up(uint32_t first_member, uint64_t id, const Invitation& invitation) {
+  for (Split& split : header().splits) {
+    uint32_t clear = kClear;
+    if (!split.state.compare_exchange_strong(clear, kWriting)) continue;
+    split.first_member = first_member;
+    split.id = id;
+    split.invitation = invitation;
+    split.state.store(kWritten, std::memory_order_release);
+    return &split;
+  }
+  return nullptr;
+}
+
+void Segment::offer(uint32_t rank, const Split& split) {
+  if (links_) links_->offer(rank, split);
+}
+
 void Segment::ring(uint32_t rank) {
+  if (rank != own_ && links_) return links_->wake();
   Member& member = this->member(rank);
   member.bell.fetch_add(1);
   if (member.sleepers.load() != 0) syscall(SYS_futex, &member.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -177,13 +266,14 @@ void Segment::wait(uint32_t rank, uint32_t bell) {
   member.sleepers.fetch_sub(1);
 }
 
-bool Segment::alive(uint32_t rank) { return runs(member(rank).process); }
+bool Segment::alive(uint32_t rank) { return links_ ? links_->connected(rank) : runs(member(rank).peer.process); }
 
 std::string Segment::describe(uint32_t rank) {
-  const Member& member = this->member(rank);
+  const Peer& peer = member(rank).peer;
   std::string text = "rank " + std::to_string(rank) + " (";
-  if (member.global_rank >= 0) text += "global rank " + std::to_string(member.global_rank) + ", ";
-  return text + "process " + std::to_string(member.process.pid) + ")";
+  if (peer.global_rank >= 0) text += "global rank " + std::to_string(peer.global_rank) + ", ";
+  if (links_) text += std::string(peer.host_name) + ", ";
+  return text + "process " + std::to_string(peer.process.pid) + ")";
 }
 
 std::string Segment::missing() {

@@ -22,7 +22,8 @@
 // it when the last process that maps it is gone, however that ends. The invitation that HcclRootInfo carries
 // says where to find it: /proc/<pid of the inviting rank>/fd/<number>. The inviting rank keeps its number
 // open until everybody has attached. All ranks must therefore run on one machine, in one PID namespace, as
-// one user.
+// one user. Ranks that are on several machines (hccl_meeting.h) have a segment each, and connections that keep
+// them in step (hccl_links.h).
 #pragma once
 
 #include <atomic>
@@ -30,6 +31,7 @@
 #include <memory>
 
 #include "hccl_call.h"
+#include "hccl_meeting.h"
 
 namespace sim::hccl {
 
@@ -46,18 +48,14 @@ constexpr std::chrono::milliseconds kNap{50};
 constexpr uint64_t kRemembered = 8;
 static_assert(kRemembered > kSlots + 1);
 
-// Identifies a process even after it is gone: the system gives its pid to a new one then.
-struct Process {
-  int32_t pid;
-  uint64_t started;  // clock ticks since boot, /proc/<pid>/stat
-};
-
 // Travels inside HcclRootInfo, or through a parent's segment for sub-communicators.
 struct Invitation {
   char magic[16];
   Process inviter;
   int32_t file;     // number of the open file in the inviter
   uint32_t serial;  // counts the inviter's invitations
+  uint64_t host;    // of the inviter
+  Door door;        // where ranks of other machines come in; port 0: there are none
 };
 
 struct Chunk {
@@ -76,8 +74,7 @@ struct Member {
   alignas(kCacheLine) std::atomic<uint32_t> bell;
   std::atomic<uint32_t> sleepers;
   alignas(kCacheLine) std::atomic<uint32_t> attached;  // 1 once the fields below it are valid
-  int32_t global_rank;                                 // RANK as set by the launcher; -1 if it is not set
-  Process process;
+  Peer peer;
   std::atomic<uint64_t> entered;  // number of the last collective whose call is in `calls`
   Call calls[kRemembered];        // collective k at index k % kRemembered
 };
@@ -104,10 +101,13 @@ struct Header {
 };
 
 // This process's view of a segment; unmapped by the destructor.
+class Links;
+
 class Segment {
  public:
-  // Makes an empty segment and the invitation to it; its size follows when the inviter attaches.
-  static bool invite(Invitation* invitation);
+  // Makes an empty segment and the invitation to it; its size follows when the inviter attaches. False, and
+  // `problem` says why, if it cannot.
+  static bool invite(Invitation* invitation, std::string* problem);
   // Joins as `rank` of `ranks` and waits until all have joined. Null, and `problem` says why, if somebody is
   // missing after `timeout`, the inviter died, or the memory cannot be mapped.
   static std::unique_ptr<Segment> attach(const Invitation& invitation, uint32_t ranks, uint32_t rank,
@@ -120,6 +120,20 @@ class Segment {
   Header& header() { return *static_cast<Header*>(memory_); }
   Member& member(uint32_t rank);
   Channel& channel(uint32_t from, uint32_t to);
+
+  // Whether the ranks are on several machines.
+  bool linked() const { return links_ != nullptr; }
+  bool elsewhere(uint32_t rank) { return member(rank).peer.host != host_id(); }
+  // Tells the others that this rank has entered a collective; in shared memory they see it.
+  void announce();
+  // Whether what was written for a rank is in memory that does not end with this process.
+  bool delivered(uint32_t rank);
+  // Notes the first failure of any rank, for all of them.
+  void fail(uint32_t rank, const char* text);
+  // Puts up an invitation to a sub-communicator for all who see this memory; null if there is no room.
+  Split* put_up(uint32_t first_member, uint64_t id, const Invitation& invitation);
+  // Sends it to a rank that does not.
+  void offer(uint32_t rank, const Split& split);
 
   // Wakes a rank that sleeps in wait().
   void ring(uint32_t rank);
@@ -134,11 +148,16 @@ class Segment {
   const uint32_t ranks;
 
  private:
-  Segment(void* memory, size_t bytes, uint32_t ranks);
+  static std::unique_ptr<Segment> share(const Invitation& invitation, uint32_t ranks, uint32_t rank,
+                                        const Peer& self, Deadline deadline, std::string* problem);
+  static std::unique_ptr<Segment> link(Meeting meeting, uint32_t rank, std::string* problem);
+  Segment(void* memory, size_t bytes, uint32_t ranks, uint32_t own);
   std::string missing();
 
   void* memory_;
   size_t bytes_;
+  const uint32_t own_;
+  std::unique_ptr<Links> links_;
 };
 
 }  // namespace sim::hccl

@@ -18,6 +18,9 @@ struct Traffic {
   uint32_t ranks;
   uint32_t buffer;  // MiB of each of the two
   uint64_t calls, bytes, largest;
+  struct {
+    uint64_t messages, bytes;
+  } sent[2];  // within this machine, to others
 };
 
 // Never destroyed: workers may still run when the process ends.
@@ -52,17 +55,27 @@ void count_message(const std::string& name, uint64_t bytes, uint64_t larger) {
   entry.largest = std::max(entry.largest, larger);
 }
 
+void count_sent(const std::string& name, bool between, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(traffic_mutex);
+  auto& sent = traffic[name].sent[between];
+  sent.messages++;
+  sent.bytes += bytes;
+}
+
 }  // namespace sim::hccl
 
 using namespace sim::hccl;
 
-// Lines "name ranks buffer calls bytes largest", one per communicator that this process ever had.
+// Lines "name ranks buffer calls bytes largest messages bytes messages bytes", the last four within this
+// machine and to others, one per communicator that this process ever had.
 SIM_API size_t sim_communicators(char* buffer, size_t capacity) {
   std::lock_guard<std::mutex> lock(traffic_mutex);
   std::string text;
   for (const auto& [name, entry] : traffic) {
     text += name;
-    for (uint64_t value : {uint64_t{entry.ranks}, uint64_t{entry.buffer}, entry.calls, entry.bytes, entry.largest})
+    const auto& [within, between] = entry.sent;
+    for (uint64_t value : {uint64_t{entry.ranks}, uint64_t{entry.buffer}, entry.calls, entry.bytes, entry.largest,
+                           within.messages, within.bytes, between.messages, between.bytes})
       text += " " + std::to_string(value);
     text += "\n";
   }

@@ -16,4 +16,7 @@ void note_destroyed(const std::string& name);
 // Counts a call on a communicator: the bytes that this rank hands over, and its larger buffer.
 void count_message(const std::string& name, uint64_t bytes, uint64_t larger);
 
+// Counts a message of this rank to another: within this machine, or `between` machines.
+void count_sent(const std::string& name, bool between, uint64_t bytes);
+
 }  // namespace sim::hccl
