@@ -38,6 +38,24 @@ FLAGS = [
 ]
 STOCK = [*FLAGS, *"--eval-interval 1000000 --eval-iters 0".split()]
 TRAIN = ROOT / "tests" / "finetune" / "scripts" / "dropout.py"
+STILL = """
+import torch
+from rapidformer import Finetuner, RapidformerEngine
+
+class Sums(Finetuner):
+    def train_valid_test_datasets_provider(self):
+        numbers = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+        return [{"x": row, "labels": (row.sum() > 0).long()} for row in numbers], None, None
+
+    def model_optimizer_lr_scheduler_provider(self):
+        layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+        return torch.nn.Sequential(*layers), None, None
+
+    def run_forward_step(self, batch, model):
+        return torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+
+Sums(RapidformerEngine()).train()
+"""
 LOSS = r"\bloss: ([-+]?\d[-+.\dEe]*)"
 
 
@@ -107,6 +125,27 @@ COMMANDS: dict[str, Callable[[], Command]] = {
 }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a trial does.
+
+    Attributes:
+        machines: how many.
+        command: see ``COMMANDS``.
+        look: what is done, and what is found.
+        ranks: of each machine.
+        flags: of the layout.
+        simulated: whether on simulated NPUs.
+    """
+
+    machines: int
+    command: str
+    look: Callable[[Trial], list[str]]
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    simulated: bool = False
+
+
 @dataclass
 class Trial:
     """Machines, and what is started on them.
@@ -115,13 +154,17 @@ class Trial:
         them: the machines.
         out: the folder of what they say.
         command: see ``COMMANDS``.
-        ranks: of each machine.
+        plan: see ``Plan``.
     """
 
     them: Cluster
     out: Path
     command: Command
-    ranks: int = 1
+    plan: Plan
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.ranks
 
     @property
     def shared(self) -> Path:
@@ -129,7 +172,7 @@ class Trial:
 
     def words(self, iterations: int, *more: str) -> list[str]:
         """Return the command for so many iterations, with more flags."""
-        return [*self.command.words(self.shared, iterations), *more]
+        return [*self.command.words(self.shared, iterations), *self.plan.flags, *more]
 
     def start(self, words: list[str], **how: Any) -> list[subprocess.Popen[bytes]]:
         """Start a launcher on each machine, as ``start_on`` does."""
@@ -140,7 +183,6 @@ class Trial:
         machine: Machine,
         words: list[str],
         *,
-        simulated: bool = False,
         launcher: Sequence[str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a launcher on a machine, in a home of its own.
@@ -148,7 +190,6 @@ class Trial:
         Args:
             machine: one of them.
             words: of ``megatron-npu``.
-            simulated: whether on simulated NPUs.
             launcher: torchrun's flags, in place of those of a fixed number of machines.
         """
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -156,14 +197,13 @@ class Trial:
             **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
             **{"HOME": "/tmp/disk", "OMP_NUM_THREADS": "1", "MEGATRON_NPU_WATCHDOG": str(LIMIT)},
             **{"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"},
-            **({} if simulated else {"MEGATRON_NPU_DEVICE": "cpu"}),
+            **({} if self.plan.simulated else {"MEGATRON_NPU_DEVICE": "cpu"}),
             **self.command.variables,
         }
-        under = [sys.executable, "-m", "megatron_npu", "sim", "--"] if simulated else []
         where = f"--nnodes {len(self.them.machines)} --node-rank {machine.number - 1}"
         fixed = [*where.split(), "--master-addr", "node1", "--master-port", "29500"]
         each = ["--nproc-per-node", str(self.ranks), "-m", "megatron_npu"]
-        python = [*under, sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
+        python = [*self.under, sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
         with (self.out / f"{machine.number}.log").open("ab") as stream:
             return subprocess.Popen(
                 machine.command("env", "-C", "/tmp/disk", *python, *words),
@@ -172,9 +212,13 @@ class Trial:
                 stderr=subprocess.STDOUT,
             )
 
-    def run(self, words: list[str], simulated: bool = False) -> Outcome:
+    @property
+    def under(self) -> list[str]:
+        return [sys.executable, "-m", "megatron_npu", "sim", "--"] if self.plan.simulated else []
+
+    def run(self, words: list[str]) -> Outcome:
         """Start the launchers and wait for all of them."""
-        return self.ended(self.start(words, simulated=simulated), START, time.monotonic())
+        return self.ended(self.start(words), START, time.monotonic())
 
     def for_ever(self) -> list[subprocess.Popen[bytes]] | None:
         """Start a training without an end; return its launchers as soon as it trains, None if it does not."""
@@ -265,16 +309,16 @@ def parts(trial: Trial) -> list[str]:
     return faults + ([] if whole.stdout.endswith(": whole\n") else [whole.stdout + whole.stderr])
 
 
-def losses(trial: Trial, *parallel: str) -> list[str]:
+def losses(trial: Trial) -> list[str]:
     """A training over the machines: the losses of as many ranks on one machine."""
-    words = trial.words(4, *parallel)
+    words = trial.words(4)
     found = trial.run(words)
     if any(code != 0 for code in found.codes):
         return [f"codes {found.codes}"]
     ranks = trial.ranks * len(trial.them.machines)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     alone = subprocess.run(
-        [sys.executable, *launcher, "-m", "megatron_npu", *words],
+        [*trial.under, sys.executable, *launcher, "-m", "megatron_npu", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **trial.command.variables},
         capture_output=True,
         text=True,
@@ -369,13 +413,8 @@ def firewall(trial: Trial) -> list[str]:
     return _refused(trial, r"node1 does not reach node2 at 10\.77\.0\.2:\d+.*GLOO_SOCKET_IFNAME")
 
 
-def simulated(trial: Trial) -> list[str]:
-    """Simulated NPUs share the memory of one machine: refused for that."""
-    return _refused(trial, r"simulated NPUs on several machines \(node1, node2\)", simulated=True)
-
-
-def _refused(trial: Trial, line: str, simulated: bool = False) -> list[str]:
-    found = trial.run(trial.words(2), simulated)
+def _refused(trial: Trial, line: str) -> list[str]:
+    found = trial.run(trial.words(2))
     faults = [f"codes {found.codes}"] if not all(found.codes) else []
     return faults + [
         f"machine {n} does not say it" for n, log in enumerate(found.logs, 1) if not re.search(line, log)
@@ -384,10 +423,9 @@ def _refused(trial: Trial, line: str, simulated: bool = False) -> list[str]:
 
 def elastic(trial: Trial) -> list[str]:
     """A machine is lost, the other goes on alone, and takes it back: losses are as if nothing had been."""
-    save, still = trial.shared / "save", ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    save, still = trial.shared / "save", _without_chance(trial)
     goes_on = ["--save", str(save), "--load", str(save), "--save-interval", "5", *still]
-    reshardable = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
-    words = trial.words(100000, *goes_on, *reshardable)
+    words = trial.words(100000, *goes_on)
     elastically = (
         "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint node1:29500 --rdzv-id job"
     )
@@ -408,7 +446,7 @@ def elastic(trial: Trial) -> list[str]:
     found = _losses_of_file(save)
     alone = trial.shared / "alone"
     command = [sys.executable, "-m", "megatron_npu"]
-    end = ["--exit-interval", str(max(found)), "--save", str(alone), *still, *reshardable]
+    end = ["--exit-interval", str(max(found)), "--save", str(alone), *still]
     subprocess.run(
         [*command, *trial.words(100000, *end)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -420,6 +458,16 @@ def elastic(trial: Trial) -> list[str]:
     expected = _losses_of_file(alone)
     differing = [each for each, loss in found.items() if abs(loss - expected[each]) > 1e-4 * expected[each]]
     return [f"losses differ at {differing[:5]} of {max(found)} iterations"] if differing else []
+
+
+def _without_chance(trial: Trial) -> list[str]:
+    """Return flags of a training without dropout, whose state fits any number of ranks."""
+    if trial.command.words is not _train:
+        reshardable = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+        return ["--attention-dropout", "0", "--hidden-dropout", "0", *reshardable]
+    script = trial.shared / "still.py"
+    script.write_text(STILL, encoding="utf-8")
+    return ["--user-script", str(script)]
 
 
 def _trains(save: Path, worlds: list[int]) -> bool:
@@ -467,33 +515,36 @@ EACH: dict[str, tuple[int, Look]] = {  # machines, and what is done to each comm
     "killed": (3, killed),
     "first-killed": (2, first_killed),
 }
-OF_ONE: dict[str, tuple[int, str, int, Look]] = {  # machines, command, ranks of each machine
-    "doctor": (2, "driver", 1, doctor),
-    "simulated-npus": (2, "driver", 1, simulated),
-    "cut-of-three": (3, "driver", 1, cut),
-    "elastic": (2, "driver", 1, elastic),
-}
 LAYOUTS = {  # machines, ranks of each, flags
     "pipeline": (2, 1, ("--pipeline-model-parallel-size", "2")),
     "tensor-in-data-across": (2, 2, ("--tensor-model-parallel-size", "2")),
     "data-parallel-of-four": (2, 2, ()),
+    "three-machines": (3, 1, ()),
 }
+IN_LAYOUTS: dict[str, Look] = {"losses": losses, "cut": cut, "killed": killed, "first-killed": first_killed}
+NPU: dict[str, Look] = {"losses": losses, "cut": cut, "cut-for-a-while": cut_for_a_while, "killed": killed}
 
 
-def trials() -> dict[str, tuple[int, str, int, Look]]:
-    """Return all trials by their names: machines, command, ranks of each machine, and what is done."""
-    found = dict(OF_ONE)
+def trials() -> dict[str, Plan]:
+    """Return all trials by their names."""
+    found = {
+        "doctor": Plan(2, "driver", doctor),
+        "elastic": Plan(2, "driver", elastic),
+        "elastic/train": Plan(2, "train", elastic),
+    }
     for name, (machines, look) in EACH.items():
-        found |= {f"{name}/{command}": (machines, command, 1, look) for command in COMMANDS}
+        found |= {f"{name}/{command}": Plan(machines, command, look) for command in COMMANDS}
     for name, (machines, ranks, flags) in LAYOUTS.items():
         for command in ("driver", "stock-0.16.1"):
-            look = functools.partial(_losses_of, flags)
-            found[f"losses-{name}/{command}"] = (machines, command, ranks, look)
+            for harm, look in IN_LAYOUTS.items():
+                found[f"{harm}-{name}/{command}"] = Plan(machines, command, look, ranks, flags)
+    for command in COMMANDS:
+        found[f"losses-npu/{command}"] = Plan(2, command, losses, simulated=True)
+    for harm, look in NPU.items():
+        for name in ("pipeline", "tensor-in-data-across"):
+            machines, ranks, flags = LAYOUTS[name]
+            found[f"{harm}-npu-{name}/driver"] = Plan(machines, "driver", look, ranks, flags, simulated=True)
     return found
-
-
-def _losses_of(flags: tuple[str, ...], trial: Trial) -> list[str]:
-    return losses(trial, *flags)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -509,16 +560,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="only trials that are not in that file")
     given = parser.parse_args(argv)
     failed = 0
-    for name, (machines, command, ranks, look) in trials().items():
+    for name, plan in trials().items():
         known = _results(given.output)
         if not any(text in name for text in given.only) or (given.missing and name in known):
             continue
-        with cluster(machines) as them, tempfile.TemporaryDirectory() as folder:
+        with cluster(plan.machines) as them, tempfile.TemporaryDirectory() as folder:
             out = (given.keep or Path(folder)) / name.replace("/", "-")
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             began = time.monotonic()
-            faults = look(Trial(them, out, COMMANDS[command](), ranks))
+            faults = _found(Trial(them, out, COMMANDS[plan.command](), plan))
         failed += bool(faults)
         seconds = round(time.monotonic() - began)
         print(f"{name}: {'; '.join(faults) or 'as it should'} ({seconds} s)", flush=True)
@@ -527,6 +578,13 @@ def main(argv: list[str] | None = None) -> int:
             text = json.dumps({**_results(given.output), name: row}, indent=1, sort_keys=True)
             given.output.write_text(text + "\n", encoding="utf-8")
     return int(bool(failed))
+
+
+def _found(trial: Trial) -> list[str]:
+    try:
+        return trial.plan.look(trial)
+    except Exception as error:  # the others are tried all the same
+        return [f"the trial itself: {type(error).__name__}: {error}"]
 
 
 def _commit() -> str:
