@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_npu import watchdog
-from megatron_npu.adaptors.shared import private_files
+from megatron_npu.adaptors.shared import addresses, private_files
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.checkpoint_files import disks, folder_lock, shared_folder
 from megatron_npu.ops.compiled import building
@@ -51,13 +51,14 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
         result = original(*args, **kwargs)
     building.prepare()  # flags are read, and no step has begun
     watchdog.begin(lambda: getattr(get_args(), "curr_iteration", -1) + 1)  # upstream's counts from 0
+    addresses.require_supported(get_args())
     _hold_save_folder(get_args())
     return result
 
 
 def _hold_save_folder(args: Any) -> None:
     # a script that initialises twice holds the first one
-    if not args.save:
+    if not args.save or addresses.is_address(args.save):
         return
     folder, per_machine = Path(args.save), getattr(args, "save_per_machine", False)
     if per_machine and dist.is_initialized():

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_core.decorators import around
+from megatron_npu.adaptors.shared import addresses
 from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
 
@@ -46,7 +47,8 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
     given = get_args()
     asked = inspect.signature(original).bind(iteration, *args, **kwargs).arguments
     with _of_script() as verifies:
-        if given.save is None or asked.get("non_persistent_ckpt"):  # the latter has another place
+        elsewhere = asked.get("non_persistent_ckpt") or addresses.is_address(given.save)
+        if given.save is None or elsewhere:
             return original(iteration, *args, **kwargs)
         place = of_scripts.folder(given.save, iteration, release=asked.get("release", False))
         declared = given.ckpt_format in _OF_DIST_CHECKPOINTING
@@ -154,6 +156,8 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
     load_arg = bound.get("load_arg", "load")
     root, step = getattr(given, load_arg), getattr(given, "ckpt_step", None)
     with _of_script() as verifies:
+        if addresses.is_address(root):
+            return original(*args, **kwargs)
         try:
             if root and getattr(given, "load_last_good", False):
                 given.ckpt_step = checksums.newest_whole(root) or step
@@ -206,11 +210,14 @@ def write_checksums(
     """Write them when all other files are there: at once, or where an asynchronous save is finalised."""
     request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if _VERIFIES.get():
-        folder = Path(checkpoint_dir)
-        if request is None:
-            checksums.write(folder)
+        if addresses.is_address(checkpoint_dir):
+            finish = functools.partial(addresses.declare_whole, str(checkpoint_dir))
         else:
-            request.add_finalize_fn(lambda: checksums.write(folder))
+            finish = functools.partial(checksums.write, Path(checkpoint_dir))
+        if request is None:
+            finish()
+        else:
+            request.add_finalize_fn(finish)
     return request
 
 
@@ -219,5 +226,6 @@ def compare_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Compare them in the meantime; a checkpoint without any is loaded as it is."""
-    with of_scripts.verifying(Path(checkpoint_dir) if _VERIFIES.get() else None):
+    sums = _VERIFIES.get() and not addresses.is_address(checkpoint_dir)
+    with of_scripts.verifying(Path(checkpoint_dir) if sums else None):
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

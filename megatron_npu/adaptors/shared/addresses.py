@@ -1,0 +1,71 @@
+"""Checkpoints of stock scripts in object storages, as far as upstream's own writers reach: ``msc://``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_npu.base.errors import UsageError
+
+MARK = "_SUCCESS"  # the last object of a checkpoint
+_OURS = ("save_per_machine", "load_last_good")
+_MOUNT = "Mount the storage, or save to a disk and copy complete checkpoints."
+
+
+def is_address(place: str | Path | None) -> bool:
+    """Return whether a place is in an object storage. A path would be a folder of that name, made here."""
+    return "://" in str(place)
+
+
+def require_supported(args: Any) -> None:
+    """Check that upstream reads and writes the addresses among ``--save`` and ``--load``.
+
+    Raises:
+        UsageError: it does not, and would make a folder of that name.
+    """
+    for flag in ("save", "load"):
+        place = getattr(args, flag, None)
+        if place and is_address(place):
+            _require_client(f"--{flag} {place}", str(place))
+            _require_format(f"--{flag} {place}", args)
+
+
+def _require_client(given: str, place: str) -> None:
+    if not place.startswith("msc://"):
+        raise UsageError(given, "a directory, or msc://PROFILE/… of NVIDIA's multi-storage-client", _MOUNT)
+    module = sys.modules.get("megatron.core.msc_utils")
+    if module is None:
+        raise UsageError(given, "a Megatron that reads msc:// (megatron-core from 0.13 on)", _MOUNT)
+    if not module.MultiStorageClientFeature.is_enabled():
+        raise UsageError(
+            given,
+            "the package multi-storage-client, and no --disable-msc",
+            "Install it with the storage's extra: pip install multi-storage-client[boto3].",
+        )
+
+
+def _require_format(given: str, args: Any) -> None:
+    if args.ckpt_format != "torch_dist":
+        raise UsageError(
+            f"{given} with --ckpt-format {args.ckpt_format}",
+            "--ckpt-format torch_dist, the one that upstream writes to addresses",
+            "Use that format.",
+        )
+    for name in _OURS:
+        if getattr(args, name, False):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{given} with {flag}", "a directory", f"Leave {flag} out.")
+
+
+def declare_whole(place: str) -> None:
+    """Write the mark of a checkpoint whose other objects are there. All ranks must call this."""
+    import multistorageclient
+
+    if dist.is_initialized():
+        dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with multistorageclient.open(f"{place.rstrip('/')}/{MARK}", "w") as stream:
+            stream.write("")

@@ -1,0 +1,125 @@
+"""Checkpoints of a stock script in an object storage, which is moto's S3 here: object_storage.py (by hand)
+
+Needs the packages multi-storage-client and moto[server] (a venv of its own does, on PYTHONPATH). A run of
+0.16.1's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a run
+that saves to a disk, each checkpoint is whole by its last object, and what upstream's writers do not reach is
+refused in one line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import boto3
+
+from tests.conftest import ROOT, checkout
+from tests.support import ports, stock_core
+
+CONFIG = """
+profiles:
+  s3:
+    storage_provider:
+      type: s3
+      options: {{base_path: checkpoints, endpoint_url: '{url}', region_name: us-east-1}}
+    credentials_provider: {{type: S3Credentials, options: {{access_key: x, secret_key: y}}}}
+"""
+ADDRESS = "msc://s3/run"
+REFUSED = {
+    "a scheme of another client": (["--save", "s3://checkpoints/run"], r"error: --save s3://.*msc://PROFILE"),
+    "the format torch": (["--save", ADDRESS, "--ckpt-format", "torch"], r"error: --save msc://.*torch_dist"),
+    "parts": (["--save", ADDRESS, "--save-per-machine"], r"error: --save msc://.*--save-per-machine"),
+    "no client": (["--save", ADDRESS, "--disable-msc"], r"error: --save msc://.*multi-storage-client"),
+}
+
+
+def trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
+    """Run the script in a folder; return its code and what it said."""
+    tree = checkout("megatron_core", "0.16.1")
+    own = {
+        "MSC_CONFIG": str(folder / "msc.yaml"),
+        "MEGATRON_LM_PATH": str(tree),
+        "MEGATRON_NPU_DEVICE": "cpu",
+    }
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *flags]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "megatron_npu", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"lm loss: (\S+)", text)
+
+
+def look(folder: Path, store: Any) -> list[str]:
+    """Return what is wrong."""
+    faults = []
+    both = {ADDRESS: "storage", str(folder / "disk"): "disk"}
+    found: dict[str, list[str]] = {}
+    for place, name in both.items():
+        flags = ["--save", place, "--load", place, "--save-interval", "2"]
+        for more in (["--exit-interval", "2"], ["--async-save", "--use-persistent-ckpt-worker"]):
+            code, text = trained(folder, *flags, *more)
+            found.setdefault(name, []).extend(losses(text))
+            if code:
+                faults.append(f"{name} {more}: code {code}: {text[-1500:]}")
+    if found["storage"] != found["disk"] or not found["disk"]:
+        faults.append(f"losses {found}")
+    if list(folder.glob("msc:*")):
+        faults.append("a folder of the address's name was made")
+    objects = store.list_objects_v2(Bucket="checkpoints").get("Contents", [])
+    by_name = {each["Key"]: each["LastModified"] for each in objects}
+    checkpoints = {name.split("/")[1] for name in by_name if "/iter_" in name}
+    faults += [f"{each} has no _SUCCESS" for each in checkpoints if f"run/{each}/_SUCCESS" not in by_name]
+    if not checkpoints or "run/latest_checkpointed_iteration.txt" not in by_name:
+        faults.append(f"no checkpoint among {sorted(by_name)}")
+    for name, (flags, line) in REFUSED.items():
+        code, text = trained(folder, *flags, ranks=1)
+        if code != 1 or not re.search(line, text):
+            faults.append(f"{name}: code {code}: {text[-800:]}")
+    return faults
+
+
+def main() -> int:
+    """Print what is wrong; return 1 if something is."""
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    port = ports.free_port()
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        store = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+        for _ in range(60):
+            try:
+                store.create_bucket(Bucket="checkpoints")
+                break
+            except Exception:  # it is starting
+                time.sleep(1)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
+            faults = look(folder, store)
+    finally:
+        server.kill()
+    print("\n".join(faults) or "as it should")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
