@@ -221,8 +221,13 @@ def _descriptions() -> dict[str, str]:
 
 
 def _since(after: Group, before: Group) -> Group:
-    sent = {name: _less(getattr(after, name), getattr(before, name)) for name in ("within", "between")}
-    return replace(after, calls=after.calls - before.calls, bytes=after.bytes - before.bytes, **sent)
+    return replace(
+        after,
+        calls=after.calls - before.calls,
+        bytes=after.bytes - before.bytes,
+        within=_less(after.within, before.within),
+        between=_less(after.between, before.between),
+    )
 
 
 def _less(after: Work, before: Work) -> Work:
