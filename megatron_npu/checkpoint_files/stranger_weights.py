@@ -48,7 +48,7 @@ def require_as_downloaded(folder: Path) -> int:
 
 
 def _of_the_hub(file: Path) -> str | None:
-    """Return the digest by which the hub's cache, or a download into a folder, knows a file."""
+    """Return the digest that the hub's cache, or a download into a folder, records for a file."""
     if file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
         return file.resolve().name
     note = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"

@@ -275,7 +275,7 @@ def _drop_output() -> None:
 
 
 def _write_any_character() -> None:
-    """Write what the locale's encoding does not have as its number, and not end a run for it."""
+    """Print characters that the locale's encoding lacks as escapes instead of ending the run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding != "utf-8"):
             stream.reconfigure(errors="backslashreplace")

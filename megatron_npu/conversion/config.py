@@ -71,10 +71,10 @@ class Config:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number above 0.
+        """Return a value that must be a positive integer.
 
         Raises:
-            UsageError: it is absent, or none.
+            UsageError: it is absent, or something else.
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 1:
@@ -82,10 +82,10 @@ class Config:
         return int(value)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number from 0 on.
+        """Return a value that must be a non-negative integer.
 
         Raises:
-            UsageError: it is absent, or none.
+            UsageError: it is absent, or something else.
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 0:
@@ -93,10 +93,10 @@ class Config:
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a number from 0 on.
+        """Return a value that must be a non-negative number.
 
         Raises:
-            UsageError: it is absent, or none.
+            UsageError: it is absent, or something else.
         """
         value = self.take(key, default)
         if not is_number(value) or value < 0:
@@ -104,10 +104,10 @@ class Config:
         return value
 
     def text(self, key: str) -> str:
-        """Return a text.
+        """Return a value that must be a string.
 
         Raises:
-            UsageError: it is absent, or none.
+            UsageError: it is absent, or something else.
         """
         value = self.take(key)
         if not isinstance(value, str):
@@ -210,5 +210,5 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path}: {reason}", "the config.json of a Hugging Face model", "Pass the model's folder."
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path} contains other JSON than expected", "an object", "Pass the model's folder.")
+        raise UsageError(f"{path} is JSON of another form", "an object", "Pass the model's folder.")
     return values

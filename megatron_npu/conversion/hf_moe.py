@@ -93,10 +93,10 @@ class MixtureKind(Kind):
         return switches
 
     def _sums_to_one(self, config: Config) -> bool:
-        """Return whether the scores of a token's experts are made to sum to 1.
+        """Return whether the scores of a token's experts are normalized to sum to 1.
 
         Raises:
-            UsageError: of one expert: its score is 1 then, whatever the router says.
+            UsageError: they are, with one expert per token: its score would always be 1.
         """
         whole = not self.norm_switch or config.require("norm_topk_prob", False, True)
         if whole and config.number("num_experts_per_tok", self._default_topk()) == 1:

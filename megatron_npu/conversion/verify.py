@@ -35,12 +35,12 @@ class Verification:
     """The results of a verification.
 
     Attributes:
-        tensors: number of Hugging Face tensors, each bitwise identical to its part of Megatron's.
+        tensors: number of Hugging Face tensors, each bitwise identical to its counterpart in Megatron.
         tokens: number of tokens that both models processed; 0: logits were not compared.
         difference: the largest difference between logits.
         largest: the largest logit of Hugging Face's model.
         positions: position at which the rotation angles were compared; 0: not compared.
-        turned: the largest difference of their sines and cosines.
+        turned: the largest difference between their sines and cosines.
     """
 
     tensors: int

@@ -78,7 +78,7 @@ def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
         if name in wanted:
-            raise AssertionError(f"two mappings of {family.MODEL_TYPE} use one tensor")
+            raise AssertionError(f"two mappings of {family.MODEL_TYPE} use the same tensor")
         wanted.add(name)
         if name not in found.stored:
             missing.append(name)

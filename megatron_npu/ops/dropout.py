@@ -111,7 +111,7 @@ def most_of_kept(keep: int) -> int:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return whether a sum without dropout is an operation too: on a GPU it is one kernel."""
+    """Return whether the operation is used even with p = 0: on a GPU, bias and residual are one kernel."""
     return x.is_cuda
 
 

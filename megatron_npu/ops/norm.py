@@ -157,7 +157,7 @@ def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: boo
 
 
 def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
-    """Return why our Triton kernel of norms does not take such tensors, or None."""
+    """Return why our Triton norm kernel does not support these tensors, or None."""
     if weight.shape != input.shape[-1:]:
         return f"the weight {tuple(weight.shape)} is not of the columns of {tuple(input.shape)}"
     if input.size(-1) > triton_norm.WIDEST:
@@ -246,7 +246,7 @@ class _CpuNorm(torch.autograd.Function):
 def _norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, factor and bias by torch's kernel for layer norm, all in one dtype."""
+    """Return the gradients of input, factor and bias, from torch's layer-norm kernel, all in one dtype."""
     sums = not torch.are_deterministic_algorithms_enabled()  # torch's depend on the number of threads
     dx, d_factor, d_bias = torch.ops.aten.native_layer_norm_backward(
         grad, input, factor.shape, mean, rstd, factor, factor, [True, sums, sums]

@@ -129,7 +129,7 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel for a sum and its norm does not take such tensors, or None."""
+    """Return why our Triton kernel for residual sum and norm does not support these tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return f"the residual {residual.dtype} {tuple(residual.shape)} is not as the summand {x.dtype}"
     if shift is not None and shift.shape != x.shape[-1:]:

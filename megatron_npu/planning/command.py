@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--hardware",
         choices=HARDWARE,
-        help="devices for which --search estimates times (default: by --device)",
+        help="devices for which --search estimates times (default: those of --device)",
     )
     result.add_argument(
         "--bench",

@@ -73,8 +73,7 @@ def mapped(index: str | Path) -> Iterator[str | Path]:
     Memory maps of a temporary file remain valid after its removal.
 
     Raises:
-        UsageError: an index of ``lazy`` or ``cached`` is damaged, or cannot be expressed in the current
-            format.
+        UsageError: a ``lazy`` or ``cached`` index is damaged, or cannot be converted to the current format.
     """
     if not is_lazy(index):
         yield index

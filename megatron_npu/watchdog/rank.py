@@ -286,7 +286,7 @@ class Rank:
 
     def _tell(self, verdict: str) -> None:
         """Print what has happened, and end this process if its main thread does not."""
-        print(f"megatron_npu: rank {self._rank} ends: {verdict}", file=sys.stderr, flush=True)
+        print(f"megatron_npu: rank {self._rank} exits: {verdict}", file=sys.stderr, flush=True)
         if "\n" in verdict:  # a hang, and where each rank stands is of interest
             stacks.print_now()
         self._told.set()

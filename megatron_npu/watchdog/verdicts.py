@@ -84,7 +84,7 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
     """Return the message for a store on another process that has not answered."""
     return (
-        f"rank {rank} ends: the store of the run at {where} has not answered for {seconds:.0f} s: "
+        f"rank {rank} exits: the store of the run at {where} has not answered for {seconds:.0f} s: "
         f"the network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or "
         "lost"
     )

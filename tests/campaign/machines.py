@@ -345,7 +345,7 @@ def cut(trial: Trial) -> list[str]:
         expected = (
             r"has not answered for" if number == len(found.logs) else rf"rank \d+ \(node{len(found.logs)}"
         )
-        if not re.search(rf"megatron_npu: rank \d+ ends: .*{expected}", log):
+        if not re.search(rf"megatron_npu: rank \d+ exits: .*{expected}", log):
             faults.append(f"machine {number} names nobody")
     return faults
 
@@ -376,7 +376,7 @@ def killed(trial: Trial) -> list[str]:
     last.sh("ip link set eth0 down")
     subprocess.run(["kill", "-9", str(last.init)], check=True, timeout=30)
     found = trial.ended(started[:-1], LIMIT + 30, time.monotonic())
-    named = re.search(rf"rank \d+ ends: rank \d+ \(node{last.number}", found.logs[0])
+    named = re.search(rf"rank \d+ exits: rank \d+ \(node{last.number}", found.logs[0])
     return ([] if named else ["the machine is not named"]) + [f"codes {found.codes}"] * (None in found.codes)
 
 
@@ -389,7 +389,7 @@ def first_killed(trial: Trial) -> list[str]:
     found = trial.ended(started[1:], 30, time.monotonic())
     faults = [f"codes {found.codes}"] * (None in found.codes)
     for number, log in enumerate(found.logs[1:], 2):
-        if not re.search(r"megatron_npu: rank \d+ ends: .*rank 0 \(node1", log):
+        if not re.search(r"megatron_npu: rank \d+ exits: .*rank 0 \(node1", log):
             faults.append(f"machine {number} does not name it")
     return faults
 

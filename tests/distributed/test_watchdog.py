@@ -92,7 +92,7 @@ def test_the_rank_that_is_missed_is_named(
     for rank in (0, 2):
         code, err = found[rank]
         assert code == 1, err
-        assert re.search(rf"^megatron_npu: rank {rank} ends: {told}$", err, re.MULTILINE), err
+        assert re.search(rf"^megatron_npu: rank {rank} exits: {told}$", err, re.MULTILINE), err
         assert "Traceback (most recent call last)" not in err  # of gloo, which names nobody
     assert ("in all_reduce" in found[0][1]) == hangs  # where this rank stands
     if hangs:
@@ -100,7 +100,7 @@ def test_the_rank_that_is_missed_is_named(
         assert f":{line}" in found[0][1] or f"in {line}" in found[0][1]  # where that one stands
     if scenario == "deadlock":
         assert "rank 0, as rank 1 was asked:\n" in found[0][1]
-        assert "in wait_for_ever" in found[1][1].partition("rank 1 ends:")[0]  # its own, printed at once
+        assert "in wait_for_ever" in found[1][1].partition("rank 1 exits:")[0]  # its own, printed at once
     if scenario == "error":
         assert "ValueError: bad luck" in found[1][1]
 
@@ -153,7 +153,7 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
         code, err = found[rank]
         assert code == 1, err
         first = RANK_1.replace("rank 1", "rank 0")
-        assert re.search(rf"^megatron_npu: rank {rank} ends: {first} has ended", err, re.MULTILINE), err
+        assert re.search(rf"^megatron_npu: rank {rank} exits: {first} has ended", err, re.MULTILINE), err
 
 
 @pytest.mark.parametrize("scenario", ["slow_save", "compile"])

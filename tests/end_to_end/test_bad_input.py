@@ -252,4 +252,4 @@ def test_a_vocabulary_that_does_not_fit_the_checkpoint(refused, dataset, train, 
     description.write_text(text.replace(": 50300", ": 50000"))
     checksums.renew(description)
     told = refused("generate", "--load", tmp_path / "saved", "--prompt", "a")
-    assert "a tokenizer of 50257 tokens; expected the 50000 tokens that the model was trained with" in told
+    assert "a tokenizer with 50257 tokens; expected the 50000 tokens that the model was trained with" in told

@@ -211,7 +211,7 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
     size = candidate.tokenizer.vocab_size
     if size > vocabulary:
         raise UsageError(
-            f"a tokenizer of {size} tokens for a model of {vocabulary}",
+            f"a tokenizer with {size} tokens for a model with {vocabulary}",
             "a tokenizer with at most as many tokens as the model",
             "Use this model's tokenizer, or pass --tokenizer-type NullTokenizer to convert "
             "without a tokenizer.",

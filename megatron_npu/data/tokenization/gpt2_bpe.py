@@ -124,7 +124,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
         raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
         raise UsageError(
-            f"--vocab-file {path} contains other JSON than expected", "an object of token to id", remedy
+            f"--vocab-file {path} is JSON of another form", "an object that maps tokens to ids", remedy
         )
     missing = [
         symbol for symbol in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT) if symbol not in vocabulary

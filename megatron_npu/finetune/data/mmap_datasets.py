@@ -236,7 +236,7 @@ def _windows(
         if summary.sequences > summary.documents and args.rank == 0:
             print(
                 f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows would mix "
-                "in any order; preprocess without --split-sentences to keep documents whole",
+                "in arbitrary order; preprocess without --split-sentences to keep documents whole",
                 flush=True,
             )
     config = GPTDatasetConfig(

@@ -71,7 +71,7 @@ reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 
 
 def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the GELU of the sum, tanh form, by torch's kernels."""
+    """Return the GELU (tanh form) of the sum, computed by torch's kernels."""
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)
     return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row
@@ -79,7 +79,7 @@ def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
 
 @reference.swiglu.on("cpu", note="`F.silu`")
 def torch_swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return SwiGLU of the sum by torch's kernels."""
+    """Return the SwiGLU of the sum, computed by torch's kernels."""
     return Gated.apply(input, bias, "silu")
 
 

@@ -195,7 +195,7 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
 
 
 def _shown(name: str) -> AbstractContextManager[object]:
-    """Return what shows a kernel to torch's profiler, which does not see it called."""
+    """Return a context manager that makes a kernel visible to torch's profiler, if one is active."""
     return record_function(f"megatron_npu::{name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 

@@ -223,7 +223,7 @@ def _begin_optimizer(
     found: checkpoint_description.CheckpointInfo,
     schedule: dict[str, Any] | None = None,
 ) -> None:
-    """Let the optimizer begin with loaded weights; ``schedule`` is what the checkpoint has of one."""
+    """Start the optimizer from loaded weights; ``schedule``: its state in the checkpoint, if any."""
     saved = found.arguments["padded_vocab_size"]
     if saved < args.padded_vocab_size:
         vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)

@@ -97,9 +97,9 @@ def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
     fits = tokenizer.vocab_size <= expected if args.vocab_size else tokenizer.vocab_size == expected
     if not fits:
         raise UsageError(
-            f"a tokenizer of {tokenizer.vocab_size} tokens",
+            f"a tokenizer with {tokenizer.vocab_size} tokens",
             f"the {expected} tokens that the model was trained with",
-            "Pass the files of the training with --vocab-file and --merge-file.",
+            "Pass the files that training used with --vocab-file and --merge-file.",
         )
 
 

@@ -48,7 +48,7 @@ def sets(args: Namespace, datasets: Datasets) -> list[ValidationSet]:
 def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
     if not len(dataset):
         raise UsageError(
-            f"--full-validation of {name or 'validation data'} with less than {args.seq_length + 1} tokens",
+            f"--full-validation on {name or 'validation data'} with fewer than {args.seq_length + 1} tokens",
             "at least one sample",
             "Provide more data, or remove the flag.",
         )

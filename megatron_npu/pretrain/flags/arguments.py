@@ -225,7 +225,7 @@ def _parallel(add: Add) -> None:
         choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
         default="p2p",
         help="how context-parallel ranks exchange keys and values; p2p: in a ring; all_gather: gather "
-        "them; a2a: exchange them for heads; a2a+p2p: a2a among near ranks and a ring of far ones",
+        "them; a2a: all-to-all over the heads; a2a+p2p: a2a among near ranks, a ring among far ones",
     )
     add(
         "--hierarchical-context-parallel-sizes",
@@ -545,7 +545,7 @@ def _data(add: Add) -> None:
             f"--{part}-data-path",
             nargs="*",
             metavar="PREFIX",
-            help=f"data for {use}, in the form of --data-path; all documents are used",
+            help=f"data for {use}, in the same form as --data-path; all documents are used",
         )
     flags.add_tokenizer(
         add,
@@ -665,7 +665,7 @@ def _logging(add: Add) -> None:
         "--dashboard",
         type=address,
         metavar="[HOST:]PORT",
-        help="serve a dashboard of the run at this port; 0: any free port (default: no "
+        help="serve a dashboard of the run on this port; 0: any free port (default: no "
         "dashboard; HOST: 127.0.0.1)",
     )
     add_shared(

@@ -196,7 +196,7 @@ def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
 
 
 def data(args: Namespace, there: bool) -> None:
-    """Set whether there are data, and that their samples are not counted yet."""
+    """Record whether there is data, and reset the number of samples per epoch."""
     args.has_data, args.epoch_samples = there, None
 
 

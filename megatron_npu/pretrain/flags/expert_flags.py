@@ -175,9 +175,13 @@ def _balance(add: Add) -> None:
         nargs="+",
         action=_OneOrMany,
         default=0.0,
-        help="weight of each auxiliary balancing loss; 0.01 is a good start",
+        help="weight of each auxiliary balancing loss; 0.01 is a good starting point",
     )
-    add("--moe-z-loss-coeff", type=number, help="weight of the router's z-loss; 0.001 is a good start")
+    add(
+        "--moe-z-loss-coeff",
+        type=number,
+        help="weight of the router's z-loss; 0.001 is a good starting point",
+    )
     add("--moe-per-layer-logging", action="store_true", help="log the balancing losses of each layer too")
     add(
         "--moe-expert-capacity-factor",

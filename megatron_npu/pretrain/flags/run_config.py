@@ -217,7 +217,7 @@ def _values(text: str, where: str) -> list[str]:
     if not text.startswith("["):
         return [_scalar(text)]
     if not text.endswith("]"):
-        raise UsageError(f"{where}: {text}", "a list that ends on its line: [a, b]", "Close the bracket.")
+        raise UsageError(f"{where}: {text}", "a list that ends on that line: [a, b]", "Close the bracket.")
     parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", text[1:-1])
     return [_scalar(part.strip()) for part in parts if part.strip()]
 

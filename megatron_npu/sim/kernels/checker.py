@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class LimitError(RuntimeError):
-    """An argument that Ascend's documentation does not allow; a RuntimeError, as torch_npu raises.
+    """An argument violates a limit in Ascend's documentation; a RuntimeError, as torch_npu raises.
 
     Args:
         message: operation, argument, given, allowed and source.
-        limit: the limit that does not hold.
+        limit: the violated limit.
     """
 
     def __init__(self, message: str, limit: Limit) -> None:
@@ -64,7 +64,7 @@ class Limits:
 
 
 def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
-    """Raise for the first limit that does not hold: operation, argument, given, allowed, source.
+    """Raise for the first violated limit: operation, argument, given, allowed, source.
 
     Raises:
         LimitError: an argument the documentation does not allow.

@@ -130,7 +130,7 @@ def _refuse(others: dict[str, Any]) -> None:
     given = [name for name, value in others.items() if torch.is_tensor(value) or value not in (None, False)]
     if given:
         raise UsageError(
-            f"{given[0]} of a Mamba layer without the packages mamba-ssm and causal-conv1d",
+            f"{given[0]} in a Mamba layer, but mamba-ssm and causal-conv1d are not installed",
             "training or generation on whole sequences",
             "Disable the inference cache.",
         )

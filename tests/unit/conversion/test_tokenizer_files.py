@@ -208,7 +208,7 @@ def test_without_a_tokenizer_the_model_says_what_ends_a_text(folder, config, gen
 
 def test_a_tokenizer_for_another_model(talking):
     size = HuggingFaceTokenizer(talking).vocab_size
-    with pytest.raises(UsageError, match=f"a tokenizer of {size} tokens for a model of {size - 1}"):
+    with pytest.raises(UsageError, match=f"a tokenizer with {size} tokens for a model with {size - 1}"):
         chosen(talking, size - 1)
     assert "--vocab-size" not in chosen(talking, size).flags
 

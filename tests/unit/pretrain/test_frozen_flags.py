@@ -26,7 +26,7 @@ def flags() -> Flags:
 
 
 def test_nobody_writes_what_is_frozen(flags: Flags) -> None:
-    with pytest.raises(FrozenInstanceError, match="seed is set on resolved flags"):
+    with pytest.raises(FrozenInstanceError, match="cannot set seed: the flags are already resolved"):
         flags.seed = 4
     with pytest.raises(FrozenInstanceError, match="new"):
         flags.new = 4

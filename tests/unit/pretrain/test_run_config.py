@@ -59,7 +59,7 @@ def test_every_preset_is_a_whole_shape(name):
         ("bf16: yes", r"line 1: --bf16 yes; expected true or false"),
         ("model:\n  num-layers: 2", r"line 1: model:; expected flag: value"),
         ("lr: {a: 1}", r"line 1: \{a: 1\}; expected a plain value"),
-        ("data-path: [a,", r"line 1: \[a,; expected a list that ends on its line"),
+        ("data-path: [a,", r"line 1: \[a,; expected a list that ends on that line"),
         ("config: other.yaml", r"line 1: unknown flag config"),
         ("just words", r"line 1: just words; expected flag: value"),
     ],

@@ -74,10 +74,10 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
-    """Let attention dropout draw other masks on each rank that shares a sequence: their states are the same.
+    """Let attention dropout draw different masks on the ranks of a sequence, whose RNG states are the same.
 
-    A state and a rank always give the same masks, so that a recomputed layer drops what it has dropped.
-    Afterwards the state is the same on all ranks again, and another than before.
+    State and rank determine the masks, so that a recomputed layer drops the same values again. Afterwards
+    the state is the same on all ranks again, and has advanced.
     """
     if dropout_p == 0.0:
         yield

@@ -35,7 +35,7 @@ def without_gradients(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """``[s, b, i]`` and a weight ``[o, i]`` to ``[s, b, o]``: upstream's own two operations, directly."""
+    """Multiply ``[s, b, i]`` by a weight ``[o, i]``; call upstream's two operations without its wrapper."""
     shared = len(args) > 3 or kwargs.get("gtp_remat_size", 1) > 1  # since 0.19; before, a group had its place
     dtype = kwargs.get("output_dtype")  # since 0.20, of logits
     mixed = dtype not in (None, input.dtype)

@@ -135,7 +135,7 @@ def refuse_no_overlap(config: Any) -> None:
         raise UsageError(
             f"--tp-comm-overlap with --tensor-model-parallel-size {size} on an NPU",
             "2, 4 or 8",
-            "Remove --tp-comm-overlap: torch_npu's products with communication support only these sizes.",
+            "Remove --tp-comm-overlap: torch_npu's matmul-communication kernels support only these sizes.",
         )
     if not config.sequence_parallel:
         raise UsageError(
@@ -147,7 +147,7 @@ def refuse_no_overlap(config: Any) -> None:
         raise UsageError(
             "--tp-comm-overlap in fp32 on an NPU",
             "--bf16 or --fp16",
-            "Remove --tp-comm-overlap: torch_npu's products with communication need 16-bit types.",
+            "Remove --tp-comm-overlap: torch_npu's matmul-communication kernels need 16-bit types.",
         )
 
 

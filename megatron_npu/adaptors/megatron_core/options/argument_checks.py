@@ -138,12 +138,12 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
 
 
 def refuse_xavier_weights(args: argparse.Namespace) -> None:
-    """Refuse a flag whose value upstream hands to a field that no configuration has."""
+    """Refuse a flag whose value upstream assigns to a field that no configuration has."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
             "--init-method-xavier-uniform",
-            "no such flag: Megatron hands it to a field that its configuration does not have",
-            "Leave it out; --init-method-std is the deviation of the weights.",
+            "no such flag: Megatron sets a field that its configuration does not have",
+            "Remove it; --init-method-std sets the standard deviation of the weights.",
         )
 
 

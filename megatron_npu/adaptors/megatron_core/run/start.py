@@ -98,7 +98,7 @@ def move_to_the_device(
     "megatron.core.ssm.ops.gdp.common:check_shared_mem",
     versions=">=0.20",
     devices=WITHOUT_CUDA,
-    why="megatron.training imports it always, and it asks for the memory of the first device's processors "
+    why="megatron.training always imports it, and it queries the first device's shared memory "
     "when it is imported: every rank initializes the first NPU, and none can fork after that",
 )
 def small_blocks(arch: str = "none") -> bool:

@@ -26,7 +26,7 @@ def divides(divisor: int, what: str, number: int, of: str) -> None:
 def nothing_without(
     first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, expected: str, remedy: str
 ) -> None:
-    """Check that no flag is given of a group that only has an effect together with ``first``.
+    """Check that no flag of a group is given without ``first``, because it would have no effect.
 
     Args:
         first: the flag that is not given.

@@ -145,7 +145,7 @@ def _versions(args: Namespace) -> None:
     if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
         raise UsageError(
             f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
-            "the only supported type",
+            "bf16, the only supported type",
             "Add --bf16.",
         )
     for since, name, value, remedy in _SINCE:
