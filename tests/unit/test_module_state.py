@@ -15,6 +15,7 @@ PACKAGE = ROOT / "megatron_npu"
 MOST = 20  # of these three are rebound; the others are changed in place
 REBOUND = 3
 KEPT = {
+    "adaptors/megatron_core/optimizers/fsdp_resume.py:_saved": "between two functions of Megatron's one load",
     "adaptors/shared/gradients.py:_waiting": "autograd tells nobody which backward pass it runs",
     "process/collector.py:_resting": "the garbage collector is the process's",
     "devices/loader_workers.py:_noted": "written by a handler of SIGCHLD, which is the process's",

@@ -49,6 +49,7 @@ def test_the_command_line_is_handed_on(monkeypatch, known):
         "lm_eval": {},
         "lm_eval.models": {},
         "lm_eval.api": {},
+        "lm_eval.loggers": {"evaluation_tracker": ModuleType("lm_eval.loggers.evaluation_tracker")},
         "lm_eval.__main__": {"cli_evaluate": lambda: seen.append(sys.argv)},
         "lm_eval.api.registry": {"model_registry": Registry()},
     }
