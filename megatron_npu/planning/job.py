@@ -26,8 +26,10 @@ _OF_TRAIN = (
     "--epochs --train-iters --eval-interval --lr-warmup-iters --lr-decay-iters --nproc-per-node --json-log "
     "--plot --no-plot --load-last-good --save-per-machine"
 ).split()
-_SHARDED = ("--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp", "--zero-stage")
-_SHARDED += ("--fsdp-memory-optimization", *(f"--zero-{stage}-memory-optimization" for stage in (1, 2, 3)))
+_SHARDED = (
+    *("--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp", "--zero-stage"),
+    *("--fsdp-memory-optimization", *(f"--zero-{stage}-memory-optimization" for stage in (1, 2, 3))),
+)
 _LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".split()
 
 

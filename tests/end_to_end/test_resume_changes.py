@@ -275,7 +275,7 @@ def test_another_vocabulary_of_the_same_size_is_said(begun, resume, tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "--tokenizer-type another (the checkpoint: one): the ids that",
+        "--tokenizer-type another (the checkpoint: one): the trained weights",
         "--train-data-path another (the checkpoint: one): samples are",
         "--valid-data-path another (the checkpoint: one): samples are",
         "--test-data-path another (the checkpoint: one): samples are",

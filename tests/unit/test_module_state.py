@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "megatron_npu"
-MOST = 20  # of these three are rebound; the others are changed in place
+MOST = 21  # of these three are rebound; the others are changed in place
 REBOUND = 3
 KEPT = {
     "adaptors/megatron_core/optimizers/fsdp_resume.py:_saved": "between two functions of Megatron's one load",
