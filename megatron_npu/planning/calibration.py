@@ -1,4 +1,4 @@
-"""How far the estimates of time are off on devices that are here: a table of ``bench`` tells."""
+"""Calibrate the estimates of time with a table that ``bench`` measured on the job's devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the devices of the
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measured times are of the estimated ones.
+    """Ratios of measured to estimated time.
 
     Attributes:
-        factor: the median.
-        least, most: of the rows.
-        rows: how many were compared.
+        factor: the median ratio.
+        least, most: the smallest and the largest ratio.
+        rows: number of rows compared.
         source: the file, and the devices that it names.
     """
 
@@ -40,7 +40,7 @@ class Calibration:
         """Compare the rows of a table with their estimates.
 
         Raises:
-            UsageError: it is no table of ``bench --suite 3d``, or has no time of such a device.
+            UsageError: the file is not a table of ``bench --suite 3d``, or has no times of such a device.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -57,9 +57,9 @@ class Calibration:
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 
     def line(self) -> str:
-        """Return what is said of it."""
+        """Return the calibration in words."""
         if not self.rows:
-            return "nobody has measured it (--bench FILE takes a table of `bench --suite 3d`)"
+            return "not calibrated on hardware (--bench FILE reads a table of `bench --suite 3d`)"
         return (
             f"times {self.factor:.3g}, the median of {self.rows} measured rows of {self.source} "
             f"({self.least:.3g} to {self.most:.3g})"

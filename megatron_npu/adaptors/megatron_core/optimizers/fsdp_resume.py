@@ -18,27 +18,27 @@ _resume = partial(
     around,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="a resume with torch's FSDP2 begins Adam's count of steps anew, whose first updates are then too "
-    "large: with --ckpt-format torch_dist upstream leaves out load_state_dict, for the shards were read in "
-    "place; the settings of groups were not",
+    why="after a resume with torch's FSDP2, Adam's step count restarts at zero, so that its first updates "
+    "are too large: with --ckpt-format torch_dist upstream skips load_state_dict, because the shards were "
+    "read in place, but the settings of the parameter groups were not",
 )
-_saved: list[Any] = []  # the optimizer's state of the checkpoint that was read last
+_saved: list[Any] = []  # optimizer state of the last checkpoint read
 
 
 @around(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="a checkpoint of the format torch_dcp cannot be loaded: load_checkpoint passes is_loading, which the "
-    "chain does not know (TypeError), though every optimizer is in one",
+    why="a checkpoint in the format torch_dcp cannot be loaded: load_checkpoint passes is_loading, which "
+    "ChainedOptimizer does not accept (TypeError), although it holds every optimizer",
 )
 def accept_is_loading(original: Callable[[Any], Any], self: Any, is_loading: bool = False) -> Any:
-    """Make the state that is to be filled, as the optimizers for 16 bits do when they are told."""
+    """Create the state to load into, as the 16-bit optimizers do with ``is_loading``."""
     if is_loading:
         for each in self.chained_optimizers:
             each.init_state_fn(each.optimizer, each.config)
             for group in each.optimizer.param_groups:
-                group.setdefault(_COUNT, 0)  # what is not there is not read
+                group.setdefault(_COUNT, 0)  # torch reads only keys that exist
     return original(self)
 
 
@@ -51,7 +51,7 @@ def keep_the_state(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Keep the optimizer's part of what is read, where it is wanted."""
+    """Keep the optimizer state that was read, if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     if not rank0:
         wanted = isinstance(result[0], dict) and not (args.finetune or args.no_load_optim)
@@ -60,10 +60,10 @@ def keep_the_state(
 
 
 @_resume("megatron.training.checkpointing:load_checkpoint", order=1)
-def go_on_counting(
+def restore_the_step_count(
     original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Give each group the count of the checkpoint's, where upstream has left out load_state_dict."""
+    """Restore each group's step count from the checkpoint where upstream skips load_state_dict."""
     _saved.clear()
     given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
     result = original(ddp_model, optimizer, *rest, **kwargs)
