@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import resource
@@ -112,7 +113,7 @@ def _memory() -> dict[str, Any]:
         "peak": torch.npu.max_memory_allocated(),  # type: ignore[attr-defined]
         "reserved": torch.npu.max_memory_reserved(),  # type: ignore[attr-defined]
         "allocations": torch.npu.memory_stats().get("allocation.all.allocated", 0),  # type: ignore[attr-defined]
-        "groups": {name: vars(group) for name, group in counts.groups.items()},
+        "groups": {name: dataclasses.asdict(group) for name, group in counts.groups.items()},
         "members": _members(),
         "communication": {name: vars(work) for name, work in counts.communication.items()},
         "dry": dry,

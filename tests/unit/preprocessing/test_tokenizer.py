@@ -111,8 +111,8 @@ def _without(vocabulary: dict[str, int], token: str) -> dict[str, int]:
         (lambda vocabulary: _without(vocabulary, "<|endoftext|>"), "endoftext"),
         (lambda vocabulary: _without(vocabulary, "A"), "lacks 'A'"),
         (lambda vocabulary: vocabulary | {"A": 9999}, "9999"),
-        (lambda vocabulary: list(vocabulary), "an object of token to id"),
-        (lambda vocabulary: vocabulary | {"A": "1"}, "an object of token to id"),
+        (lambda vocabulary: list(vocabulary), "an object that maps tokens to ids"),
+        (lambda vocabulary: vocabulary | {"A": "1"}, "an object that maps tokens to ids"),
     ],
 )
 def test_unfit_vocabulary(tiny: Vocabulary, tmp_path: Path, change: object, message: str) -> None:
