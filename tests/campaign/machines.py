@@ -203,10 +203,10 @@ class Trial:
         where = f"--nnodes {len(self.them.machines)} --node-rank {machine.number - 1}"
         fixed = [*where.split(), "--master-addr", "node1", "--master-port", "29500"]
         each = ["--nproc-per-node", str(self.ranks), "-m", "megatron_npu"]
-        python = [*self.on_devices(self.ranks), sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
         with (self.out / f"{machine.number}.log").open("ab") as stream:
             return subprocess.Popen(
-                machine.command("env", "-C", "/tmp/disk", *python, *words),
+                machine.command("env", "-C", "/tmp/disk", *self.on_devices(self.ranks), *torchrun, *words),
                 env=env,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
