@@ -51,7 +51,7 @@ _DEEPSEEK = (
     "--moe-token-dispatcher-type alltoall --mtp-num-layers 1 --tensor-model-parallel-size 2 "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-    "--pipeline-model-parallel-layout Et*3|(tt|)*29m|L --global-batch-size 8192 --eval-interval 100"
+    "--pipeline-model-parallel-layout Et*2|t|(tt|)*29mL --global-batch-size 8192 --eval-interval 100"
 )
 SHAPES: dict[str, tuple[int, list[str], str]] = {  # devices, program, words
     "Llama-2-70B": (

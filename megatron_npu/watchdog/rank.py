@@ -24,6 +24,7 @@ from megatron_npu.watchdog.store_guard import StoreGuard
 _PERIOD = 1.0  # seconds between two words
 _LATER = 0.1  # seconds between two looks at who knows the verdict
 _TOGETHER = 0.02  # seconds in which a whole run that is being ended goes: then there is nothing to tell
+_QUIET = 5.0  # seconds of silence after which a rank asks once how its neighbour ended
 _LOOK = 2.5  # periods after which a rank that says nothing new is gone, where another has failed
 _PATIENCE = 5.0  # seconds for the main thread to end by itself after the verdict
 _HEARING = 20.0  # seconds at most for which rank 0 waits until all others know the verdict
@@ -59,7 +60,7 @@ class Rank:
         self._blamed = self._has_own_error = self._alone = False
         self._former = sys.excepthook
         self._news = 0
-        self._neighbour, self._heard = rank, (-1, 0.0)
+        self._neighbour, self._heard, self._has_asked = rank, (-1, 0.0), False
         self._guard = StoreGuard(limit, self._say_cut)
         self._has_entered = False
 
@@ -257,14 +258,18 @@ class Rank:
         if not self._processes or self._neighbour == self._rank:
             return
         if word.number != self._heard[0]:
-            self._heard = (word.number, time.monotonic())
-        elif time.monotonic() - self._heard[1] > self._limit:
-            if self._board.left(self._neighbour) is not None:
+            self._heard, self._has_asked = (word.number, time.monotonic()), False
+            return
+        silence, neighbour = time.monotonic() - self._heard[1], self._processes[self._neighbour]
+        if silence > min(_QUIET, self._limit) and not self._has_asked:
+            self._has_asked = True
+            if self._board.left(neighbour.rank):  # with an error: those that connect to it would wait in vain
+                return self._ended(neighbour)
+        if silence > self._limit:
+            if self._board.left(neighbour.rank) is not None:
                 return self._next_neighbour()
-            silence = time.monotonic() - self._heard[1]
-            (beat,) = self._board.beats([self._neighbour])
-            self._judge(verdicts.of_neighbour(self._processes[self._neighbour], beat, silence))
-        return None
+            (beat,) = self._board.beats([neighbour.rank])
+            self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
         """If no rank has moved for too long, report the ranks that the others wait for."""

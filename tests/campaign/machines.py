@@ -203,18 +203,23 @@ class Trial:
         where = f"--nnodes {len(self.them.machines)} --node-rank {machine.number - 1}"
         fixed = [*where.split(), "--master-addr", "node1", "--master-port", "29500"]
         each = ["--nproc-per-node", str(self.ranks), "-m", "megatron_npu"]
-        python = [*self.under, sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
         with (self.out / f"{machine.number}.log").open("ab") as stream:
             return subprocess.Popen(
-                machine.command("env", "-C", "/tmp/disk", *python, *words),
+                machine.command("env", "-C", "/tmp/disk", *self.on_devices(self.ranks), *torchrun, *words),
                 env=env,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
 
-    @property
-    def under(self) -> list[str]:
-        return [sys.executable, "-m", "megatron_npu", "sim", "--"] if self.plan.simulated else []
+    def on_devices(self, count: int) -> list[str]:
+        """Return what runs a command on so many simulated NPUs, if the trial is one of NPUs.
+
+        Megatron-DeepSpeed (8387ae17) takes the rank modulo the devices of a machine for the local rank.
+        """
+        if not self.plan.simulated:
+            return []
+        return [sys.executable, "-m", "megatron_npu", "sim", "--devices", str(count), "--"]
 
     def run(self, words: list[str]) -> Outcome:
         """Start the launchers and wait for all of them."""
@@ -318,7 +323,7 @@ def losses(trial: Trial) -> list[str]:
     ranks = trial.ranks * len(trial.them.machines)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     alone = subprocess.run(
-        [*trial.under, sys.executable, *launcher, "-m", "megatron_npu", *words],
+        [*trial.on_devices(ranks), sys.executable, *launcher, "-m", "megatron_npu", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **trial.command.variables},
         capture_output=True,
         text=True,

@@ -356,7 +356,7 @@ def group_of_calls() -> object:
     call("Recv", own, 1, FP32, RANK)
     queued = library.aclrtSynchronizeStream(stream), incoming[0]
     library.HcclGroupEnd()
-    return queued, finish()[0], incoming[0], own[0], total[0]
+    return queued, *finish(), incoming[0], own[0], total[0]
 
 
 @scenario

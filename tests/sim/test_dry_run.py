@@ -43,6 +43,8 @@ from megatron_npu.planning.rank import notes, npu; noted = notes.Notes(); kept =
 b = torch.randn(1 << 30, device="npu"); c = (b * 2).sum().item()
 small = torch.ones(8, device="npu").sum().item()
 print("RESULT", c, small, dict(noted.asked), torch.npu.memory_allocated() >> 30, flush=True)
+used = torch.ones(1 << 14, device="npu"); del used  # its memory is the next result's
+print("PLACE", torch.empty(8192, 8192, device="npu").argmax(-1).max().item(), flush=True)
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20, "the memory was touched"
 try:
     torch.mm(torch.empty(4096, 4096, device="npu"), torch.empty(4095, 4096, device="npu"))
@@ -58,4 +60,5 @@ def test_what_nobody_knows_is_told_and_a_mistake_is_one(simulated, tmp_path) -> 
     done = simulated("python", str(program), MEGATRON_NPU_SIM_DRY="1M")
     assert "RESULT 1.0 8.0" in done.stdout, done.stdout[-4000:]
     assert "program.py:4 (aten::_local_scalar_dense)': 1" in done.stdout
+    assert "PLACE 0" in done.stdout
     assert "MISTAKE mat1 and mat2 shapes cannot be multiplied" in done.stdout

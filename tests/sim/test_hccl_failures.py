@@ -185,8 +185,8 @@ def test_functions_with_one_size_per_rank(raw):
 
 def test_a_group_starts_at_its_end_and_moves_at_once(raw):
     assert raw("group_of_calls") == {
-        0: [[0, 0.0], 0, 11.0, 20.0, 1.0],
-        1: [[0, 0.0], 0, 10.0, 21.0, 1.0],
+        0: [[0, 0.0], 0, "", 11.0, 20.0, 1.0],
+        1: [[0, 0.0], 0, "", 10.0, 21.0, 1.0],
     }
 
 

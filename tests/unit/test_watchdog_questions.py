@@ -95,3 +95,17 @@ def test_a_hang_costs_as_many_questions_in_any_world(watched, monkeypatch) -> No
         asked.append(counted.asked)
         assert "no rank has moved" in told[0]
     assert asked[0] == asked[1] <= 3
+
+
+def test_an_error_on_another_machine_is_named_before_the_limit(watched, monkeypatch) -> None:
+    """A rank that waits for the connection of one that has ended waits without an error of its own."""
+    rank, counted = watched(3)
+    told: list[str] = []
+    monkeypatch.setattr(rank, "_judge", told.append)
+    monkeypatch.setattr(of_rank, "_QUIET", 0.02)
+    rank._board.leave(1, "AssertionError: Mismatch in local rank setting")
+    counted.asked = 0
+    end = time.monotonic() + 60
+    while not told and time.monotonic() < end:
+        rank._look()
+    assert "rank 1 (node1, process 1) ended with AssertionError: Mismatch in local rank setting" in told[0]

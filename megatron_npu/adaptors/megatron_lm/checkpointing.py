@@ -14,7 +14,7 @@ import torch
 from megatron_npu import watchdog
 from megatron_npu.adaptors.megatron_lm.decorators import around
 from megatron_npu.adaptors.shared import checksums as of_scripts
-from megatron_npu.adaptors.shared import resumed_schedule
+from megatron_npu.adaptors.shared import random, resumed_schedule
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
@@ -37,6 +37,9 @@ def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kw
 
     with data_only(load_dir, enums.ModelType):
         return original(load_dir, *args, **kwargs)
+
+
+around("megatron.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(random.with_own_generators)
 
 
 @around(

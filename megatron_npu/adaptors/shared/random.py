@@ -1,15 +1,25 @@
-"""Use the device's generator in Megatron's RNG tracker."""
+"""Use the device's generator in Megatron's RNG tracker, also after loading another device's checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu import devices
 from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.patching.registry import Recorder
+
+logger = logging.getLogger(__name__)
+
+OTHER_DEVICE = (
+    "a CPU's generator (mt19937) has 5,056 bytes of state, an NPU's or GPU's (Philox) 16: upstream stops "
+    "with 'RNG state is wrong size' when it loads a checkpoint that another type of device saved"
+)
 
 
 def connect(recorder: Recorder, module: str) -> None:
@@ -51,3 +61,43 @@ def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = F
         graph_safe: for CUDA graphs, in megatron-core.
     """
     devices.current().set_rng_state(new_state)
+
+
+def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Load a checkpoint, but keep this run's generators if another type of device saved it.
+
+    ``original`` is upstream's ``_load_base_checkpoint``, whose first result holds the states.
+    """
+    result = original(*args, **kwargs)
+    if inspect.signature(original).bind(*args, **kwargs).arguments.get("rank0"):
+        return result  # read for the arguments in it
+    own = devices.current().rng_state()
+    for states in _generator_states(result[0]):
+        saved = states["cuda_rng_state"].numel()
+        if saved != own.numel():
+            _keep(states, own)
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "the device's random generators start with --seed: another type of device saved the "
+                    "checkpoint (%d bytes of generator state, here %d); the host's generators are restored",
+                    saved,
+                    own.numel(),
+                )
+    return result
+
+
+def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
+    """Yield the generator states of a checkpoint, which upstream stores in one of three shapes."""
+    if not isinstance(content, dict):
+        return
+    found = content.get("rng_state") or [content]
+    if isinstance(found, dict):  # by pipeline and tensor-parallel rank, in the format fsdp_dtensor
+        found = [state for each in found.values() for state in each]
+    yield from (state for state in found if isinstance(state, dict) and "cuda_rng_state" in state)
+
+
+def _keep(states: dict[str, Any], own: Tensor) -> None:
+    """Put this run's states in place of a checkpoint's."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states["cuda_rng_state"], states["rng_tracker_states"] = own, get_cuda_rng_tracker().get_states()

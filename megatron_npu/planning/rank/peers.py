@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg
 
+from megatron_npu import watchdog
 from megatron_npu.planning import alone
 from megatron_npu.watchdog import first_contact
 
@@ -121,9 +122,14 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         yield
 
 
-def no_first_contact() -> contextlib.AbstractContextManager[object]:
-    """Skip the check of the connections to other machines, which do not exist."""
-    return mock.patch.object(first_contact, "_is_of_several_machines", return_value=False)
+@contextlib.contextmanager
+def no_first_contact() -> Iterator[None]:
+    """Skip the checks of the other machines: whether they answer, and whether enough files may be open."""
+    with (
+        mock.patch.object(first_contact, "_is_of_several_machines", return_value=False),
+        mock.patch.object(watchdog, "require_open_files"),
+    ):
+        yield
 
 
 def of_npu(asked: Any) -> str:

@@ -286,7 +286,10 @@ class Kernel : public c10::OperatorKernel {
     if (most <= dry_limit()) return false;
     for (size_t i = 0; i < originals.size(); ++i) {
       auto* alias = handle.schema().arguments()[i].alias_info();
-      if (alias && alias->isWrite()) follow(originals[i], metas[i]);
+      if (!alias || !alias->isWrite()) continue;
+      follow(originals[i], metas[i]);
+      if (handle.schema().arguments()[i].is_out())  // memory that nothing has written yet
+        dry::each_tensor(originals[i], [&](const Tensor& tensor) { dry::read_as_one(tensor, operation_.name); });
     }
     for (size_t i = 0; i < operation_.written.size(); ++i) {
       if (operation_.written[i] != kNone) {

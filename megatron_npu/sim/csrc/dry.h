@@ -116,20 +116,22 @@ inline IValue to_meta(const IValue& value) {
   return value;
 }
 
+// Writes into a small result of a skipped operation what it reads as.
+inline void read_as_one(const Tensor& result, const std::string& operation) {
+  if (!on_npu(result) || !result.numel() || is_large(result)) return;
+  mark(result, true);
+  auto host = host_alias(result);
+  const bool all = host.scalar_type() == at::kBool && operation.rfind("aten::all", 0) == 0;
+  host.fill_(host.is_floating_point() || all ? 1 : 0);
+}
+
 // Fresh memory of the device for a result that is only known by its shape.
 inline Tensor from_meta(const Tensor& meta, c10::Device device, const std::string& operation) {
   if (!meta.defined()) return meta;
   auto options = meta.options().device(device).pinned_memory(false);
   Tensor result = meta.is_non_overlapping_and_dense() ? at::empty_strided(meta.sizes(), meta.strides(), options)
                                                       : at::empty(meta.sizes(), options);
-  if (!result.numel() || is_large(result)) return result;
-  mark(result, true);
-  auto host = host_alias(result);
-  if (host.is_floating_point()) {
-    host.fill_(1);
-  } else {
-    host.fill_(host.scalar_type() == at::kBool && operation.rfind("aten::all", 0) == 0 ? 1 : 0);
-  }
+  read_as_one(result, operation);
   return result;
 }
 

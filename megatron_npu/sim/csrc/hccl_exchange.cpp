@@ -50,7 +50,7 @@ class Lane {
 
   bool done() const {
     if (!waiting_.empty()) return false;
-    if (direction_ == Transfer::Receive) return true;
+    if (direction_ == Transfer::Receive) return communicator_.segment().told(peer_);
     if (!communicator_.segment().delivered(peer_)) return false;
     if (completion_ == Completion::Written) return true;
     return channel_.consumed.load(std::memory_order_acquire) ==

@@ -68,6 +68,10 @@ bool Links::delivered(uint32_t peer) const {
   return links_[peer]->arrived >= segment_.channel(rank_, peer).written.load(std::memory_order_relaxed);
 }
 
+bool Links::told(uint32_t peer) const {
+  return !links_[peer] || links_[peer]->told >= segment_.channel(peer, rank_).consumed.load(std::memory_order_relaxed);
+}
+
 void Links::offer(uint32_t peer, const Split& split) {
   std::string text;
   Frame frame{Kind::Split, 0, split.first_member, split.id, {}};
@@ -173,6 +177,10 @@ void Links::write(uint32_t peer) {
     break;
   }
   link.outgoing.erase(0, done);
+  if (link.outgoing.empty() && link.told != link.acknowledged) {
+    link.told = link.acknowledged;
+    segment_.ring(rank_);
+  }
 }
 
 void Links::read(uint32_t peer) {
@@ -203,6 +211,7 @@ void Links::lose(uint32_t peer) {
   link.outgoing.clear();
   link.open = false;
   link.lost = !link.left;
+  link.told = UINT64_MAX;  // there is nobody to tell
   segment_.ring(rank_);
 }
 

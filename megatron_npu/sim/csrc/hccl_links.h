@@ -47,6 +47,8 @@ class Links {
   bool connected(uint32_t peer) const;
   // Whether all chunks that were written for a rank have arrived in its memory.
   bool delivered(uint32_t peer) const;
+  // Whether a rank will learn that all its chunks have arrived and been consumed, even if this process ends now.
+  bool told(uint32_t peer) const;
   // Sends an invitation to a sub-communicator.
   void offer(uint32_t peer, const Split& split);
   // Waits, for a moment at most, until this rank's failure is on its way to all.
@@ -60,6 +62,7 @@ class Links {
     std::atomic<bool> lost{false};  // it ended without
     std::atomic<uint64_t> arrived{0};  // chunks, of those written for the other
     std::atomic<bool> failure_sent{false};
+    std::atomic<uint64_t> told{0};  // chunks consumed, of which the connection has taken the news
     uint64_t sent = 0;          // chunks
     uint64_t sent_of_front = 0;  // bytes of the message whose chunks are being sent
     uint64_t acknowledged = 0;  // chunks that this rank has consumed, as the other knows

@@ -221,6 +221,8 @@ void Segment::announce() {
 
 bool Segment::delivered(uint32_t rank) { return !links_ || links_->delivered(rank); }
 
+bool Segment::told(uint32_t rank) { return !links_ || links_->told(rank); }
+
 void Segment::fail(uint32_t rank, const char* text) {
   Failure& failure = header().failure;
   uint32_t clear = kClear;

@@ -128,6 +128,8 @@ class Segment {
   void announce();
   // Whether what was written for a rank is in memory that does not end with this process.
   bool delivered(uint32_t rank);
+  // Whether a rank will learn that all its chunks were consumed, even if this process ends now.
+  bool told(uint32_t rank);
   // Notes the first failure of any rank, for all of them.
   void fail(uint32_t rank, const char* text);
   // Puts up an invitation to a sub-communicator for all who see this memory; null if there is no room.

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
-from megatron_npu.adaptors.shared import resumed_schedule
+from megatron_npu.adaptors.shared import random, resumed_schedule
 from megatron_npu.base.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,11 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in memory of its own; ``.cpu()`` of a cpu tensor is the tensor itself."""
     return tensor.detach().clone()
+
+
+around("megatron.training.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(
+    random.with_own_generators
+)
 
 
 @around(

@@ -1,0 +1,64 @@
+"""Shapes that pipeline stages send ahead of their tensors, which absent stages cannot send."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_npu.base.errors import UsageError
+
+# Megatron's p2p_communication, 0.12.1 to 0.19: this function receives the shapes for its caller
+_EXCHANGE, _CALLER = "_communicate_shapes", "_communicate"
+
+
+@contextlib.contextmanager
+def nominal() -> Iterator[None]:
+    """Receive the shape that a stage expects, ``[s, b, h]``, wherever stages exchange shapes.
+
+    Megatron exchanges shapes with ``--variable-seq-lengths``, and in 0.16 and newer for layers of multi-token
+    prediction in a stage without the loss. The former is planned for the nominal sequence length.
+    """
+    exchange = dist.batch_isend_irecv
+
+    @functools.wraps(exchange)
+    def batch_isend_irecv(*given: Any, **named: Any) -> Any:
+        works = exchange(*given, **named)
+        caller = _caller(sys._getframe(1))
+        if caller is not None:
+            operations = inspect.signature(exchange).bind(*given, **named).arguments["p2p_op_list"]
+            _receive(operations, caller)
+        return works
+
+    with mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv):
+        yield
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of ``_communicate`` if it is exchanging shapes."""
+    while frame is not None and frame.f_code.co_name != _EXCHANGE:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name != _CALLER:
+        frame = frame.f_back
+    return frame
+
+
+def _receive(operations: list[Any], caller: FrameType) -> None:
+    if getattr(caller.f_locals.get("config"), "mtp_standalone", False):
+        raise UsageError(
+            "multi-token prediction in a pipeline stage without the loss",
+            "a stage that has both, such as mL at the end of --pipeline-model-parallel-layout",
+            "plan cannot know the shapes that the stages before and after it send.",
+        )
+    shape = torch.tensor(tuple(caller.f_locals["tensor_shape"]))
+    for operation in operations:
+        if operation.op.__name__ == "irecv":
+            operation.tensor.copy_(shape)
