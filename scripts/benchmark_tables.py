@@ -31,7 +31,7 @@ COST_ROWS = {
 STYLES = {
     "gpt": "GPT (LayerNorm, GELU, dropout)",
     "llama": "Llama (RMSNorm, SwiGLU, rotary, grouped queries)",
-    "moe": "Llama style, eight experts, two for a token",
+    "moe": "Llama style, eight experts, two per token",
 }
 
 HEAD = """# Benchmarks

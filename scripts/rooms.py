@@ -43,75 +43,75 @@ class Room:
 
 
 ROOMS = (
-    Room("base/", "errors, settings, files, the parser that all commands share"),
-    Room("process/", "the process itself: signals, stacks, how it ends, what its children inherit", "base"),
+    Room("base/", "errors, settings, files, and the parser shared by all commands"),
+    Room("process/", "the process itself: signals, stacks, its end, what its children inherit", "base"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"
     ),
     Room(
         "safe_files/",
-        "readers of files that somebody else may have written: none of them runs code",
+        "readers of untrusted files, none of which runs code from them",
         "base",
         ("torch", "megatron"),
     ),
     Room(
         "checkpoint_files/",
-        "what is beside a checkpoint's tensors: checksums, the lock of its folder, equal replicas",
+        "files beside a checkpoint's tensors: checksums, the folder lock, comparison of replicas",
         "base",
         ("torch", "megatron"),
     ),
-    Room("web/", "where the servers of the project listen, and what their answers say", "base"),
+    Room("web/", "addresses on which this project's servers listen, and parts of their responses", "base"),
     Room(
         "watchdog/",
-        "names the rank that a run waits for in vain, and ends one that hangs",
+        "names the rank that a run waits for, and ends runs that hang",
         "base process",
         ("torch",),
     ),
     Room(
         "devices/",
-        "npu, cuda, cpu behind one interface; what `torch.cuda` means here",
+        "npu, cuda and cpu behind one interface; the `torch.cuda` redirection",
         "base process",
         ("torch", "torch_npu"),
     ),
-    Room("options/", "flags that several commands share, one file a feature", "base devices"),
+    Room("options/", "flags shared by several commands, one file per feature", "base devices"),
     Room(
         "ops/triton/",
-        "Triton kernels of our own for NVIDIA GPUs, and what launches them; knows no operation",
+        "our own Triton kernels for NVIDIA GPUs, and their launchers; imports no operation",
         "base",
         ("torch",),
     ),
     Room(
         "ops/",
-        "operations: contract, reference, implementation per device",
+        "operations: contract, reference, and an implementation per device",
         "base process devices options ops.triton",
         ("torch", "torch_npu"),
     ),
     Room(
         "upstream/",
-        "which Megatron is on the path, found without importing it; what its scripts need",
+        "detects the Megatron on the path without importing it; requirements of its scripts",
         "base",
     ),
     Room(
         "standins/",
-        "modules in place of absent packages that upstream imports (apex, amp_C, …), and layers under "
+        "stubs for missing packages that upstream imports (apex, amp_C, …), and layers under "
         "TransformerEngine's names",
         "base process devices ops upstream",
         ("torch", "megatron"),
     ),
     Room(
         "adaptors/",
-        "what connects upstream's symbols to the operations, one folder per upstream; the bugs cured there",
+        "connect upstream's symbols to the operations, one folder per upstream; fixes of upstream bugs",
         "base process patching safe_files checkpoint_files watchdog devices options ops standins",
         ("torch", "megatron"),
     ),
     Room(
         "plugin.py",
-        "the wiring: arms the hook; at the first import of Megatron puts the rooms above to work",
+        "installs the import hook, and sets up the rooms above at the first import of Megatron",
         "base process patching safe_files checkpoint_files devices ops upstream standins adaptors",
     ),
     Room(
         "data/",
-        "text to token ids to `.bin/.idx`: `megatron-npu preprocess`, the tokenizers",
+        "`megatron-npu preprocess`: from text to `.bin` and `.idx`; tokenizers",
         "base process safe_files",
     ),
     Room(
@@ -121,7 +121,7 @@ ROOMS = (
     ),
     Room(
         "generation/sampling/",
-        "text from a live GPT: how tokens are chosen, and the Sampler; knows no checkpoint",
+        "text generation from a GPT in memory: token sampling and the Sampler; reads no checkpoint",
         "base devices data data.sequence_parts",
         ("torch", "megatron"),
     ),
@@ -134,77 +134,77 @@ ROOMS = (
     ),
     Room(
         "generation/",
-        "`megatron-npu generate`: text of a checkpoint",
+        "`megatron-npu generate`: text generation from a checkpoint",
         "base watchdog devices data generation.sampling pretrain",
         ("torch",),
     ),
     Room(
         "evaluation/",
-        "`megatron-npu lambada`, `megatron-npu evaluate`: what a checkpoint scores, with lm-eval too",
+        "`megatron-npu lambada`, `megatron-npu evaluate`: scores of a checkpoint, also with lm-eval",
         "base watchdog devices options plugin data generation.sampling pretrain generation",
         ("torch",),
     ),
     Room(
         "serving/",
-        "`megatron-npu serve`: text of a checkpoint over HTTP, and a page to try it",
+        "`megatron-npu serve`: text generation over HTTP, and a page for trying it",
         "base web watchdog data generation.sampling generation",
         ("torch",),
     ),
     Room(
         "conversion/",
-        "`megatron-npu convert`: checkpoints to and from Hugging Face's format",
+        "`megatron-npu convert`: checkpoints to and from Hugging Face format",
         "base checkpoint_files devices plugin data pretrain",
         ("torch",),
     ),
     Room(
         "finetune/",
-        "`megatron-npu train`: Transformers' and a user's own models; knows neither patching nor adaptors",
+        "`megatron-npu train`: Transformers models and your own; uses neither patching nor adaptors",
         "base process safe_files checkpoint_files watchdog devices options ops standins data pretrain",
         ("torch", "megatron"),
     ),
     Room(
         "sim/",
         "`megatron-npu sim`: launcher, fake CANN and NPU kernels of the simulated Ascend; imports nothing "
-        "that it serves to test",
+        "that it is used to test",
         "base process",
         ("torch",),
     ),
     Room(
         "commands/patches.py",
-        "`megatron-npu check`, `pin`, `ledger`: the patches, their pins and their states",
+        "`megatron-npu check`, `pin`, `ledger`: patches, pins and states",
         "base patching upstream adaptors plugin",
     ),
     Room(
         "doctor/",
-        "`megatron-npu doctor`: what is installed, what works, what to do",
+        "`megatron-npu doctor`: installed versions, checks, advice",
         "base process checkpoint_files watchdog devices ops upstream adaptors commands.patches",
         ("torch",),
     ),
     Room(
         "measuring/",
-        "`megatron-npu bench`: the four tables of a document about accelerated training, on this machine",
+        "`megatron-npu bench`: a document's four tables about accelerated training, on this machine",
         "base process devices options plugin pretrain finetune doctor",
         ("torch", "megatron"),
     ),
     Room(
         "planning/",
-        "`megatron-npu plan`: a job's layout, the replay of CUDA's allocator, what is printed",
+        "`megatron-npu plan`: a job's layout, a simulation of CUDA's allocator, the report",
         "base process devices upstream sim",
         ("torch",),
     ),
     Room(
         "commands/",
-        "`megatron-npu COMMAND`: finds the command, prints a `UsageError` in one line; `run`",
+        "`megatron-npu COMMAND`: finds the command, prints a `UsageError` on a single line; `run`",
         "base process patching upstream plugin data pretrain generation evaluation serving conversion "
         "finetune sim commands.patches doctor measuring planning",
     ),
     Room(
         "planning/rank/",
-        "one rank of a job that is planned, in a process of its own: it runs the job's command",
+        "one rank of a planned job: a separate process that runs the job's command",
         "base plugin sim checkpoint_files watchdog planning commands ops.triton",
         ("torch", "torch_npu"),
     ),
-    Room("__init__.py", "`import megatron_npu`: arms the hook; the ledger", "patching plugin"),
+    Room("__init__.py", "`import megatron_npu`: installs the import hook; the ledger", "patching plugin"),
     Room("__main__.py", "`python -m megatron_npu`", "commands"),
 )
 

@@ -65,7 +65,7 @@ def _by_steps(
 _rule = Operation("gated_delta_rule", _by_steps)
 
 
-@_rule.on("cpu", "cuda", "npu", note="matrix products of chunks, a step for each chunk")
+@_rule.on("cpu", "cuda", "npu", note="matmuls in chunks, one step per chunk")
 def _by_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:

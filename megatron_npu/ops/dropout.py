@@ -151,7 +151,7 @@ _dropout.on("cuda", note="torch's dropout")(_plain_dropout)
 _dropout.on("npu", note="torch_npu's dropout")(_plain_dropout)
 
 
-@_dropout.on("cpu", note="tiles, 16 random bits a value²")
+@_dropout.on("cpu", note="tiles, 16 random bits per value²")
 def _dropout_cpu(x: Tensor, p: float) -> Tensor:
     keep = round((1.0 - p) * KEEP_LEVELS)
     return _CpuDropout.apply(x, keep) if 0 < keep < KEEP_LEVELS and x.dim() else F.dropout(x, p)
@@ -197,7 +197,9 @@ _bias_dropout_add = Operation(
 _bias_dropout_add.on("npu", note="torch_npu's dropout")(_composed)
 
 
-@_bias_dropout_add.on("cuda", note="one Triton kernel each way⁶ that keeps no mask, else torch's dropout")
+@_bias_dropout_add.on(
+    "cuda", note="one Triton kernel per direction⁶ that keeps no mask, else torch's dropout"
+)
 def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     beyond = None
     if residual.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
@@ -207,7 +209,7 @@ def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     return _composed(x, bias, residual, p)
 
 
-@_bias_dropout_add.on("cpu", note="tiles, 16 random bits a value²")
+@_bias_dropout_add.on("cpu", note="tiles, 16 random bits per value²")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Round 1 - p to a multiple of 2^-16, and scale by exactly that, so that the result is unbiased."""
     keep = round((1.0 - p) * KEEP_LEVELS)

@@ -106,8 +106,8 @@ def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
     return grad.new_zeros((table_rows, width)).index_copy_(0, present, sums.to(grad.dtype))
 
 
-_embedding.on("cpu", note="sums of 16-bit gradients in fp32¹")(_Embedding.apply)
-_embedding.on("cuda", note="gradients by sorting")(_Embedding.apply)
+_embedding.on("cpu", note="sums 16-bit gradients in fp32¹")(_Embedding.apply)
+_embedding.on("cuda", note="sorts indices for the gradient")(_Embedding.apply)
 _embedding.on("npu", note="torch_npu's kernel")(_Embedding.apply)
 
 

@@ -125,16 +125,14 @@ def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
     return None
 
 
-@_layer_norm.on(
-    "npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the dtype of the input"
-)
+@_layer_norm.on("npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the input's dtype")
 def _layer_norm_native(
     input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
 ) -> Tensor:
     return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
 
 
-_ON_CUDA = "one Triton kernel each way⁶, else {}, for a weight of another dtype the reference"
+_ON_CUDA = "one Triton kernel per direction⁶, else {}, for a weight of another dtype the reference"
 
 
 @_layer_norm.on("cuda", note=_ON_CUDA.format("`F.layer_norm`"))
@@ -163,7 +161,7 @@ def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-@_layer_norm.on("cpu", note="torch's kernel¹; backward of bf16 ours⁴, of fp16 in fp32 tiles")
+@_layer_norm.on("cpu", note="torch's kernel¹; backward: ours⁴ in bf16, fp32 tiles in fp16")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     # the sums over rows of torch's backward depend on the number of threads
     any_order = not torch.are_deterministic_algorithms_enabled()
@@ -172,7 +170,7 @@ def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zer
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
 
-@_rms_norm.on("cpu", note="tiles; backward by a kernel of ours⁴, or by layer norm's")
+@_rms_norm.on("cpu", note="tiles; backward: our kernel⁴, or layer norm's")
 def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return _CpuNorm.apply(input, weight, None, eps, zero_centered)
 
@@ -187,7 +185,7 @@ def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     "npu",
     supports=_beyond_npu,
     note="`npu_rms_norm`",
-    limits="2 to 8 dimensions, weight in the dtype of the input",
+    limits="2 to 8 dimensions, weight in the input's dtype",
 )
 def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     import torch_npu

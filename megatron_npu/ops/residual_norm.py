@@ -124,8 +124,8 @@ _add_layer_norm = Operation(
     "add_layer_norm", _layer_norm_reference, group="norm", draws=_draws, rounds_within=True
 )
 _add_rms_norm = Operation("add_rms_norm", _rms_norm_reference, group="norm", draws=_draws, rounds_within=True)
-_add_layer_norm.on("cpu", note="a sum and `layer_norm`")(_layer_norm_reference)
-_add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
+_add_layer_norm.on("cpu", note="a sum, then `layer_norm`")(_layer_norm_reference)
+_add_rms_norm.on("cpu", note="a sum, then `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
@@ -137,7 +137,7 @@ def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | N
     return norm.beyond_kernel(x, weight)
 
 
-@_add_layer_norm.on("cuda", note="one Triton kernel each way⁶, else a sum and `layer_norm`")
+@_add_layer_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum, then `layer_norm`")
 def _add_layer_norm_cuda(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def _add_layer_norm_cuda(
     return _layer_norm_reference(x, residual, weight, bias, eps, *rest)
 
 
-@_add_rms_norm.on("cuda", note="one Triton kernel each way⁶, else a sum and `rms_norm`")
+@_add_rms_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum, then `rms_norm`")
 def _add_rms_norm_cuda(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_no
     "npu",
     supports=lambda x, residual, weight, bias, eps, *_: layer_norm_beyond_npu(x, weight, eps),
     note="`npu_add_layer_norm`",
-    limits="eps 1e-5, weight in the dtype of the input",
+    limits="eps 1e-5, weight in the input's dtype",
 )
 def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, shift, p = arguments
@@ -188,7 +188,7 @@ def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     "npu",
     supports=lambda x, residual, weight, *_: rms_norm_beyond_npu(x, weight),
     note="`npu_add_rms_norm`",
-    limits="2 to 8 dimensions, weight in the dtype of the input",
+    limits="2 to 8 dimensions, weight in the input's dtype",
 )
 def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, shift, p = arguments

@@ -123,10 +123,10 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     return output
 
 
-_rotary.on("cpu", note="products in fp32, tables computed once")(_Rotary.apply)
+_rotary.on("cpu", note="multiplications in fp32, tables computed once")(_Rotary.apply)
 
 
-@_rotary.on("cuda", note="one Triton kernel each way⁶, else as cpu")
+@_rotary.on("cuda", note="one Triton kernel per direction⁶, else as cpu")
 def _cuda(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     if takes_kernel("rotary", input, cosine, sine, beyond=_beyond_kernel(input, cosine, sine)):
         return Rotary.apply(input, cosine, sine, interleaved)

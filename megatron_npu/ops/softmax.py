@@ -94,7 +94,7 @@ def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) ->
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
-_scale_mask_softmax.on("cpu", "cuda", note="in place, keeps the result only")(_ScaleMaskSoftmax.apply)
+_scale_mask_softmax.on("cpu", "cuda", note="in place, keeps only the result")(_ScaleMaskSoftmax.apply)
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:

@@ -58,7 +58,7 @@ def _reference(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_
 
 
 _attend = Operation("sparse_latent_attention", _reference)
-_attend.on("cpu", "cuda", note="chosen rows gathered")(_reference)
+_attend.on("cpu", "cuda", note="gathers the selected rows")(_reference)
 
 # torch_npu 2.13, npu_sparse_flash_attention; its sizes are in MindSpore's documentation of the same operation
 _LATENT, _ROTATED = 512, 64

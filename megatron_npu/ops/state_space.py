@@ -90,7 +90,7 @@ def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk:
 _scan = Operation("selective_scan", _by_steps)
 
 
-@_scan.on("cpu", "cuda", "npu", note="matrix products of chunks, a step for each chunk")
+@_scan.on("cpu", "cuda", "npu", note="matmuls in chunks, one step per chunk")
 def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """Compute the scan chunk by chunk.
 

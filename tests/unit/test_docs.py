@@ -118,7 +118,7 @@ def test_an_address_without_a_purpose_is_named(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("See https://github.com/NVIDIA/Megatron-LM, http://127.0.0.1:80/ and a@example.org.")
-    named = ("docs/page.md", "https://github.com/NVIDIA/Megatron-LM", "code of Megatron-LM, to be cloned")
+    named = ("docs/page.md", "https://github.com/NVIDIA/Megatron-LM", "code of Megatron-LM, for cloning")
     assert list(addresses.rows()) == [named]
     page.write_text("See https:" + "//somewhere.else.org/page.")
     with pytest.raises(ValueError, match=r"somewhere\.else\.org/page in .*page.md has no purpose"):

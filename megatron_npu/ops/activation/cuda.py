@@ -9,7 +9,7 @@ from megatron_npu.ops.activation import native, reference
 from megatron_npu.ops.dispatch import takes_kernel
 from megatron_npu.ops.triton.activation import BiasGelu, Gated, gelu_of_sum
 
-_NOTE = "one Triton kernel each way⁶, else {}"
+_NOTE = "one Triton kernel per direction⁶, else {}"
 
 
 def _beyond(input: Tensor, bias: Tensor | None) -> str | None:

@@ -116,4 +116,4 @@ class _GEGLU(torch.autograd.Function):
         return result, bias_gradient(result, bias)
 
 
-reference.geglu.on("npu", note="`npu_gelu` and a product")(_GEGLU.apply)
+reference.geglu.on("npu", note="`npu_gelu` and a multiplication")(_GEGLU.apply)

@@ -289,7 +289,7 @@ def _loss_torch(scores: Tensor, tokens_per_expert: Tensor, factor: float | Tenso
     return torch.dot(scores.sum(0), weights.to(scores.dtype))
 
 
-_route.on("cpu", "cuda", note="one gradient for choice, weights and their sum")(_route_torch)
+_route.on("cpu", "cuda", note="one joint gradient for selection, weights and their sum")(_route_torch)
 _scores.on("cpu", "cuda", "npu", note="as `route_tokens`")(_scores_torch)
 _loss.on("cpu", "cuda", "npu", note="`torch.dot`")(_loss_torch)
 
@@ -357,7 +357,7 @@ class _SoftmaxByKernel(torch.autograd.Function):
         return torch._softmax_backward_data(grad.contiguous(), scores, -1, scores.dtype).to(ctx.dtype), None
 
 
-@_route.on("npu", note="`npu_moe_gating_top_k`; softmax of the chosen, sqrtsoftplus: as cpu")
+@_route.on("npu", note="`npu_moe_gating_top_k`; softmax over selected experts and sqrtsoftplus: as cpu")
 def _route_npu(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     if not _kernel_takes(logits, routing):
         return _route_torch(logits, routing, bias)

@@ -125,7 +125,7 @@ class _GroupedLinear(torch.autograd.Function):
         return d_input, None, *_by_expert(grad, input.contiguous(), counts)
 
 
-@_by_row.on("cpu", note="a product for each expert")
+@_by_row.on("cpu", note="one matmul per expert")
 def _by_row_cpu(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
     output = rows.new_empty(rows.size(0), weight[0].size(1))
     sizes = counts.tolist()
@@ -134,7 +134,7 @@ def _by_row_cpu(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
     return output
 
 
-@_by_expert.on("cpu", note="a product for each expert")
+@_by_expert.on("cpu", note="one matmul per expert")
 def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     output = rows.new_empty(len(counts), rows.size(1), grad.size(1))
     sizes = counts.tolist()
@@ -161,7 +161,7 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
 @_by_row.on(
     "cuda",
     supports=_beyond_cuda,
-    note="`F.grouped_mm`; of weights one by one a product for each expert",
+    note="`F.grouped_mm`; with separate weights one matmul per expert",
     limits="bf16, sizes in multiples of 8",
 )
 def _by_row_cuda(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:

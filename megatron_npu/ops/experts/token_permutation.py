@@ -90,7 +90,7 @@ _permute = Operation("permute_tokens", _permute_reference)
 _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 
 
-@_permute.on("cpu", "cuda", note="rows counted, not sorted")
+@_permute.on("cpu", "cuda", note="counts rows instead of sorting them")
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _permute_torch(
     return tokens.index_select(0, token), kept, rows.to(torch.int32)
 
 
-@_unpermute.on("cpu", "cuda", note="gathered and added up")
+@_unpermute.on("cpu", "cuda", note="gathers rows and adds them up")
 def _unpermute_torch(
     rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
 ) -> Tensor:

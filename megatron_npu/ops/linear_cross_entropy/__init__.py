@@ -53,7 +53,7 @@ _linear_cross_entropy = Operation(
 )
 
 
-@_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; unless asked not to, keeps the exponentials")
+@_linear_cross_entropy.on("cpu", note="blocks of the vocabulary; keeps the exponentials by default")
 def _cpu(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
@@ -63,14 +63,16 @@ def _cpu(
     return way.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
 
 
-@_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, multiplied again in backward")
+@_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, computed again in backward")
 def _in_blocks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
     return blocks.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
 
 
-@_linear_cross_entropy.on("npu", note="`npu_fused_linear_online_max_sum` and its kin; fp32 in blocks as cuda")
+@_linear_cross_entropy.on(
+    "npu", note="`npu_fused_linear_online_max_sum` and related kernels; fp32 in blocks as on cuda"
+)
 def _npu(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:

@@ -68,7 +68,7 @@ def _norms_reference(tensors: list[Tensor]) -> Tensor:
 _norms = Operation("multi_tensor_l2norm", _norms_reference, group="multi_tensor")
 
 
-@_norms.on("cpu", "cuda", "npu", note="`torch._foreach_norm`; tensors on a cpu in chunks¹")
+@_norms.on("cpu", "cuda", "npu", note="`torch._foreach_norm`; CPU tensors in chunks¹")
 def _norms_by_device(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, fp32 ``[n]``."""
     if tensors[0].device.type == "cpu":  # also beside an accelerator: an optimizer that is offloaded
@@ -204,12 +204,13 @@ def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> No
 
 
 _scale = Operation("multi_tensor_scale", _scale_reference, group="multi_tensor")
-_scale.on("cpu", "npu", note="torch's kernel of loss scaling")(
-    torch._amp_foreach_non_finite_check_and_unscale_
+_scale.on("cpu", "npu", note="torch's loss-scaling kernel")(torch._amp_foreach_non_finite_check_and_unscale_)
+
+
+@_scale.on(
+    "cuda",
+    note="torch's loss-scaling kernel; bf16, which it does not support, with norms and multiplications",
 )
-
-
-@_scale.on("cuda", note="torch's kernel of loss scaling; bf16, which it does not take, by norms and products")
 def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
     if tensors[0].dtype is not torch.bfloat16:
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)

@@ -38,12 +38,12 @@ _weight_gradient = Operation("weight_gradient", _reference)
 
 _weight_gradient_on_cpu = _weight_gradient.on(
     "cpu",
-    note="one product that adds; 16 bits into an fp32 buffer: product, then sum⁴, but bf16 by ours⁵ in one",
+    note="one accumulating matmul; 16 bits into an fp32 buffer: matmul, then sum⁴ (bf16: ours⁵ in one)",
 )
 
 
 @_weight_gradient_on_cpu
-@_weight_gradient.on("cuda", note="one product that adds, 16 bits into an fp32 buffer too (torch 2.8)")
+@_weight_gradient.on("cuda", note="one accumulating matmul, also 16 bits into an fp32 buffer (torch 2.8)")
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     if input.dtype is torch.float32:
         main_grad.addmm_(grad_output.t(), input)

@@ -14,10 +14,16 @@ from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointIn
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 _SCHEDULE = "needs --override-opt_param-scheduler: the new schedule, at the run's current position"
-_DATA = "samples are shuffled again, and the run continues at its number of samples in the new order"
+_DATA = (
+    "samples are shuffled again, and the run continues in the new order after the number of samples "
+    "that it has used"
+)
 _IDS = "the trained weights are used with token ids that mean other words"
 _AT_ONCE = "applies from the first update on"
-_SAMPLES = "the data are split into samples of another length, and the run continues at its number of samples"
+_SAMPLES = (
+    "the data is split into samples of another length, and the run continues after the number of samples "
+    "that it has used"
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,11 @@ def _flags(effect: str, *names: str) -> list[Flag]:
 FLAGS: tuple[Flag, ...] = (
     Flag("tokenizer_files", "files of the tokenizer", _IDS),
     Flag("tokenizer_type", "--tokenizer-type", _IDS),
-    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end with another token id"),
+    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "another token id marks the end of a document"),
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
     *_flags("each update uses another number of samples; the schedule counts samples", "global_batch_size"),
-    *_flags("the batch sizes of the new ramp, at the run's number of samples", "rampup_batch_size"),
+    *_flags("the run continues in the new ramp at its current number of samples", "rampup_batch_size"),
     *_flags("memory and speed change; results differ in their last digits", "micro_batch_size"),
     *_flags(_AT_ONCE, "attention_dropout", "hidden_dropout", "clip_grad"),
     *_flags(_AT_ONCE, "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum"),
@@ -59,17 +65,15 @@ FLAGS: tuple[Flag, ...] = (
         "train_iters",
         "train_samples",
     ),
-    *_flags(
-        "applies at the next overflow; a checkpoint with fp16 contains its loss scale", "initial_loss_scale"
-    ),
+    *_flags("applies at the next overflow; an fp16 checkpoint contains its loss scale", "initial_loss_scale"),
     *_flags(
         "needs --no-load-optim or --finetune, because the optimizer keeps main weights only for 16-bit "
         "weights",
         "bf16",
         "fp16",
     ),
-    *_flags("another loss from the first iteration on", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *_flags("another loss from the first iteration on", "mtp_loss_scaling_factor"),
+    *_flags("changes the loss from the first iteration on", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *_flags("changes the loss from the first iteration on", "mtp_loss_scaling_factor"),
     *_flags("attention and losses across documents change", "reset_position_ids", "reset_attention_mask"),
     *_flags("attention and losses across documents change", "eod_mask_loss"),
 )

@@ -16,8 +16,8 @@ from megatron_npu.base.errors import UsageError
 @own_backport(
     "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
     until="no version up to 0.19.2, #6981",
-    why="samples share one loss mask: the padded places of the first one count in no later one; up to 0.14 "
-    "those of any one (#1711)",
+    why="samples share one loss mask: padded positions of the first sample are excluded from the "
+    "loss in all later samples, and up to 0.14 those of any sample (#1711)",
 )
 def give_out_copy_of_mask(
     original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
@@ -33,8 +33,8 @@ def give_out_copy_of_mask(
 @backport(
     "megatron.core.datasets.blended_megatron_dataset_config:parse_and_normalize_split",
     until="no version up to 0.19.2, #7512",
-    why="--split finds its numbers by digits and dots alone: -1,1,0 is 1,1,0, nan,1,0 is 1,0,0, and 1e3,1,0 "
-    "an AssertionError",
+    why="--split recognizes only digits and dots: -1,1,0 is read as 1,1,0, nan,1,0 as 1,0,0, and "
+    "1e3,1,0 fails with an AssertionError",
 )
 def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
     """Parse each number as Python does; reject anything else.

@@ -21,8 +21,8 @@ _MODELS = "megatron.core.models"
 _factors = partial(
     backport,
     until=NOT_FIXED,
-    why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the scripts do not "
-    "pass them to the model, which divides no positions and scales by 8",
+    why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the "
+    "scripts do not pass them to the model, which leaves positions undivided and scales by 8",
 )
 
 

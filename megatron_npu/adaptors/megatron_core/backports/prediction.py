@@ -54,9 +54,10 @@ _weighed = functools.partial(
     own_backport,
     versions=">=0.17",
     until="no version up to 0.19.2, #7452/3",
-    why="the gradient of a further token (--mtp-num-layers) is weighed by the tokens of a micro-batch on one "
-    "rank: with --calculate-per-token-loss, or with context parallelism, it depends on the size of the "
-    "micro-batch and on the layout, where valid tokens are not the same in number",
+    why="the gradient of an additional token (--mtp-num-layers) is weighted by the tokens of a "
+    "micro-batch on one rank: with --calculate-per-token-loss, or with context parallelism, "
+    "it depends on the micro-batch size and on the layout if the numbers of valid tokens "
+    "differ",
 )
 
 
@@ -193,9 +194,9 @@ def _rolled(mask: Tensor, depths: int) -> Iterator[Tensor]:
 _logged = functools.partial(
     own_backport,
     until="no version up to 0.19.2, #7452/3",
-    why="the losses of --mtp-num-layers in the log are means of the means of micro-batches on each rank: "
-    "they depend on the size of the micro-batch and on the layout, where valid tokens are not the same in "
-    "number",
+    why="the logged losses of --mtp-num-layers are means over the means of micro-batches on each "
+    "rank: they depend on the micro-batch size and on the layout if the numbers of valid "
+    "tokens differ",
 )
 
 
