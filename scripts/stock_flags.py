@@ -127,9 +127,9 @@ def remark(row: Mapping[str, Any], states: list[str]) -> str:
     """Return what a reader must know in addition to the words."""
     if row["outcome"] == "taken":
         return f"read by {' and '.join(row['readers'])}" if "not here" in states else ""
-    line = re.split(
-        r"; expected options|(?<=\w)\. ", row["line"].removeprefix("options that Megatron refuses: ")
-    )[0]
+    line = row["line"].removeprefix("options that Megatron refuses: ")
+    line = line.removeprefix("Megatron rejects these options: ")
+    line = re.split(r"; expected (?:a combination of )?options|(?<=\w)\. ", line)[0]
     line = line if len(line) <= 160 else f"{line[: line[:160].rindex(' ')]} …"
     return f"`{row['given']}`: {line}".replace("|", "\\|").replace("<", "&lt;").replace("…", "...")
 

@@ -85,7 +85,7 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
     on = f" on {name}" if name else ""
     return (
         f"of the guide's {len(kinds)} functions {replaced} are replaced or wrapped{on}, "
-        f"{len(kinds) - replaced} watched: upstream's own run, and their pins are compared"
+        f"{len(kinds) - replaced} watched: upstream's own code runs, and their pins are compared"
     )
 
 
@@ -102,7 +102,7 @@ def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
     found = [_named(name, patches) for name in names]
     for name, some in zip(names, found, strict=True):
         if not some:
-            raise UsageError(f"no patch is called {name}", _close(name, patches), _remedy(name))
+            raise UsageError(f"there is no patch called {name}", _close(name, patches), _remedy(name))
     wanted = {patch.key for some in found for patch in some}
     return [patch for patch in patches if not names or patch.key in wanted]
 
@@ -129,8 +129,11 @@ def _dotted(patch: Patch) -> str:
 
 def _remedy(name: str) -> str:
     if name.removesuffix(".py") in GUIDE:
-        return "It is a file of the guide to Megatron-LM 285068c8, of whose functions this Megatron has none."
-    return "See all of them: megatron-npu ledger --static"
+        return (
+            "It is a file from the guide to Megatron-LM 285068c8, and this Megatron has none of its "
+            "functions."
+        )
+    return "To list all patches, run: megatron-npu ledger --static"
 
 
 def _close(name: str, patches: list[Patch]) -> str:
@@ -145,4 +148,7 @@ def _close(name: str, patches: list[Patch]) -> str:
         known[file] = file
     close = difflib.get_close_matches(name, known, n=2 * _SOME, cutoff=0.5)
     told = list(dict.fromkeys(known[each] for each in close))[:_SOME]
-    return " or ".join(told) or "a part of a target, such as core_attention or VocabParallelEmbedding.forward"
+    return (
+        " or ".join(told)
+        or "part of a target's name, such as core_attention or VocabParallelEmbedding.forward"
+    )

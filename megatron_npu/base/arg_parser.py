@@ -64,12 +64,12 @@ class Number:
         return finite and self.least <= value <= self.most
 
 
-positive = Number("a whole number from 1 on", int, 1)
-whole = Number("a whole number from 0 on", int, 0)
-integer = Number("a whole number", int)
+positive = Number("a positive integer", int, 1)
+whole = Number("a non-negative integer", int, 0)
+integer = Number("an integer", int)
 number = Number("a number", float, metavar="X")
-beta = Number("a number from 0 on, below 1", float, 0.0, math.nextafter(1.0, 0.0), metavar="X")
-seed = Number("a whole number from 0 to 2^32 - 1, as numpy takes it", int, 0, 2**32 - 1)
+beta = Number("a number of at least 0 and less than 1", float, 0.0, math.nextafter(1.0, 0.0), metavar="X")
+seed = Number("an integer from 0 to 2^32 - 1, as numpy requires", int, 0, 2**32 - 1)
 
 _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -166,7 +166,7 @@ class Parser(argparse.ArgumentParser):
             titles = ", ".join(str(group.title) for group in self._action_groups if group._group_actions)
             raise UsageError(
                 f"--help={keyword}",
-                f"a word of a flag or of its help, or a group: {titles}",
+                f"a word from a flag or its help text, or a group: {titles}",
                 f"See `{self.prog} --help` for all flags.",
             )
         return formatter.format_help()

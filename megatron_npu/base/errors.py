@@ -34,7 +34,7 @@ def no_processes() -> UsageError:
     """Return the error to raise when no process or thread can be started."""
     return UsageError(
         "the system cannot start more processes or threads",
-        "several hundred for each rank (process groups, kernels and data loaders start their own)",
+        "room for several hundred per rank (process groups, kernels and data loaders start their own)",
         "Raise the limit: ulimit -u, limits.conf, docker run --pids-limit. Or lower --num-workers.",
     )
 
@@ -84,6 +84,7 @@ class LoaderWorkerError(RuntimeError):
     def __init__(
         self,
         what: str,
-        remedy: str = "Was there not enough memory? Lower --num-workers, and go on from the last checkpoint.",
+        remedy: str = "Did the machine run out of memory? Lower --num-workers, and resume from the last "
+        "checkpoint.",
     ) -> None:
         super().__init__(f"{what.rstrip('.')}. {remedy}")

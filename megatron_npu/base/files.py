@@ -115,7 +115,7 @@ def own_opener(path: str, flags: int) -> int:
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
         if os.fstat(link).st_uid not in (os.geteuid(), _ROOT):
-            raise PermissionError(errno.EACCES, "it is a link that another user has made", path)
+            raise PermissionError(errno.EACCES, "it is a link created by another user", path)
         target = os.readlink("", dir_fd=link)  # of this very link, whatever has its name now
     finally:
         os.close(link)

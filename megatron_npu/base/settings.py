@@ -135,7 +135,7 @@ CPU_DEVICES = Variable(
     "The number of devices that a CPU counts as in `torch.cuda.device_count()`. auto: the "
     "number of processes that torchrun starts here, else the number of devices in "
     "CUDA_VISIBLE_DEVICES, else one.",
-    type=lambda text: None if text == "auto" else Number("auto or a whole number from 1 on", int, 1)(text),
+    type=lambda text: None if text == "auto" else Number("auto or a positive integer", int, 1)(text),
 )
 KEEP_MEMORY = Variable(
     "MEGATRON_NPU_KEEP_MEMORY",
@@ -204,9 +204,8 @@ TE = Variable(
 WATCHDOG = Variable(
     "MEGATRON_NPU_WATCHDOG",
     "300",
-    "Maximum seconds without a sign of life from a rank, or without progress of the run, "
-    "before the watchdog reports it and ends the run; a rank that dies is reported at once. "
-    "0: no watchdog.",
+    "Maximum number of seconds without a sign of life from a rank, or without progress in the run, before "
+    "the watchdog reports it and ends the run; a rank that dies is reported at once. 0: no watchdog.",
     type=whole,
 )
 MEGATRON_PATH = Variable(
@@ -233,27 +232,26 @@ SIM_DEVICES = Variable(
     "MEGATRON_NPU_SIM_DEVICES",
     "8",
     "Number of simulated NPUs that a process can use.",
-    type=Number("a whole number from 1 to 64", int, 1, 64),
+    type=Number("an integer from 1 to 64", int, 1, 64),
 )
 SIM_SOC = Variable(
     "MEGATRON_NPU_SIM_SOC",
     "Ascend910B2",
-    "The simulated chip; torch_npu selects code paths by it.",
+    "Chip to simulate; torch_npu selects code paths by it.",
     _CHIPS,
 )
 SIM_MEMORY = Variable(
     "MEGATRON_NPU_SIM_MEMORY",
     "64G",
-    "Memory of each simulated NPU: bytes, or a number with K, M, G. Allocating more is an "
+    "Memory of each simulated NPU: bytes, or a number with K, M or G. Allocating more raises an "
     "out-of-memory error.",
     type=byte_size,
 )
 SIM_DRY = Variable(
     "MEGATRON_NPU_SIM_DRY",
     "0",
-    "Dry run: do not compute tensors of more than this many bytes (such as 1M), whose memory "
-    "is only reserved, and do not connect to other ranks. Set by `megatron-npu plan`. 0: "
-    "compute everything.",
+    "Dry run: reserve the memory of tensors larger than this size (such as 1M) without computing them, and "
+    "do not connect to other ranks. Set by `megatron-npu plan`. 0: compute everything.",
     type=byte_size_or_0,
 )
 SIM_MEMCHECK = Variable(
@@ -270,7 +268,7 @@ SIM_REPORT = Variable(
 SIM_VERBOSE = Variable(
     "MEGATRON_NPU_SIM_VERBOSE",
     "0",
-    "Print calls of CANN functions that the simulator does not implement.",
+    "Print calls to CANN functions that the simulator does not implement.",
     ("0", "1"),
 )
 SIM_HCCL_TIMEOUT = Variable(
@@ -282,8 +280,8 @@ SIM_HCCL_TIMEOUT = Variable(
 SIM_HOST = Variable(
     "MEGATRON_NPU_SIM_HOST",
     "",
-    "Name of the machine that this process stands for: ranks of different names exchange data over TCP, as "
-    "on several machines (default: the machine that it is on).",
+    "Name of the machine that this process pretends to run on: ranks with different names exchange data "
+    "over TCP, as on several machines (default: the machine it runs on).",
 )
 SIM_HCCL_DELAY = Variable(
     "MEGATRON_NPU_SIM_HCCL_DELAY",
@@ -320,7 +318,7 @@ def _torchs_safety_is_on() -> None:
     if given.lower() in ("1", "y", "yes", "true") and not TRUST_FILES.enabled():  # as torch reads it
         raise UsageError(
             f"{_UNSAFE_TORCH}={given}, which lets any file that torch loads execute code",
-            f"the variable unset, or {TRUST_FILES.name}=1 in addition",
+            f"the variable to be unset, or {TRUST_FILES.name}=1 set as well",
             f"Unset {_UNSAFE_TORCH}: Megatron's checkpoints load without it.",
         )
 
@@ -352,7 +350,7 @@ def verified_operations() -> frozenset[str]:
     if unknown:
         raise UsageError(
             f"{VERIFY.name}={','.join(sorted(names))}",
-            f"all, or names among {', '.join(sorted(operation_names()))}",
+            f"all, or names from {', '.join(sorted(operation_names()))}",
             f"Correct or remove {', '.join(unknown)}.",
         )
     return names

@@ -263,7 +263,7 @@ def newest_whole(root: str | Path) -> int | None:
     if iteration is None and passed:
         raise UsageError(
             f"--load {root} --load-last-good: none of {len(passed)} checkpoints is valid and has checksums",
-            f"at least one with a {NAME} that its files match",
+            f"at least one whose files match its {NAME}",
             "Run `megatron-npu checkpoint verify` to see the problem of each; `megatron-npu checkpoint "
             "sum` writes checksums for a checkpoint that you trust.",
         )
@@ -307,9 +307,9 @@ def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
 def _read(folder: Path) -> Entries:
     content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if content["algorithm"] != ALGORITHM:
-        raise ValueError(f"algorithm {content['algorithm']!r}")
+        raise ValueError(f"unknown checksum algorithm {content['algorithm']!r}")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
-        raise ValueError("names of files outside its folder")
+        raise ValueError("it names files outside its folder")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 
 

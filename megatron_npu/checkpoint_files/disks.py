@@ -200,7 +200,9 @@ def complete(folder: Path) -> None:
         lost = _spread(folder, _run.saves_into)
     lost = _gathered(lost)[0]
     if lost:
-        raise FileNotFoundError(f"{folder / lost} is in the checkpoint's index but on no machine")
+        raise FileNotFoundError(
+            f"{folder / lost} is listed in the checkpoint's index but is on none of the machines"
+        )
 
 
 def _spread(folder: Path, disks: Disks) -> str | None:

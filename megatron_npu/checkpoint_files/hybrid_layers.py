@@ -33,7 +33,8 @@ def layers_of_gpt(pattern: str) -> int:
     if not _AS_A_GPT.fullmatch(layers):
         raise UsageError(
             f"a checkpoint of a hybrid model with the layer pattern {pattern}",
-            "attention and MLP in turn (*-*-), or attention and experts (*E*E): other patterns are no GPT",
+            "attention and MLP in turn (*-*-), or attention and experts (*E*E): models with other patterns "
+            "are not GPT models",
             "Load it with pretrain_hybrid.py.",
         )
     return len(layers) // 2

@@ -34,8 +34,8 @@ class ReplicasDifferError(RuntimeError):
         super().__init__(
             f"the {what} {name} differs between data-parallel ranks: "
             f"{_sides(ranks)}{f'; other affected tensors: {others}' if others else ''}. A device or its "
-            "memory computes wrongly, or the program changes one rank only: test that machine, and "
-            "resume from a checkpoint saved before."
+            "memory is faulty, or the program changed only one rank: test that machine, and resume from an "
+            "earlier checkpoint."
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:

@@ -88,8 +88,8 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
         )
         raise UsageError(
             f"{flag} {folder}: ranks find different contents there: {'; '.join(told)}",
-            f"{_SHARE}, or the same checkpoint on each",
-            "Mount it on every machine under this path, or copy the whole checkpoint to each.",
+            f"{_SHARE}, or the same checkpoint on each machine",
+            "Mount it on every machine under this path, or copy the whole checkpoint to each of them.",
         )
 
 

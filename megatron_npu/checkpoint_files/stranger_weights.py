@@ -78,7 +78,7 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
         name, largest = next(iter(found.items()))
         more = f", and {len(found) - 1} more are like it" if len(found) > 1 else ""
         print(
-            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; weights of "
+            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; the weights of "
             f"trained models stay below {MOST:g}. The file may be damaged.",
             file=sys.stderr,
             flush=True,

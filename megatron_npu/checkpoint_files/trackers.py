@@ -26,8 +26,8 @@ def tell_of_newer(place: Path) -> None:
     newer = sorted(number for number in map(_iteration, others) if number is not None and number > own)
     if newer:
         print(
-            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but there "
-            f"are newer checkpoints: {', '.join(map(str, newer))}. Unless it was set back on purpose, "
+            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but there are "
+            f"newer checkpoints: {', '.join(map(str, newer))}. Unless the tracker was set back on purpose, "
             f"write {newer[-1]} there.",
             file=sys.stderr,
             flush=True,

@@ -62,11 +62,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "bench": (
         "megatron_npu.measuring.command:main",
-        "measure throughput and memory of each acceleration",
+        "measure the throughput and memory use of each acceleration",
     ),
     "plan": (
         "megatron_npu.planning.command:main",
-        "dry-run a job of many devices here: its memory and communication, and the flags that make it fit",
+        "dry-run a many-device job on this machine: memory, communication and the flags that make it fit",
     ),
     "sim": ("megatron_npu.sim.launcher:main", "run a command on simulated Ascend NPUs"),
     "doctor": ("megatron_npu.doctor.command:main", "check this machine, and print how to fix problems"),
@@ -80,15 +80,15 @@ _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 _OURS = (
     "a package that megatron_npu declares",
-    f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for "
-    "another Python, this torchrun uses the wrong one: start python -m torch.distributed.run "
-    "instead.",
+    f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for another "
+    "Python, this torchrun uses the wrong one: run python -m torch.distributed.run instead.",
 )
 _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
         "torch, which this command needs",
-        "Install the build that fits your device: README, Which torch. check and --help work without it.",
+        "Install the build for your device (README, section Which torch). The commands check and --help "
+        "work without it.",
     ),
 }
 # these let the garbage collector go on themselves, once their model is built

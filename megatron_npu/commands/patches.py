@@ -34,8 +34,8 @@ from megatron_npu.upstream import megatrons
 from megatron_npu.upstream.megatrons import Upstream
 
 _NAME = (
-    "patches to show or check: a part of a target or of this package's file path, or a file "
-    "of the guide to Megatron-LM 285068c8 (adaptor_model_transformer); default: all"
+    "patches to show or check: part of a target's name or of a file path in this package, or a file "
+    "from the guide to Megatron-LM 285068c8 (such as adaptor_model_transformer); default: all"
 )
 
 
@@ -67,7 +67,7 @@ def check(argv: list[str], prog: str = "megatron-npu check") -> int:
     """
     parser = _parser(prog, check, "0: every patch can be applied; 1: one cannot; 2: bad usage")
     parser.add_argument("names", nargs="*", metavar="NAME", help=_NAME)
-    strict = "also fail on drift that around and wrap patches survive"
+    strict = "also fail on upstream changes that around and wrap patches tolerate"
     parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     options = parser.parse_args(argv)
@@ -104,7 +104,12 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         UsageError: no Megatron is found, no patch is recorded for it, or the folder is not writable.
     """
     parser = _parser(prog, pin, "0: all targets are pinned; 1: a target is missing; 2: bad usage")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the pin file (default: ours)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for the pin file (default: this package's folder of pins)",
+    )
     options = parser.parse_args(argv)
     found = _find(options)
     directory = options.output or plugin.pins_directory()
@@ -148,7 +153,7 @@ def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
         dest="modules",
         nargs="+",
         metavar="MODULE",
-        help="import these modules instead of the default ones",
+        help="modules to import instead of the default ones",
     )
     options = parser.parse_args(argv)
     found = _find(options)
@@ -173,8 +178,8 @@ def _parser(prog: str, function: object, codes: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--megatron",
         metavar="PATH",
-        help="a checkout, a site-packages or an unpacked wheel "
-        f"(default: {settings.MEGATRON_PATH.name}, else the first on the Python path)",
+        help="a checkout, a site-packages folder or an unpacked wheel (default: "
+        f"{settings.MEGATRON_PATH.name}, else the first on the Python path)",
     )
     parser.add_argument(
         "--upstream",

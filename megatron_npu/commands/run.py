@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
         "device from the start, also in spawned processes",
     )
     help_text = (
-        f"same as {settings.CPU_DEVICES.name}=N, for this program: number of devices that a CPU counts as"
+        f"number of devices that a CPU counts as, like {settings.CPU_DEVICES.name}=N but only for "
+        "this program"
     )
     result.add_argument("--cpu-devices", type=positive, help=help_text)
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...]")

@@ -43,7 +43,7 @@ def _checkout(standing: Path, name: str) -> Path:
         if (root / name).is_file() and (root / "megatron").is_dir():
             return root.resolve()
     raise UsageError(
-        f"no {name} of a Megatron-LM in {' or '.join(map(str, roots))}",
+        f"no {name} from Megatron-LM in {' or '.join(map(str, roots))}",
         "the root of a Megatron-LM checkout",
         f"Clone this project inside one, as the guide does, or set {settings.MEGATRON_PATH.name}.",
     )
@@ -67,7 +67,7 @@ def _committed(root: Path, name: str) -> bytes:
         content, reason = b"", str(error)
     if not content or b"stock_script.main" in content:
         raise UsageError(
-            f"{root / name} was overwritten by the file of the same name in tests_gpt, and git has no "
+            f"{root / name} was overwritten by the file with the same name from tests_gpt, and git has no "
             f"stock version of it ({reason or 'the committed file is ours too'})",
             "a git checkout of Megatron-LM",
             f"Restore the stock {name}, or set {settings.MEGATRON_PATH.name} to another checkout.",

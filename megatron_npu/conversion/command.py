@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
         "--hf-weights",
         choices=list(hf_files.FORMATS),
         default=hf_files.SINGLE,
-        help="file format of the weights; pytorch_model.bin is a pickle, for programs that "
-        "need it (only with --to hf)",
+        help="file format of the weights; pytorch_model.bin is a pickle, for programs that need one (only "
+        "with --to hf)",
     )
     add(
         "--max-shard-gb",
@@ -88,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--eos-token",
         metavar="TEXT",
-        help="end-of-text token, if no file of the source names one (only with --to megatron)",
+        help="end-of-text token, if no source file names one (only with --to megatron)",
     )
-    tokenizer_flags.add_gpt2_files(add, ", if it has moved since the training (from megatron)")
+    tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (from megatron)")
     return result
 
 
@@ -134,7 +134,7 @@ def _enough_memory(source: str) -> Iterator[None]:
             raise
         raise UsageError(
             f"the conversion of {source} does not fit into memory",
-            f"more than the {host_memory.available() / 1e9:.1f} GB that are available",
+            f"at most the {host_memory.available() / 1e9:.1f} GB that are available",
             "End other programs, raise a limit of this process (ulimit -v), or use a larger machine.",
         ) from error
 
@@ -147,17 +147,21 @@ def _check(args: Namespace) -> None:
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "several processes",
+            "megatron-npu convert was started in several processes",
             "a single process: any layout can load the result",
             "Start it without torchrun.",
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
-        raise UsageError("--make-vocab-size-divisible-by or --max-shard-gb", "a number above 0", "Change it.")
+        raise UsageError(
+            "--make-vocab-size-divisible-by or --max-shard-gb is not positive",
+            "a positive number",
+            "Change it.",
+        )
     _check_sizes(args)
     hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
-            "--proof logits without the package transformers",
+            "--proof logits, but transformers is not installed",
             "the package transformers",
             'pip install "megatron_npu[hf]"',
         )
@@ -169,11 +173,11 @@ def _check_sizes(args: Namespace) -> None:
     if (args.ckpt_format != "torch" or args.target != "megatron") and sizes != (1, 1):
         raise UsageError(
             f"tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}",
-            "sizes only with --to megatron --ckpt-format torch",
+            "parallel sizes only with --to megatron --ckpt-format torch",
             "Remove them: any layout can load the result.",
         )
 
 
 def _require_new(destination: Path) -> None:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise UsageError(f"{destination} exists", "a new folder", "Use another name, or remove it.")
+        raise UsageError(f"{destination} already exists", "a new folder", "Use another name, or remove it.")

@@ -67,7 +67,7 @@ class Config:
         self._seen.add(key)
         value = self._values.get(key, default)
         if value is None:
-            raise UsageError(f"{self.path} has no {key}", "the config.json of a whole model", "Add it.")
+            raise UsageError(f"{self.path} has no {key}", "a complete config.json", "Add the key.")
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -78,7 +78,7 @@ class Config:
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 1:
-            raise self.refusal(key, value, "a whole number above 0")
+            raise self.refusal(key, value, "a positive integer")
         return int(value)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -89,7 +89,7 @@ class Config:
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 0:
-            raise self.refusal(key, value, "a whole number from 0 on")
+            raise self.refusal(key, value, "a non-negative integer")
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -100,7 +100,7 @@ class Config:
         """
         value = self.take(key, default)
         if not is_number(value) or value < 0:
-            raise self.refusal(key, value, "a number from 0 on")
+            raise self.refusal(key, value, "a non-negative number")
         return value
 
     def text(self, key: str) -> str:
@@ -111,7 +111,7 @@ class Config:
         """
         value = self.take(key)
         if not isinstance(value, str):
-            raise self.refusal(key, value, "a text")
+            raise self.refusal(key, value, "a string")
         return value
 
     def items(self, key: str) -> list[Any]:
@@ -202,7 +202,7 @@ def read(folder: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise UsageError(
-            f"{path}: too deeply nested brackets", "a JSON object", "Get a fresh copy."
+            f"{path}: the brackets are nested too deeply", "a JSON object", "Get a fresh copy."
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -210,5 +210,5 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path}: {reason}", "the config.json of a Hugging Face model", "Pass the model's folder."
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path} is JSON of another form", "an object", "Pass the model's folder.")
+        raise UsageError(f"{path} is not a JSON object", "an object", "Pass the model's folder.")
     return values

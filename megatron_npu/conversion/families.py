@@ -25,7 +25,9 @@ def of_config(config: Config) -> Family:
     if family is None:
         raise config.refusal("model_type", kind, " or ".join(f'"{name}"' for name in FAMILIES))
     if config.has("quantization_config"):
-        raise config.refusal("quantization_config", config.take("quantization_config"), "whole weights")
+        raise config.refusal(
+            "quantization_config", config.take("quantization_config"), "weights that are not quantized"
+        )
     return family
 
 
@@ -49,8 +51,8 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
     if len(claiming) != 1:
         together = " and ".join(sorted(traits_of(args)))
         raise UsageError(
-            f"the checkpoint was trained with {together}, which cannot be converted together",
-            f"the features of one of these: {', '.join(FAMILIES)}",
+            f"the checkpoint was trained with {together}, but no supported model has this combination",
+            f"the features of one of these model types: {', '.join(FAMILIES)}",
             "Nothing was written.",
         )
     return claiming[0]

@@ -144,7 +144,9 @@ def _files(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [folder / single]
     raise UsageError(
-        f"{folder}: no weights", f"{SINGLE}, {INDEX} or {PICKLED}", "Pass the folder of a Hugging Face model."
+        f"{folder} contains no weights",
+        f"{SINGLE}, {INDEX} or {PICKLED}",
+        "Pass the folder of a Hugging Face model.",
     )
 
 
@@ -152,11 +154,15 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UsageError(f"{index}: {error}", "an index of shards", "Get a fresh copy.") from error
+        raise UsageError(f"{index}: {error}", "a JSON index of weight files", "Get a fresh copy.") from error
     for name in names:
         # an index must not lead out of its folder
         if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
-            raise UsageError(f"{index} names {name!r}", "a file in its folder", "Get the missing shard.")
+            raise UsageError(
+                f"{index} lists {name!r}, which is not in its folder",
+                "all listed files in that folder",
+                "Get the missing shard.",
+            )
     return [index.parent / name for name in sorted(names)]
 
 

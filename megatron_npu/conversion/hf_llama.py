@@ -144,7 +144,9 @@ class Kind(Family):
         attention = config.require("attention_bias", False, *([True] if self.attention_bias_key else []))
         if everywhere and not attention:
             raise config.refusal(
-                "mlp_bias", True, "attention_bias too: Megatron has no flag for a bias only in the MLP"
+                "mlp_bias",
+                True,
+                "attention_bias as well, because Megatron has no flag for a bias only in the MLP",
             )
         if everywhere:
             return []

@@ -103,8 +103,8 @@ class MixtureKind(Kind):
             raise config.refusal(
                 "num_experts_per_tok",
                 1,
-                "2 or more if scores are normalized to sum to 1: with a single expert Megatron uses its "
-                "probability, this model uses 1",
+                "2 or more if scores are normalized to sum to 1: with a single expert, Megatron uses the "
+                "expert's probability, but this model uses 1",
             )
         return whole
 

@@ -61,7 +61,7 @@ def write(
 
 def _origin(found: CheckpointInfo) -> str:
     if found.path.name == RELEASE:
-        return "Converted from a checkpoint that Megatron has not trained further."
+        return "Converted from a checkpoint without further training in Megatron."
     return f"Trained by Megatron for {found.iteration} iterations."
 
 
@@ -116,7 +116,7 @@ def _losses(found: CheckpointInfo) -> dict[str, float]:
 def _use(args: Namespace) -> Iterator[str]:
     yield "```python"
     if args.tokenizer_type == "NullTokenizer":
-        yield ("from transformers import AutoModelForCausalLM  # there is no tokenizer: texts are token ids")
+        yield ("from transformers import AutoModelForCausalLM  # no tokenizer: texts are token ids")
         yield 'model = AutoModelForCausalLM.from_pretrained(".")'
     else:
         yield "from transformers import pipeline"

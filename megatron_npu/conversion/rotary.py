@@ -34,7 +34,7 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
     values = _agreeing(config)
     base = values.pop("rope_theta", usual_base)
     if not config_file.is_number(base) or base != int(base) or base < 1:
-        raise config.refusal("rope_theta", base, "a whole number, as --rotary-base requires")
+        raise config.refusal("rope_theta", base, "an integer, as --rotary-base requires")
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise config.refusal("partial_rotary_factor", _agreeing(config)["partial_rotary_factor"], "1.0")
     kind = values.pop("rope_type", "default")
@@ -60,7 +60,7 @@ def _agreeing(config: Config) -> dict[str, Any]:
         for key, value in values.items():
             key = "rope_type" if key == "type" else key
             if value is not None and found.setdefault(key, value) != value:
-                raise config.refusal(key, [found[key], value], "the same value wherever it is given")
+                raise config.refusal(key, [found[key], value], "the same value in every place that sets it")
     return found
 
 
@@ -155,16 +155,18 @@ class _Scaling:
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
-            raise self._config.refusal(_LENGTH, [inside, beside], "the same value wherever it is given")
+            raise self._config.refusal(
+                _LENGTH, [inside, beside], "the same value in every place that sets it"
+            )
         value = beside or inside or default or self._config.number("max_position_embeddings")
         if not config_file.is_number(value) or value != int(value) or value < 1:
-            raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a positive whole number")
+            raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a positive integer")
         return int(value)
 
     def _number(self, key: str, default: float | None = None, least: float = math.ulp(0.0)) -> float:
         value = self._values.pop(key, default)
         if value is None or not config_file.is_number(value) or value < least:
-            expected = f"a number from {least} on" if least in (0, 1) else "a number above 0"
+            expected = f"a number of at least {least}" if least in (0, 1) else "a positive number"
             raise self._config.refusal(f"rope_scaling {key}", value, expected)
         return value
 
@@ -175,7 +177,7 @@ class _Scaling:
             UsageError: a key is left over, because this type of scaling does not have it.
         """
         for key, value in self._values.items():
-            raise self._config.refusal(f"rope_scaling {key}", value, "without this key")
+            raise self._config.refusal(f"rope_scaling {key}", value, "the key to be absent")
 
 
 _MOST = 10_000  # times the original length

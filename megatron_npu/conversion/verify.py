@@ -125,15 +125,15 @@ def verify(
     )
     if not result.difference <= BOUND * result.largest:  # nan is refused as well
         raise UsageError(
-            f"the logits of the two models differ by {result.difference:.3g} (the largest is "
-            f"{result.largest:.3g}), on {result.tokens} tokens",
+            f"the logits of the original and the converted model differ by {result.difference:.3g} (the "
+            f"largest is {result.largest:.3g}), on {result.tokens} tokens",
             f"at most {BOUND:g} of the largest",
             "Nothing was written, because the converted model computes different results. Please report it.",
         )
     if not result.turned <= far_rotation.bound(result.positions):
         raise UsageError(
-            f"at the end of {result.positions} tokens the two models rotate queries and keys by different "
-            f"angles (their sines differ by {result.turned:.3g})",
+            f"after {result.positions} tokens the original and the converted model rotate queries and keys "
+            f"by different angles (their sines differ by {result.turned:.3g})",
             f"at most {far_rotation.bound(result.positions):.3g}",
             "Nothing was written. Please report it.",
         )
@@ -161,7 +161,7 @@ def told(
     if logits:
         yield (
             f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
-            f"{result.difference:.2e}, largest logit {result.largest:.2e}, allowed {BOUND:g} of it"
+            f"{result.difference:.2e}, largest logit {result.largest:.2e}, limit {BOUND:g} of it"
         )
         if result.positions:
             yield (
@@ -192,7 +192,7 @@ def _compare_tensors(
         if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
             raise UsageError(
                 f"{name} differs from the converted tensor",
-                "the same numbers on both sides",
+                "bitwise identical tensors",
                 "Please report it.",
             )
         number += 1

@@ -113,8 +113,8 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
         if kinds == {str(dtype).removeprefix("torch.")}:
             return name
     raise UsageError(
-        f"{found.source.folder} holds {', '.join(sorted(kinds))}",
-        "one of float32, bfloat16 and float16 for all tensors",
+        f"{found.source.folder} contains weights in {', '.join(sorted(kinds))}",
+        "one dtype for all tensors: float32, bfloat16 or float16",
         "Pass --dtype fp32, bf16 or fp16 to convert them all.",
     )
 

@@ -63,7 +63,9 @@ def _of_kinds(config: Config, kinds: Sequence[Any], expected: list[bool], *, fre
     found = [kind == _WINDOW for kind in kinds]
     known = len(kinds) == len(expected) and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
     if not known or (found != expected and not free):
-        raise config.refusal("layer_types", kinds, f"{json.dumps(_kinds(expected))}, as the other keys say")
+        raise config.refusal(
+            "layer_types", kinds, f"{json.dumps(_kinds(expected))}, as the other keys specify"
+        )
     return found
 
 

@@ -86,7 +86,7 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
     if not own:
         raise UsageError(
             f"{given}: {place} names {name!r}, which is not in that folder",
-            "a folder whose files name only files in that folder",
+            "a folder whose files refer only to files in the same folder",
             "Put the file into the folder, or pass the file itself if you want to read it.",
         )
 

@@ -142,10 +142,10 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
         return "threads can be bound to cores only on Linux"
     named = [name for name in _PLACES if name in os.environ]
     if named:
-        return f"{named[0]} sets the binding"
+        return f"{named[0]} already sets the binding"
     with contextlib.suppress(psutil.Error, OSError):
         if launcher is not None and set(launcher.cpu_affinity()) != os.sched_getaffinity(0):
-            return "the launcher has bound them"
+            return "the launcher has already bound them"
     load = os.getloadavg()[0]
     if load > _BUSY * len(cores):
         return f"other programs use the machine (load {load:.1f})"
@@ -162,6 +162,6 @@ def _bind(cpus: list[int]) -> None:
 def _line(ranks: int, cores: Sequence[object], said: str, reason: str) -> str:
     each = said or str(len(cores) // ranks)
     why = f"{_THREADS}={said}" if said else f"{_THREADS} is not set (the 1 set by torchrun is ignored)"
-    where = f"not bound to cores: {reason}" if reason else "each bound to its own cores"
+    where = f"not bound to cores: {reason}" if reason else "each rank bound to its own cores"
     plural = "" if each == "1" else "s"
     return f"megatron_npu: {ranks} ranks on {len(cores)} cores: {each} thread{plural} each ({why}), {where}"

@@ -90,8 +90,8 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
         mine = tensor_list[rank]
         if mine.shape != tensor.shape:
             raise ValueError(
-                f"all_gather: this rank has a tensor of shape {list(tensor.shape)} and provides "
-                f"{list(mine.shape)} for it; the output list must have the shapes of the inputs"
+                f"all_gather: this rank has a tensor of shape {list(tensor.shape)}, but its output tensor "
+                f"has shape {list(mine.shape)}; the outputs must have the same shapes as the inputs"
             )
         mine.copy_(tensor.detach())
         works = [
@@ -262,7 +262,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
         if seen == before and all(asleep for asleep, _ in seen.values()):
             break
         if time.monotonic() > deadline:
-            logger.warning("threads of gloo are still running after %g s; the process ends anyway", timeout)
+            logger.warning("gloo threads are still running after %g s; the process exits anyway", timeout)
             return False
     return True
 

@@ -55,8 +55,8 @@ def _failures() -> Iterator[Replacement]:
 _REMEDIES = {
     errno.EAGAIN: "Raise the number of processes (ulimit -u, docker --pids-limit), or lower --num-workers.",
     errno.EMFILE: "Raise the number of open files (ulimit -n), or lower --num-workers.",
-    errno.ENOMEM: "There is not enough memory for so many workers: lower --num-workers.",
-    errno.ENOSPC: "/dev/shm, where their queues are, is full: give it more (docker run --shm-size), or lower "
+    errno.ENOMEM: "There is not enough memory for that many workers: lower --num-workers.",
+    errno.ENOSPC: "/dev/shm, where their queues are, is full: enlarge it (docker run --shm-size), or lower "
     "--num-workers.",
 }
 
@@ -75,7 +75,7 @@ def _starting(method: Callable[..., None]) -> Callable[..., None]:
             self._shutdown = True  # else torch's own end asks for what has not been made
             if error.errno not in _REMEDIES:
                 raise
-            what = f"the processes of --num-workers cannot be started: {error.strerror}"
+            what = f"the data-loader workers (--num-workers) cannot be started: {error.strerror}"
             raise LoaderWorkerError(what, _REMEDIES[error.errno]) from error
 
     return start
@@ -133,7 +133,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
             _tell_of(self)
             if not ended:  # an error of the user's data
                 raise
-            what = f"DataLoader worker (pid {', '.join(ended)}) ended while it sent a batch"
+            what = f"DataLoader worker (pid {', '.join(ended)}) exited while sending a batch"
             raise LoaderWorkerError(what) from error
 
     return take

@@ -56,7 +56,7 @@ class NpuDevice(Device):
         try:
             import torch_npu  # noqa: F401  (registers torch.npu)
         except Exception as error:  # a wheel without its CANN fails in many ways, all of which mean absent
-            return f"torch_npu does not import ({type(error).__name__}: {error})"
+            return f"torch_npu cannot be imported ({type(error).__name__}: {error})"
         return None if torch.npu.is_available() else "torch_npu finds no NPU"
 
     def count(self) -> int:

@@ -146,7 +146,12 @@ def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
     Raises:
         OSError: some rank cannot map the memory; raised on all of them.
     """
-    where, reason, memory, descriptor = torch.zeros(3, dtype=torch.int64), "another rank cannot", None, -1
+    where, reason, memory, descriptor = (
+        torch.zeros(3, dtype=torch.int64),
+        "another rank cannot map it",
+        None,
+        -1,
+    )
     try:
         try:
             if group.rank() == 0:
@@ -165,7 +170,7 @@ def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
     if descriptor >= 0:  # by now all have mapped it
         os.close(descriptor)
     if memory is None or able.item() < group.size():
-        raise OSError(f"{int(able.item())} of {group.size()} ranks have mapped it: {reason}")
+        raise OSError(f"only {int(able.item())} of {group.size()} ranks mapped the shared memory: {reason}")
     return memory
 
 
@@ -190,5 +195,5 @@ def _open(process: int, descriptor: int, token: int) -> int:
     """
     path = f"/proc/{process}/fd/{descriptor}"
     if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":
-        raise OSError(f"{path} is something else")
+        raise OSError(f"{path} is not the shared memory of this group")
     return os.open(path, os.O_RDWR)

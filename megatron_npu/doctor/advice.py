@@ -37,17 +37,16 @@ def _of_package(package: dict[str, str]) -> list[str]:
     if "hidden_by" in package:
         return [
             (
-                f"The folder {package['hidden_by']} shadows this package for scripts that are started "
-                "here: they import an empty package, and nothing is patched. Run `pip install -e` again "
-                f"in the clone (from {package['used']}), or put it on PYTHONPATH."
+                f"The folder {package['hidden_by']} shadows this package for scripts started here: they "
+                "import an empty package, and nothing is patched. Run `pip install -e` again in the clone "
+                f"(from {package['used']}), or put it on PYTHONPATH."
             )
         ]
     if "another" in package:
         return [
             (
-                f"Scripts that are started here import another copy of this package ({package['another']}) "
-                f"than this command ({package['used']}): remove one of them, or its folder from "
-                "PYTHONPATH."
+                f"Scripts started here import another copy of this package ({package['another']}) than this "
+                f"command does ({package['used']}): remove one of them, or its folder from PYTHONPATH."
             )
         ]
     return []
@@ -59,8 +58,8 @@ def _of_megatron(megatron: dict[str, Any]) -> list[str]:
     if failing:
         named = ", ".join(failing[:3]) + (", ..." if len(failing) > 3 else "")
         found.append(
-            f"{len(failing)} patches do not fit this Megatron ({named}): install a supported version, or "
-            f"see `megatron-npu check --megatron {megatron['root']}`."
+            f"{len(failing)} patches cannot be applied to this Megatron ({named}): install a supported "
+            f"version, or see `megatron-npu check --megatron {megatron['root']}`."
         )
     if "working_directory" in megatron:
         found.append(
@@ -75,8 +74,8 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
     torch, torch_npu = (_release(versions.get(name)) for name in ("torch", "torch-npu"))
     if torch and torch_npu and torch[:2] != torch_npu[:2]:
         found.append(
-            f"torch-npu {versions['torch-npu']} does not fit torch {versions['torch']}: the first two "
-            f"version numbers must be the same. Install torch-npu {torch[0]}.{torch[1]}.*"
+            f"torch-npu {versions['torch-npu']} does not fit torch {versions['torch']}: the major and minor "
+            f"versions must be the same. Install torch-npu {torch[0]}.{torch[1]}.*"
         )
     apex = _release(versions.get("apex"))
     if apex and apex >= (0, 9):
@@ -149,7 +148,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
     shared = devices.get("shared_memory_mib")
     if shared is not None and shared < LEAST_SHARED_MEMORY:
         found.append(
-            f"/dev/shm has {shared} MiB: data loaders and communication may end with a bus error. Start "
+            f"/dev/shm has {shared} MiB: data loaders and communication may crash with a bus error. Start "
             "the container with --shm-size=8g."
         )
     return found
@@ -158,7 +157,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
 def _of_ledger(ledger: dict[str, Any]) -> list[str]:
     found = [f"patch failed: {line}" for line in ledger.get("failed", [])]
     found += [
-        f"A part of Megatron is {reason}: a script that needs it fails too. Install the package."
+        f"Part of Megatron is {reason}: a script that needs it fails too. Install the package."
         for reason in ledger.get("not_imported", [])
     ]
     return found + ([f"Megatron cannot be patched: {ledger['error']}"] if "error" in ledger else [])
@@ -169,12 +168,13 @@ def _of_operations(operations: dict[str, Any]) -> list[str]:
     found += [
         (
             f"{name} deviates too much from its formula ({operations['largest_error'][name]:.2g}): its "
-            "results on this device are wrong. MEGATRON_NPU_VERIFY shows in which layers of a run."
+            "results on this device are wrong. MEGATRON_NPU_VERIFY shows which layers of a run are "
+            "affected."
         )
         for name in operations.get("beyond_limit", [])
     ]
     if "error" in operations:
-        found.append(f"The test of the operations ended early: {operations['error']}")
+        found.append(f"The operation tests ended early: {operations['error']}")
     return found
 
 

@@ -53,7 +53,7 @@ def main(folder: str | None, out: str | None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         raise UsageError(
-            "--cluster in one process",
+            "--cluster was started in only one process",
             "one process per device on every machine",
             "Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
         )
@@ -129,7 +129,7 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
         if own["versions"][name] != first["versions"][name]
     ]
     if abs(skew := own["clock"] - first["clock"]) > _SKEW:
-        faults.append(f"its clock differs by {skew:+.1f} s from that of {first['host']}")
+        faults.append(f"its clock differs from that of {first['host']} by {skew:+.1f} s")
     return faults + wrong_ports(own["address"], devices.current().name == "npu")
 
 
@@ -144,15 +144,17 @@ def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
     for name in _RANGES:
         text = os.environ.get(name, "")
         if text and text != "auto" and not all(map(_is_range, text.split(","))):
-            faults.append(f"{name}={text}: ranges such as 61000-61050,62000-62010 are expected, or auto")
+            faults.append(f"{name}={text}; expected port ranges such as 61000-61050,62000-62010, or auto")
     base = os.environ.get("HCCL_IF_BASE_PORT", str(_BASE_PORT))
     if not base.isdecimal() or not 1024 <= int(base) <= 65536 - _PORTS:
-        return [*faults, f"HCCL_IF_BASE_PORT={base}: a number from 1024 to {65536 - _PORTS} is expected"]
+        return [*faults, f"HCCL_IF_BASE_PORT={base}; expected a port from 1024 to {65536 - _PORTS}"]
     taken = [
         port for port in range(int(base), int(base) + _PORTS) if uses_hccl and not _is_free(address, port)
     ]
     if taken:
-        faults.append(f"HCCL's ports {', '.join(map(str, taken))} are taken (HCCL_IF_BASE_PORT={base})")
+        faults.append(
+            f"HCCL's ports {', '.join(map(str, taken))} are already in use (HCCL_IF_BASE_PORT={base})"
+        )
     return faults
 
 
@@ -180,9 +182,9 @@ def _wrong_on_device() -> list[str]:
         if not torch.equal(
             (matrix.to(device.torch_device()) @ matrix.to(device.torch_device())).cpu(), matrix @ matrix
         ):
-            faults.append("a matrix product is wrong")
+            faults.append("a matmul gave a wrong result")
     except RuntimeError as error:
-        faults.append(f"a matrix product: {str(error).partition(chr(10))[0]}")
+        faults.append(f"a matmul failed: {str(error).partition(chr(10))[0]}")
     try:
         collectives.all_reduce(
             torch.full((collectives.SIZE,), rank + 1.0, device=device.torch_device()), rank, ranks

@@ -24,7 +24,7 @@ SIZE = 1024  # elements of a rank's tensor
 
 def _expect(tensor: Tensor, value: float, told: str) -> None:
     wrong = tensor[tensor != value]
-    assert not wrong.numel(), f"{told} gave {wrong[0].item()}, not {value}"
+    assert not wrong.numel(), f"{told} gave {wrong[0].item()} instead of {value}"
 
 
 def all_reduce(own: Tensor, rank: int, size: int) -> None:

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         "megatron-npu doctor",
-        "Check this machine the way a run uses it, and print problems and their fixes.",
+        "Check this machine by using it as a training run does, and print problems with their fixes.",
         epilog="exit code: 0 if a run is expected to work, 1 if problems were found",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
@@ -38,9 +38,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--known-bugs",
         action="store_true",
-        help="only list the known bugs of that Megatron and whether they are fixed",
+        help="only list the known bugs of that Megatron, and whether they are fixed here",
     )
-    cluster = parser.add_argument_group("several machines, under the launcher of the job")
+    cluster = parser.add_argument_group("several machines, started with the job's launcher")
     cluster.add_argument(
         "--cluster",
         action="store_true",
@@ -122,7 +122,7 @@ def text(report: Report) -> str:
     for part, content in report.items():
         if part != "advice" and content:
             lines += [part, *_rows(content), ""]
-    told = report["advice"] or [f"nothing: a run{_of(report)} is expected to work"]
+    told = report["advice"] or [f"none; a run{_of(report)} is expected to work"]
     return "\n".join([*lines, "advice", *(f"  - {line}" for line in told)])
 
 

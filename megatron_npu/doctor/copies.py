@@ -26,7 +26,7 @@ def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[
     found = {"used": str(used), "installed": _installed()}
     folder = here / _NAME
     if folder.is_dir() and not (folder / "__init__.py").is_file():
-        found["folder"] = f"{folder} has the same name and is not this package"
+        found["folder"] = f"{folder} has the same name but is not this package"
     spec = PathFinder.find_spec(_NAME, [str(here), *(sys.path if path is None else path)])
     if spec is not None and spec.origin is None:  # folders alone; a finder of setuptools would come later
         found["hidden_by"] = str(folder)
@@ -40,7 +40,7 @@ def _installed() -> str:
     try:
         record = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:
-        return "not with pip: found on the path"
+        return "not installed with pip; found on the Python path"
     source = json.loads(record) if record else {}
     place = source.get("url", "").removeprefix("file://")
     if source.get("dir_info", {}).get("editable"):

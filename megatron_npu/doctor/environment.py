@@ -34,7 +34,7 @@ def put_on_path(path: str | None) -> str:
     elif around := _around_this_clone():
         root, found_by = (
             around.root,
-            "the checkout that contains the clone of megatron_npu: the scripts of the clone use it",
+            "the checkout that contains the clone of megatron_npu: scripts in the clone use it",
         )
     elif _first_on_path() is None and (here := megatrons.inside(Path.cwd())):
         root, found_by = here.root, "the working directory: only scripts in it import this Megatron"

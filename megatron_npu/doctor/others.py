@@ -27,14 +27,18 @@ def _owner(name: str, distributions: list[str]) -> str:
     if distributions:
         return ", ".join(f"{each} {version(each)}" for each in dict.fromkeys(distributions))
     spec = spec_of(name)
-    return f"not with pip, {spec.origin}" if spec is not None and spec.origin else "not with pip"
+    return (
+        f"not installed with pip, {spec.origin}"
+        if spec is not None and spec.origin
+        else "not installed with pip"
+    )
 
 
 def advice(found: dict[str, str]) -> list[str]:
     """Return advice on each package that patches Megatron as this package does."""
     return [
         (
-            f"{name} patches Megatron as this package does: use only one of them in a run. "
+            f"{name} patches Megatron, as this package does: use only one of them in a run. "
             f"{settings.AUTOLOAD.name}=0 disables this package."
         )
         for name in found

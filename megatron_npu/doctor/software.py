@@ -34,7 +34,9 @@ def torch_import_error() -> str | None:
     second attempt without them shows which one is at fault.
     """
     if not is_installed("torch"):
-        return "torch is not installed, and this package does not install it (README, Which torch)"
+        return (
+            "torch is not installed, and this package does not install it (see README, section Which torch)"
+        )
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken driver or package raises whatever it likes
@@ -46,9 +48,9 @@ def torch_import_error() -> str | None:
         if _imports_without_backends():
             return (
                 f"{reason}. With {AUTOLOAD_OF_TORCH}=0 the import works, so the fault is in a device "
-                f"package that torch loads ({packages}): repair or remove it."
+                f"package that torch loads ({packages}): reinstall or remove it."
             )
-        return f"{reason}. torch itself is broken: reinstall it."
+        return f"{reason}. The torch installation itself is broken: reinstall it."
     return None
 
 

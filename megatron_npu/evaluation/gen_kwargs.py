@@ -80,7 +80,7 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"generation_kwargs {name}={value!r}",
                 "until, max_gen_toks, do_sample, temperature, top_p, top_k",
-                "Change the task, or evaluate the export with --model hf.",
+                "Change the task, or convert the checkpoint and evaluate it with --model hf.",
             )
 
 

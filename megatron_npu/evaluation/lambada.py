@@ -51,13 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "--valid-data",
         required=True,
         metavar="FILE",
-        help="JSON lines file with a passage per line under the key text",
+        help="JSON-lines file with one passage per line, under the key `text`",
     )
     add("--strict-lambada", action="store_true", help="predict the whole last word instead of its last token")
     add(
         "--lm-eval-cut",
         action="store_true",
-        help="predict the whole last word, with the split that lm-eval's task lambada_openai uses",
+        help="predict the whole last word, split from its context as in lm-eval's task lambada_openai",
     )
     add("--results", metavar="FILE", help="write the result of each passage to FILE as JSON lines")
     add("--micro-batch-size", type=positive, default=4, help="number of passages per forward pass")

@@ -47,7 +47,7 @@ def require(asked: argparse.Namespace) -> None:
         raise UsageError(
             f"--output_path {asked.output_path}: {there} cannot be written ({reason})",
             "a writable folder, or a .json file in one",
-            "Use another path: otherwise lm-eval would evaluate and lose the results.",
+            "Use another path: otherwise lm-eval would run the evaluation and lose the results.",
         )
     whole_results.remove_abandoned(place)
 
@@ -67,7 +67,7 @@ def why_lost(output_path: Path, since: float) -> str:
     try:
         json.loads(newest.read_bytes())
     except ValueError:
-        return f"{newest} is incomplete: is the disk full?"
+        return f"{newest} is incomplete; is the disk full?"
     return ""
 
 

@@ -102,7 +102,9 @@ class MegatronNpu(TemplateLM):
         self.max_length = max_length or self._model.sampler.positions
         if self.max_length > self._model.sampler.positions:
             raise UsageError(
-                f"max_length={max_length}", f"at most {self._model.sampler.positions} positions", "Change it."
+                f"--model_args max_length={max_length}",
+                f"at most {self._model.sampler.positions} positions",
+                "Lower max_length.",
             )
 
     def close(self) -> None:
@@ -307,7 +309,7 @@ class MegatronNpu(TemplateLM):
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(
-                f"{wish.tokens} tokens to be added (max_gen_toks)",
+                f"{wish.tokens} tokens to generate (max_gen_toks)",
                 f"fewer than the model's {self.max_length} positions",
                 f"Add --gen_kwargs max_gen_toks={self.max_length // 2}.",
             )
@@ -344,10 +346,14 @@ def _check(unknown: dict[str, Any], device: str | None) -> None:
     # lm-eval's default is cuda:0, which means this machine's device here
     if device is not None and torch.device(device).type not in ("cuda", here.type):
         raise UsageError(
-            f"--device {device}", f"{here.type}, the device of this process", "Set MEGATRON_NPU_DEVICE."
+            f"--device {device} is not the device of this process",
+            f"{here.type}",
+            "Select the device with MEGATRON_NPU_DEVICE.",
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
-        raise UsageError("a process group that already exists", "none", "Start the processes with torchrun.")
+        raise UsageError(
+            "a process group already exists", "no process group", "Start the processes with torchrun."
+        )
 
 
 def _require(context: list[int], continuation: list[int], longest: int) -> None:
@@ -355,5 +361,5 @@ def _require(context: list[int], continuation: list[int], longest: int) -> None:
         raise UsageError(
             f"a context of {len(context)} tokens and a continuation of {len(continuation)}",
             f"at least one token of each, and at most {longest} in total",
-            "Leave the example out.",
+            "Remove the example.",
         )

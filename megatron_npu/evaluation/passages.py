@@ -39,28 +39,36 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
     try:
         lines = files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--valid-data {file}: {error}", "JSON lines", "Correct the path.") from error
+        raise UsageError(f"--valid-data {file}: {error}", "a JSON-lines file", "Correct the path.") from error
     examples, longer = [], 0
     for number, line in enumerate(lines, 1):
         try:
             example = CUTS[cut](json.loads(line)["text"], tokenizer)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             expected = 'a JSON object with a passage of two words or more as "text"'
-            raise UsageError(f"{file}, line {number}: {line[:40]!r}", expected, "Correct it.") from error
+            raise UsageError(
+                f"{file}, line {number} is {line[:40]!r}", expected, "Correct the line."
+            ) from error
         asked = len(example.answer)
         room = longest + 1 - asked  # for the context
         if not example.context or not asked or room < 1:
             raise UsageError(
-                f"{file}, line {number}: {len(example.context)} tokens and a last word of {asked}",
+                f"{file}, line {number}: the passage has {len(example.context)} tokens, and its last word "
+                f"{asked}",
                 f"at least one token before the word, and both within the model's {longest} positions",
                 "Remove the passage, or use a model with more positions.",
             )
         longer += len(example.context) > room
         examples.append(Example(example.context[-room:], example.answer))
     if not examples:
-        raise UsageError(f"--valid-data {file}: no passages", "at least one line", "Correct the path.")
+        raise UsageError(
+            f"--valid-data {file} contains no passages", "at least one passage", "Correct the path."
+        )
     if longer and not int(os.environ.get("RANK", "0")):
-        print(f" > {longer} passages are longer than {longest} tokens and are truncated to their last tokens")
+        print(
+            f" > {longer} passages are longer than {longest} tokens; only their last {longest} tokens are "
+            "used"
+        )
     return examples
 
 

@@ -49,7 +49,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except (TemplateError, RecursionError) as error:
             raise UsageError(
-                f"the chat template: {str(error)[:200]}",
+                f"the chat template is invalid: {str(error)[:200]}",
                 "a valid Jinja template",
                 "Get a fresh copy of the tokenizer.",
             ) from error
@@ -76,9 +76,9 @@ class ChatTemplate:
                 )
         except Exception as error:  # a template can fail in any way that an expression of Python can
             raise UsageError(
-                f"messages that the chat template rejects: {str(error)[:200]}",
-                "messages in the roles and the order that the model was trained with",
-                "Change them.",
+                f"the chat template rejects the messages: {str(error)[:200]}",
+                "messages with the roles and in the order that the model was trained on",
+                "Change the messages.",
             ) from error
         if begin_answer:
             return text
@@ -168,7 +168,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, argument: object) -> Any:
         if time.monotonic() > until:
-            raise TimeoutError(f"it did not finish within {seconds:g} s")
+            raise TimeoutError(f"rendering did not finish within {seconds:g} s")
         return look
 
     sys.settrace(look)

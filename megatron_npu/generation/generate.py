@@ -43,11 +43,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--sample-output-file",
         metavar="FILE",
-        help="JSON lines file for the continuations (default: the input file's name plus .out)",
+        help="JSON-lines file for the continuations (default: the input file's name plus .out)",
     )
-    add("--genfile", metavar="FILE", help="write samples to FILE as JSON lines instead of printing them")
+    add("--genfile", metavar="FILE", help="write the samples to FILE as JSON lines instead of printing them")
     add("--output", metavar="FILE", help="write the text to FILE instead of printing it")
-    add("--micro-batch-size", type=positive, default=8, help="maximum number of samples generated at once")
+    add("--micro-batch-size", type=positive, default=8, help="maximum number of samples to generate at once")
     add_sampling(add)
     return result
 
@@ -63,7 +63,7 @@ def add_sampling(add: trained_model.Add) -> None:
     add(
         "--out-seq-length",
         type=integer,
-        help="maximum number of tokens in prompt and continuation together (default: the model's positions)",
+        help="maximum total number of tokens in prompt and continuation (default: the model's positions)",
     )
     default = _DEFAULT.temperature
     add(
@@ -142,8 +142,8 @@ def _check(given: argparse.Namespace) -> None:
     ways = [flag for flag in ("prompt", "sample_input_file") if getattr(given, flag) is not None]
     if not ways and given.num_samples is None:
         raise UsageError(
-            "nothing to do",
-            "--prompt TEXT, --sample-input-file FILE, or --num-samples N (0: a conversation)",
+            "no prompt and no number of samples",
+            "--prompt TEXT, --sample-input-file FILE, or --num-samples N (0: interactive conversation)",
             "Pass one.",
         )
     if len(ways) > 1 or (given.num_samples == 0 and ways):
@@ -212,8 +212,8 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
             f"--out-seq-length {given.out_seq_length} with a prompt of {length} tokens",
-            f"more than the prompt has, and at most the model's {positions} positions",
-            "Change it.",
+            f"more tokens than the prompt has, and at most the model's {positions} positions",
+            "Change it, or shorten the prompt.",
         )
     if given.num_tokens is not None and length + given.num_tokens > positions:
         raise UsageError(

@@ -22,21 +22,25 @@ def read_prompts(file: str) -> list[str]:
     try:
         lines = files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise UsageError(
             f"--sample-input-file {file}: {reason}",
             "a UTF-8 text file with one prompt per line",
-            "Correct it.",
+            "Correct the file or its path.",
         ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise UsageError(
-                f"{file}, line {number}: an empty prompt",
+                f"{file}, line {number}: the prompt is empty",
                 "some text in each line",
                 "Remove the line; --num-samples N generates unconditional samples.",
             )
     if not lines:
-        raise UsageError(f"--sample-input-file {file}: no prompt", "one prompt per line", "Add a prompt.")
+        raise UsageError(
+            f"--sample-input-file {file} contains no prompt",
+            "one prompt per line",
+            "Add at least one prompt.",
+        )
     return lines
 
 
@@ -72,4 +76,6 @@ def require_writable(file: str) -> None:
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():
         reason = "a folder" if path.is_dir() else "its folder does not exist"
-        raise UsageError(f"{file}: {reason}", "the path of a file in an existing folder", "Correct it.")
+        raise UsageError(
+            f"{file}: {reason}", "the path of a file in an existing folder", "Correct the file or its path."
+        )

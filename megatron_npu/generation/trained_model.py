@@ -37,12 +37,12 @@ def add_flags(add: Add) -> None:
         add(
             f"--{name.replace('_', '-')}",
             type=whole,
-            help="accepted for compatibility; must equal the checkpoint's value, which is the default",
+            help="accepted for compatibility; must match the checkpoint, whose value is the default",
         )
-    add("--seq-length", type=whole, help="accepted for compatibility with Megatron's script; has no effect")
+    add("--seq-length", type=whole, help="no effect; accepted for compatibility with Megatron's script")
     add(
         "--tokenizer-type",
-        help="accepted for compatibility; must equal the checkpoint's tokenizer, which is the default",
+        help="accepted for compatibility; must match the checkpoint's tokenizer, which is the default",
     )
 
 
@@ -52,9 +52,9 @@ def add_checkpoint(add: Add) -> None:
         "--load",
         required=True,
         metavar="DIR",
-        help="folder given to --save in training; the newest checkpoint is loaded",
+        help="folder that training wrote with --save; its newest checkpoint is loaded",
     )
-    flags.add_gpt2_files(add, " (default: as in training)")
+    flags.add_gpt2_files(add, " (default: the one used in training)")
     add("--fp16", action="store_true", help="compute in fp16 (default: the precision used in training)")
     add("--bf16", action="store_true", help="compute in bf16 (default: the precision used in training)")
 
@@ -93,7 +93,7 @@ class TrainedModel:
         ids = self.tokenizer.encode(text)
         if not ids:
             raise UsageError(
-                "an empty prompt",
+                "the prompt is empty",
                 "at least one token",
                 "Pass some text; for unconditional samples use --num-samples 1 without a prompt.",
             )

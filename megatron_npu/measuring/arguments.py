@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive, seed
 from megatron_npu.measuring.schemes import SUITES
 
-at_least_two = Number("a whole number from 2 on", int, 2)
+at_least_two = Number("an integer of at least 2", int, 2)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,23 +26,28 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--devices",
         type=positive,
-        help="number of ranks, one per device (default: 4 as in the published table, or as "
-        "many as there are)",
+        help="number of ranks, one per device (default: 4 as in the published table, or as many as this "
+        "machine has)",
     )
     add("--steps", type=positive, default=20, help="number of steps in one timed repetition")
     add(
         "--repeat",
         type=positive,
         default=5,
-        help="number of repetitions; the mean and the deviation are computed over them",
+        help="number of repetitions, over which the mean and the deviation are computed",
     )
     add(
         "--micro-batch-size",
         type=positive,
-        help="samples per forward pass (default: as in the published table; on a CPU 1 or 4)",
+        help="number of samples per rank and forward pass (default: as in the published table; on a CPU 1 "
+        "or 4)",
     )
-    add("--global-batch-size", type=positive, help="samples per step (default: micro batch x devices)")
-    add("--seq-length", type=at_least_two, help="tokens per sample (default: the model's)")
+    add(
+        "--global-batch-size",
+        type=positive,
+        help="number of samples per step over all ranks (default: micro batch x devices)",
+    )
+    add("--seq-length", type=at_least_two, help="number of tokens per sample (default: the model's)")
     add("--vocab-size", type=at_least_two, help="number of rows in the embedding (default: the model's)")
     add(
         "--mixed-precision",

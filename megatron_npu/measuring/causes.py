@@ -37,8 +37,8 @@ def _no_oom(plan: Plan, scheme: Scheme) -> str:
         plan.job(scheme), plan.suite.family, host_is_device=plan.machine.host_memory
     )
     return (
-        f"no OOM here: a rank needs at least {needed >> 20} MB by calculation, which are "
-        "available; with a lower --memory-limit it ends as in the document"
+        f"no OOM here: the estimated {needed >> 20} MB or more that a rank needs are available; with a "
+        "lower --memory-limit it runs out of memory as in the document"
     )
 
 
@@ -47,12 +47,12 @@ def _of_peak(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
         job = plan.job(scheme)
         copies = 2 * estimate.parameters(plan.suite.family, plan.size)
         yield (
-            f"during a step autocast stores 16-bit copies of the weights, {copies >> 20} MB, and "
-            f"halves activations, of which at least {estimate.activations(job) >> 20} MB remain"
+            f"during a step, autocast stores 16-bit copies of the weights ({copies >> 20} MB) and halves "
+            f"the activations, of which at least {estimate.activations(job) >> 20} MB remain"
         )
     if plan.machine.is_host:
         yield (
-            "a resident set includes memory that malloc and gloo keep (a simulated or real NPU is "
+            "the resident set includes memory that malloc and gloo keep (a simulated or real NPU is "
             "measured exactly)"
         )
     yield from _size(plan)
@@ -61,7 +61,8 @@ def _of_peak(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
 def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
     if verdict == UNDECIDED:
         yield (
-            "the repeats differ by more than the two rows: raise --steps or --repeat, or use an idle machine"
+            "repetitions differ from each other by more than the two rows do: raise --steps or --repeat, or "
+            "use an idle machine"
         )
         return
     if plan.machine.is_host and plan.ranks > 1:
@@ -72,7 +73,7 @@ def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
     if scheme.mixed and plan.machine.lacks(plan.mixed_precision):
         yield f"{plan.mixed_precision} is emulated by this processor"
     if scheme.graph:
-        yield "graphs are torch's inductor here and ONNX Runtime's on GPUs in the document"
+        yield "graphs are compiled by torch's inductor here, but by ONNX Runtime on GPUs in the document"
     yield from _size(plan)
 
 
@@ -84,6 +85,6 @@ def _size(plan: Plan) -> Iterator[str]:
         plan.micro_batch_size != batch
     ):
         yield (
-            f"the document has {theirs.layers} layers x {theirs.hidden} channels, "
+            f"the document's model has {theirs.layers} layers x {theirs.hidden} channels, "
             f"{theirs.seq_length} tokens, micro batch {batch}"
         )

@@ -74,13 +74,14 @@ class Machine:
             notes += self._cores(ranks)
             if self.load > self.cores / 2:
                 notes.append(
-                    f"Other programs were running: the load was {self.load:.1f} on {self.cores} cores at the "
-                    "start. This lowers the throughput and makes its ratios noisy; CPU time is affected less."
+                    f"Other programs were running: the load was {self.load:.1f} on {self.cores} cores at "
+                    "the start. This lowers throughput and makes its ratios noisy; CPU time is less "
+                    "affected."
                 )
             if self.lacks(dtype):
                 notes.append(
                     f"This processor emulates {dtype}, for which it has no instructions: mixed precision is "
-                    "slower here, which says nothing about devices that have them."
+                    "slower here, which says nothing about devices that do have them."
                 )
         return notes
 

@@ -64,7 +64,7 @@ class Plan(Setting):
         if limits and needed > min(limits):
             return Outcome(
                 OOM,
-                f"not started: a rank needs at least {needed >> 20} MB by calculation, but only "
+                f"not started: a rank needs an estimated {needed >> 20} MB or more, but only "
                 f"{min(limits) >> 20} MB are available",
             )
         return None
@@ -72,7 +72,7 @@ class Plan(Setting):
     def _unfit(self, scheme: Scheme) -> str:
         parallel = scheme.tensor * scheme.pipeline
         if self.ranks % parallel:
-            return f"{scheme.name} needs {parallel} devices, or a multiple of them; there are {self.ranks}"
+            return f"{scheme.name} needs {parallel} devices, or a multiple of that; there are {self.ranks}"
         if self.size.heads % scheme.tensor:
             return f"{self.size.heads} heads cannot be divided among {scheme.tensor} ranks"
         if self.size.layers % scheme.pipeline:
@@ -80,7 +80,7 @@ class Plan(Setting):
         if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
             return "the global batch is not a multiple of the micro batch times the ranks"
         if scheme.sharding != "none" and self.ranks == 1:
-            return "one rank has no other rank to shard with"
+            return "with only one rank there is nothing to shard"
         return ""
 
 
@@ -169,13 +169,13 @@ def _ranks(asked: int | None, machine: Machine) -> int:
 def _check_surroundings(args: Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "`megatron-npu bench` under torchrun",
-            "one process: it starts its own ranks",
+            "`megatron-npu bench` was started under torchrun",
+            "a single process, because it starts its own ranks",
             "Start it without torchrun.",
         )
     if args.plot is not None and not is_installed("matplotlib"):
         raise UsageError(
-            "--plot without the package matplotlib",
+            "--plot, but matplotlib is not installed",
             "matplotlib, which draws the plot",
             "pip install matplotlib",
         )
@@ -184,7 +184,7 @@ def _check_surroundings(args: Namespace) -> None:
         _check_file(path)
     if len({path.absolute() for path in given}) < len(given):
         raise UsageError(
-            f"one file for two of --json, --markdown and --plot: {given[0]}",
+            f"the same file for two of --json, --markdown and --plot: {given[0]}",
             "a different file for each",
             "Use different files.",
         )
@@ -193,8 +193,12 @@ def _check_surroundings(args: Namespace) -> None:
 def _check_file(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: no folder {folder}", "an existing folder", "Create the folder.")
+        raise UsageError(
+            f"{path}: the folder {folder} does not exist", "an existing folder", "Create the folder."
+        )
     if path.is_dir():
-        raise UsageError(f"{path}, a folder", "a file that can be written", "Use another.")
+        raise UsageError(f"{path} is a folder", "a file that can be written", "Use another path.")
     if reason := files.refusal(folder):
-        raise UsageError(f"{path}: {folder} is not writable ({reason})", "a writable folder", "Use another.")
+        raise UsageError(
+            f"{path}: {folder} is not writable ({reason})", "a writable folder", "Use another path."
+        )

@@ -149,8 +149,8 @@ class Report:
         )
         yield f"- {plan.ranks} x {plan.machine.device}{f' ({hardware})' if hardware else ''}; {software}"
         yield (
-            f"- micro batch {plan.micro_batch_size}, global batch {plan.global_batch_size}; "
-            f"{plan.repeat} x {plan.steps} steps after {WARM_UP} that do not count; mixed is "
+            f"- micro batch {plan.micro_batch_size}, global batch {plan.global_batch_size}; {plan.repeat} x "
+            f"{plan.steps} timed steps after {WARM_UP} warm-up steps; mixed precision is "
             f"{plan.mixed_precision}"
         )
 

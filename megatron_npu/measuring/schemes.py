@@ -82,15 +82,18 @@ class Suite:
     schemes: tuple[Scheme, ...]
 
 
-_ZERO_1 = "shards the same as the document's fairscale OSS (6.02 samples/s, 22077 MB): optimizer states"
+_ZERO_1 = (
+    "shards the same states as the document's fairscale OSS (6.02 samples/s, 22077 MB): optimizer states"
+)
 _ZERO_2 = (
-    "shards the same as the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB): "
+    "shards the same states as the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB): "
     "optimizer states and gradients"
 )
 _ZERO_3 = "Megatron's own FSDP (optim_grads_params)"
-_FSDP = "shards the same as the document's fairscale FSDP; torch's successor, fully_shard"
+_FSDP = "shards the same states as the document's fairscale FSDP; torch's successor, fully_shard"
 _FOUR_BY_FOUR = (
-    "the document reports 4 x 4 on 4 GPUs, although it needs 16; its peak is that of 4 x 1. Here: 16 devices"
+    "the document reports 4 x 4 on 4 GPUs, although that layout needs 16; its peak equals that "
+    "of 4 x 1. Measured here on 16 devices"
 )
 
 

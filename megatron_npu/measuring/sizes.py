@@ -69,7 +69,7 @@ class Family:
         layers, hidden = int(match[1]), int(match[2])
         heads = int(match[3] or max(1, hidden // HEAD))
         if hidden % heads:
-            raise Unfit(f"{text}: {hidden} channels cannot be divided among {heads} heads", expected)
+            raise Unfit(f"{text}: {hidden} channels are not divisible by {heads} heads", expected)
         return Size(text, layers, hidden, heads, self.seq_length)
 
 

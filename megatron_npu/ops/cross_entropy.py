@@ -155,7 +155,7 @@ def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor
         yield alive[part]
 
 
-_plain_cross_entropy.on("cpu", "npu", note="tiles of rows, only those with a target on a CPU")(
+_plain_cross_entropy.on("cpu", "npu", note="tiles of rows; on a CPU only the rows with a target")(
     _PlainCrossEntropy.apply
 )
 _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else tiles of rows")(
@@ -324,9 +324,9 @@ def reduce_over_ranks(
     return largest + sums[0].log(), *sums[1:]
 
 
-_cross_entropy.on("cpu", "npu", note="tiles of rows, gradient overwrites the logits")(CrossEntropy.apply)
+_cross_entropy.on("cpu", "npu", note="tiles of rows, gradient in place of the logits")(CrossEntropy.apply)
 _cross_entropy.on(
-    "cuda", note="one Triton kernel per direction⁶, else tiles of rows; gradient overwrites the logits"
+    "cuda", note="one Triton kernel per direction⁶, else tiles of rows; gradient in place of the logits"
 )(CrossEntropy.apply)
 
 

@@ -37,12 +37,16 @@ def gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464: sections 3.1, the recurrence, and 3.3, chunks.
     """
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
+        raise ValueError(
+            f"the shapes q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match"
+        )
     if log_decay.shape != q.shape[:3] or beta.shape != q.shape[:3]:
         shapes = tuple(log_decay.shape), tuple(beta.shape)
-        raise ValueError(f"decay and beta {shapes} are not [batch, s, heads] of q {tuple(q.shape)}")
+        raise ValueError(
+            f"decay and beta {shapes} do not have the shape [batch, s, heads] of q {tuple(q.shape)}"
+        )
     if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"a chunk of {chunk} steps, which is no power of two")
+        raise ValueError(f"the chunk has {chunk} steps, which is not a power of two")
     return _rule(q, k, v, log_decay, beta, scale, chunk)
 
 
@@ -65,7 +69,7 @@ def _by_steps(
 _rule = Operation("gated_delta_rule", _by_steps)
 
 
-@_rule.on("cpu", "cuda", "npu", note="matmuls in chunks, one step per chunk")
+@_rule.on("cpu", "cuda", "npu", note="matmuls within chunks, one step per chunk")
 def _by_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:

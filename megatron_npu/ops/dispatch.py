@@ -264,4 +264,4 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
     """Return why ``kernel`` does not support ``dtype``, or None; used in ``supports``."""
-    return None if dtype in KERNEL_DTYPES else f"{kernel} takes no {dtype}"
+    return None if dtype in KERNEL_DTYPES else f"{kernel} does not support {dtype}"

@@ -198,12 +198,12 @@ _bias_dropout_add.on("npu", note="torch_npu's dropout")(_composed)
 
 
 @_bias_dropout_add.on(
-    "cuda", note="one Triton kernel per direction⁶ that keeps no mask, else torch's dropout"
+    "cuda", note="one Triton kernel per direction⁶, which stores no mask, else torch's dropout"
 )
 def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     beyond = None
     if residual.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
-        beyond = "the shapes of bias and residual are not those of rows"
+        beyond = "the shapes of bias and residual do not match rows"
     if takes_kernel("bias_dropout_add", x, bias, residual, beyond=beyond):
         return BiasDropoutAdd.apply(x, bias, residual, p)
     return _composed(x, bias, residual, p)

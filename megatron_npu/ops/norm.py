@@ -121,18 +121,20 @@ _rms_norm = Operation("rms_norm", _rms_norm_reference, group="norm")
 
 def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
     if weight.dtype is not input.dtype:
-        return f"the weight is {weight.dtype} and the input {input.dtype}"
+        return f"the weight is {weight.dtype}, but the input {input.dtype}"
     return None
 
 
-@_layer_norm.on("npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the input's dtype")
+@_layer_norm.on(
+    "npu", supports=_mixed_dtypes, note="`F.layer_norm`", limits="weight in the dtype of the input"
+)
 def _layer_norm_native(
     input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
 ) -> Tensor:
     return F.layer_norm(input, weight.shape, _factor(weight, zero_centered), bias, eps)
 
 
-_ON_CUDA = "one Triton kernel per direction⁶, else {}, for a weight of another dtype the reference"
+_ON_CUDA = "one Triton kernel per direction⁶, else {}; for a weight of another dtype the reference"
 
 
 @_layer_norm.on("cuda", note=_ON_CUDA.format("`F.layer_norm`"))
@@ -155,13 +157,13 @@ def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: boo
 def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
     """Return why our Triton norm kernel does not support these tensors, or None."""
     if weight.shape != input.shape[-1:]:
-        return f"the weight {tuple(weight.shape)} is not of the columns of {tuple(input.shape)}"
+        return f"the weight {tuple(weight.shape)} does not match the last dimension of {tuple(input.shape)}"
     if input.size(-1) > triton_norm.WIDEST:
         return f"rows of {input.size(-1)} values are wider than {triton_norm.WIDEST}"
     return None
 
 
-@_layer_norm.on("cpu", note="torch's kernel¹; backward: ours⁴ in bf16, fp32 tiles in fp16")
+@_layer_norm.on("cpu", note="torch's kernel¹; backward: ours⁴ for bf16, fp32 tiles for fp16")
 def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     # the sums over rows of torch's backward depend on the number of threads
     any_order = not torch.are_deterministic_algorithms_enabled()
@@ -170,14 +172,14 @@ def _layer_norm_cpu(input: Tensor, weight: Tensor, bias: Tensor, eps: float, zer
     return _CpuNorm.apply(input, weight, bias, eps, zero_centered)
 
 
-@_rms_norm.on("cpu", note="tiles; backward: our kernel⁴, or layer norm's")
+@_rms_norm.on("cpu", note="tiles; backward with a kernel of ours⁴ or the layer-norm kernel")
 def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     return _CpuNorm.apply(input, weight, None, eps, zero_centered)
 
 
 def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if not 2 <= input.dim() <= 8:
-        return f"npu_rms_norm takes 2 to 8 dimensions, not {input.dim()}"
+        return f"npu_rms_norm supports 2 to 8 dimensions, not {input.dim()}"
     return unsupported_dtype("npu_rms_norm", input.dtype) or _mixed_dtypes(input, weight, *rest)
 
 
@@ -185,7 +187,7 @@ def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     "npu",
     supports=_beyond_npu,
     note="`npu_rms_norm`",
-    limits="2 to 8 dimensions, weight in the input's dtype",
+    limits="2 to 8 dimensions, weight in the dtype of the input",
 )
 def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     import torch_npu

@@ -124,20 +124,23 @@ _add_layer_norm = Operation(
     "add_layer_norm", _layer_norm_reference, group="norm", draws=_draws, rounds_within=True
 )
 _add_rms_norm = Operation("add_rms_norm", _rms_norm_reference, group="norm", draws=_draws, rounds_within=True)
-_add_layer_norm.on("cpu", note="a sum, then `layer_norm`")(_layer_norm_reference)
-_add_rms_norm.on("cpu", note="a sum, then `rms_norm`")(_rms_norm_reference)
+_add_layer_norm.on("cpu", note="a sum and `layer_norm`")(_layer_norm_reference)
+_add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
     """Return why our Triton kernel for residual sum and norm does not support these tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
-        return f"the residual {residual.dtype} {tuple(residual.shape)} is not as the summand {x.dtype}"
+        return (
+            f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand "
+            f"{x.dtype}"
+        )
     if shift is not None and shift.shape != x.shape[-1:]:
-        return f"the bias {tuple(shift.shape)} is not of the columns of {tuple(x.shape)}"
+        return f"the bias {tuple(shift.shape)} does not match the last dimension of {tuple(x.shape)}"
     return norm.beyond_kernel(x, weight)
 
 
-@_add_layer_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum, then `layer_norm`")
+@_add_layer_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum and `layer_norm`")
 def _add_layer_norm_cuda(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -147,7 +150,7 @@ def _add_layer_norm_cuda(
     return _layer_norm_reference(x, residual, weight, bias, eps, *rest)
 
 
-@_add_rms_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum, then `rms_norm`")
+@_add_rms_norm.on("cuda", note="one Triton kernel per direction⁶, else a sum and `rms_norm`")
 def _add_rms_norm_cuda(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -160,16 +163,16 @@ def _add_rms_norm_cuda(
 def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
     """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) does not support the call, or None."""
     if eps != _NPU_EPSILON:
-        return f"npu_add_layer_norm takes eps {_NPU_EPSILON:g} only, not {eps:g}"
+        return f"npu_add_layer_norm supports only eps {_NPU_EPSILON:g}, not {eps:g}"
     return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
 
 
 def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
     """Return why ``npu_add_rms_norm`` does not support the call, or None."""
     if not 2 <= x.dim() <= 8 or not x.numel():
-        return f"{kernel} takes 2 to 8 dimensions and no empty tensor, not {tuple(x.shape)}"
+        return f"{kernel} supports non-empty tensors with 2 to 8 dimensions, not {tuple(x.shape)}"
     if weight.dtype is not x.dtype:
-        return f"the weight is {weight.dtype} and the input {x.dtype}"
+        return f"the weight is {weight.dtype}, but the input {x.dtype}"
     return unsupported_dtype(kernel, x.dtype)
 
 
@@ -177,7 +180,7 @@ def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_no
     "npu",
     supports=lambda x, residual, weight, bias, eps, *_: layer_norm_beyond_npu(x, weight, eps),
     note="`npu_add_layer_norm`",
-    limits="eps 1e-5, weight in the input's dtype",
+    limits="eps 1e-5, weight in the dtype of the input",
 )
 def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, shift, p = arguments
@@ -188,7 +191,7 @@ def _add_layer_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     "npu",
     supports=lambda x, residual, weight, *_: rms_norm_beyond_npu(x, weight),
     note="`npu_add_rms_norm`",
-    limits="2 to 8 dimensions, weight in the input's dtype",
+    limits="2 to 8 dimensions, weight in the dtype of the input",
 )
 def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, shift, p = arguments

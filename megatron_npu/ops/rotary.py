@@ -123,10 +123,10 @@ def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth:
     return output
 
 
-_rotary.on("cpu", note="multiplications in fp32, tables computed once")(_Rotary.apply)
+_rotary.on("cpu", note="multiplied in fp32, with tables computed once")(_Rotary.apply)
 
 
-@_rotary.on("cuda", note="one Triton kernel per direction⁶, else as cpu")
+@_rotary.on("cuda", note="one Triton kernel per direction⁶, else as on cpu")
 def _cuda(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     if takes_kernel("rotary", input, cosine, sine, beyond=_beyond_kernel(input, cosine, sine)):
         return Rotary.apply(input, cosine, sine, interleaved)
@@ -136,41 +136,44 @@ def _cuda(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Ten
 def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
     if input.dim() != 4 or cosine.dim() != 4 or cosine.shape != sine.shape:
         return (
-            f"tables {tuple(cosine.shape)} and {tuple(sine.shape)} of {tuple(input.shape)}, not 4 dimensions"
+            f"the tables {tuple(cosine.shape)} and {tuple(sine.shape)} and the input "
+            f"{tuple(input.shape)} do not all have 4 dimensions"
         )
     if not cosine.size(-1):
-        return "nothing is to be turned"
+        return "there is nothing to rotate"
     return None
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
     """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
-        return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
+        return f"npu_rotary_mul supports 4 dimensions, not {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
     if not sequence_first and (beyond := _beyond_tables_of_batches(input, cosine, interleaved)) is not None:
         return beyond
     if (size := cosine.size(-1)) >= 896:
-        return f"npu_rotary_mul takes less than 896 elements of a head, not {size}"
+        return f"npu_rotary_mul supports head sizes below 896, not {size}"
     batch, heads = input.size(1 if sequence_first else 0), input.size(2)
     if max(batch, heads, batch * heads if interleaved else 0) >= 1000:
-        return f"npu_rotary_mul takes less than 1000 sequences and heads, not {batch} and {heads}"
+        return f"npu_rotary_mul supports fewer than 1000 sequences and heads, not {batch} and {heads}"
     return _beyond_dtype_and_place(input)
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
     """Return why tables ``[b or 1, s, 1, d]`` for batch-first input are not supported, or None."""
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
-        return f"npu_rotary_mul takes tables [s, 1, 1, d], or [b, s, 1, d], not {list(cosine.shape)}"
+        return (
+            f"npu_rotary_mul supports tables of shape [s, 1, 1, d] or [b, s, 1, d], not {list(cosine.shape)}"
+        )
     if interleaved and cosine.size(0) > 1:
-        return "npu_rotary_mul turns interleaved pairs of all sequences by the same tables alone"
+        return "npu_rotary_mul rotates interleaved pairs only with the same tables for all sequences"
     return None
 
 
 def _beyond_dtype_and_place(input: Tensor) -> str | None:
     unsupported = unsupported_dtype("npu_rotary_mul", input.dtype)
     if unsupported is None and input.device.type == "cpu":
-        return "npu_rotary_mul takes tensors of the NPU, not of the host"
+        return "npu_rotary_mul supports tensors on the NPU, not on the host"
     return unsupported
 
 

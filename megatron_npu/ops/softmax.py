@@ -94,16 +94,16 @@ def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) ->
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
-_scale_mask_softmax.on("cpu", "cuda", note="in place, keeps only the result")(_ScaleMaskSoftmax.apply)
+_scale_mask_softmax.on("cpu", "cuda", note="in place; only the result is kept")(_ScaleMaskSoftmax.apply)
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
     """Return which limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds, or None."""
     if scores.dim() != 4:
-        return f"npu_scaled_masked_softmax takes 4 dimensions, not {scores.dim()}"
+        return f"npu_scaled_masked_softmax supports 4 dimensions, not {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):
         if not 32 <= size <= 4096 or size % 32:
-            return f"npu_scaled_masked_softmax takes 32 to 4096 {name} in multiples of 32, not {size}"
+            return f"npu_scaled_masked_softmax supports 32 to 4096 {name} in multiples of 32, not {size}"
     return unsupported_dtype("npu_scaled_masked_softmax", scores.dtype)
 
 

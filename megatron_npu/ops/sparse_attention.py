@@ -35,11 +35,11 @@ def sparse_latent_attention(
     length, batch, _, width = query.shape
     if key.shape != (length, batch, 1, width) or indices.shape[:2] != (batch, length) or indices.dim() != 3:
         raise ValueError(
-            f"[s, b, n, c + r], [s, b, 1, c + r] and [b, s, k] do not fit: {tuple(query.shape)}, "
-            f"{tuple(key.shape)}, {tuple(indices.shape)}"
+            "query, key and indices must be [s, b, n, c + r], [s, b, 1, c + r] and [b, s, k], given "
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(indices.shape)}"
         )
     if not 0 < value_channels <= width:
-        raise ValueError(f"{value_channels} channels of values in keys of {width}")
+        raise ValueError(f"{value_channels} value channels do not fit into keys with {width} channels")
     return _attend(query, key, indices, scale, value_channels)
 
 
@@ -58,7 +58,7 @@ def _reference(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_
 
 
 _attend = Operation("sparse_latent_attention", _reference)
-_attend.on("cpu", "cuda", note="gathers the selected rows")(_reference)
+_attend.on("cpu", "cuda", note="the selected rows, gathered")(_reference)
 
 # torch_npu 2.13, npu_sparse_flash_attention; its sizes are in MindSpore's documentation of the same operation
 _LATENT, _ROTATED = 512, 64
@@ -70,12 +70,12 @@ def beyond_npu(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_
     """Return the documented limit of ``npu_sparse_flash_attention`` that the call exceeds, or None."""
     kernel = "npu_sparse_flash_attention"
     if query.dtype not in _DTYPES:
-        return f"{kernel} takes bf16 and fp16, not {query.dtype}"
+        return f"{kernel} supports bf16 and fp16, not {query.dtype}"
     if (value_channels, query.size(3) - value_channels) != (_LATENT, _ROTATED):
         given = f"{value_channels} and {query.size(3) - value_channels}"
-        return f"{kernel} takes {_LATENT} latent channels and {_ROTATED} rotated ones, not {given}"
+        return f"{kernel} supports {_LATENT} latent and {_ROTATED} rotated channels, not {given}"
     if query.size(2) not in _HEADS:
-        return f"{kernel} takes 1, 2, 4 to {_HEADS[-1]} heads, not {query.size(2)}"
+        return f"{kernel} supports 1, 2, 4, … or {_HEADS[-1]} heads, not {query.size(2)}"
     return None
 
 

@@ -32,11 +32,13 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
     """
     if x.dim() != 4 or dt.shape != x.shape[:3] or decay.shape != x.shape[2:3]:
         shapes = tuple(x.shape), tuple(dt.shape), tuple(decay.shape)
-        raise ValueError(f"[batch, s, heads, p], [batch, s, heads] and [heads] do not fit: {shapes}")
+        raise ValueError(
+            f"the shapes must be [batch, s, heads, p], [batch, s, heads] and [heads], given {shapes}"
+        )
     if b.shape != c.shape or b.dim() != 4 or b.shape[:2] != x.shape[:2] or x.size(2) % b.size(2):
-        raise ValueError(f"b {tuple(b.shape)} and c {tuple(c.shape)} do not fit x {tuple(x.shape)}")
+        raise ValueError(f"b {tuple(b.shape)} and c {tuple(c.shape)} do not match x {tuple(x.shape)}")
     if chunk < 1:
-        raise ValueError(f"a chunk of {chunk} steps")
+        raise ValueError(f"the chunk has {chunk} steps")
     return _scan(x, dt, decay, b, c, chunk)
 
 
@@ -90,7 +92,7 @@ def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk:
 _scan = Operation("selective_scan", _by_steps)
 
 
-@_scan.on("cpu", "cuda", "npu", note="matmuls in chunks, one step per chunk")
+@_scan.on("cpu", "cuda", "npu", note="matmuls within chunks, one step per chunk")
 def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """Compute the scan chunk by chunk.
 

@@ -237,11 +237,13 @@ def summary() -> str:
         worst = max(rows, key=lambda key: rows[key].largest)
         lines.append(
             f"verify: {name}: largest error {rows[worst].largest:.2g}, {worst[2]} of {worst[1]}; "
-            f"{sum(f.calls for f in rows.values())} comparisons, "
-            f"{sum(f.beyond for f in rows.values())} beyond the limit"
+            f"{sum(f.calls for f in rows.values())} comparisons, {sum(f.beyond for f in rows.values())} "
+            "above the limit"
         )
     for name, calls in sorted(random_calls.items()):
-        lines.append(f"verify: {name}: {calls} calls not compared: they draw random numbers (dropout)")
+        lines.append(
+            f"verify: {name}: {calls} calls not compared, because they draw random numbers (dropout)"
+        )
     return "\n".join(lines)
 
 
@@ -265,7 +267,7 @@ _names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDiction
 def current_layer() -> str:
     """Return the path, from the outermost module, of the module whose forward is running."""
     if not _running.modules:
-        return "(outside of any module)"
+        return "(outside any module)"
     return _names.get(_running.modules[-1]) or type(_running.modules[-1]).__name__
 
 
@@ -297,7 +299,7 @@ class _BadOutput:
         if not self._told:
             self._told = True
             rank = dist.get_rank() if dist.is_initialized() else 0
-            logger.warning("rank %d: the first output that is not finite is that of %s", rank, self.where)
+            logger.warning("rank %d: the first non-finite output comes from %s", rank, self.where)
 
 
 _bad_output = _BadOutput()

@@ -41,7 +41,7 @@ class AttentionFlags:
         "--pre-tokens",
         type=whole,
         metavar="P",
-        help="sliding window: query i attends to keys from i - P on (default: all keys)",
+        help="sliding window: query i attends to keys from i - P onward (default: all keys)",
     )
     next_tokens: int | None = _flag(
         "--next-tockens",
@@ -55,7 +55,7 @@ class AttentionFlags:
         "--shape-order",
         choices=["SBH", "BSH"],
         default="SBH",
-        help="tensor layout passed to the fused attention; it does not change the results",
+        help="tensor layout for the fused attention kernel; does not change the results",
     )
 
     @property

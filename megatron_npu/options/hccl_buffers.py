@@ -50,9 +50,9 @@ def add(declare: Callable[..., Any]) -> None:
         FLAG,
         action="store_true",
         help=(
-            "size HCCL's buffers by the largest message of each process group, if that is smaller "
-            "than the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take "
-            "precedence; NPU only"
+            "set the size of HCCL's buffers to the largest message of each process group, if it is smaller "
+            "than the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take precedence; NPU "
+            "only"
         ),
     )
 
@@ -68,7 +68,7 @@ def choose(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{FLAG} on the {device.name} device",
             "an Ascend NPU",
-            "Remove the flag: it only applies to HCCL.",
+            "Remove the flag, which applies only to HCCL.",
         )
     device.group_buffers = GroupBuffers(args) if asked else None
 

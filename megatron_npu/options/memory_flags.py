@@ -38,8 +38,8 @@ def add_reuse_of_weights(add: Callable[..., Any]) -> None:
         "--reuse-fp32-param",
         action="store_true",
         help=(
-            "store only the 16 bits of each fp32 main weight that its bf16 parameter lacks (bitwise "
-            "identical results); implies --use-precision-aware-optimizer"
+            "store only the 16 bits of each fp32 main weight that its bf16 parameter lacks; results are "
+            "bitwise identical; implies --use-precision-aware-optimizer"
         ),
     )
 
@@ -86,7 +86,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{flag} with --ckpt-format torch",
             "--ckpt-format torch_dist",
-            "Use another format: Megatron's torch format rounds the main weights when loading.",
+            "Use that format, because Megatron's torch format rounds the main weights when loading.",
         )
 
 
@@ -95,8 +95,9 @@ def _require_remainders(args: argparse.Namespace) -> None:
     if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
         raise UsageError(
             "--reuse-fp32-param without bf16 parameters that have fp32 main weights",
-            "--bf16, and no other --main-params-dtype than fp32",
-            "Change them: the main weight consists of the parameter and the 16 bits that it lacks.",
+            "--bf16, with --main-params-dtype fp32",
+            "Change these flags: the main weight is assembled from the parameter and the 16 bits that it "
+            "lacks.",
         )
 
 
@@ -107,7 +108,7 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
         if value not in ("fp32", "torch.float32"):
             raise UsageError(
                 f"--{name.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
-                "both",
+                "both flags",
                 "Add --use-precision-aware-optimizer.",
             )
 
@@ -122,7 +123,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
     if asked != bool(getattr(args, "offload_modules", None)):
         raise UsageError(
             f"only one of {OFFLOADING} and --offload-modules",
-            "both or neither",
+            "both flags or neither",
             "Add the other flag, or remove this one.",
         )
 
@@ -136,8 +137,8 @@ def add_swap_optimizer(add: Callable[..., Any]) -> None:
     add(
         "--swap-optimizer",
         action="store_true",
-        help="keep Adam's moments in host memory, where the NPU updates them: saves 8 bytes of device "
-        "memory per parameter (bitwise identical results); NPU only",
+        help="keep Adam's moments in host memory, where the NPU updates them; saves 8 bytes of device "
+        "memory per parameter with bitwise identical results; NPU only",
     )
 
 
@@ -149,9 +150,9 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
     """
     if adam is not ours:
         raise UsageError(
-            f"--swap-optimizer with the Adam of {getattr(adam, '__module__', adam)}",
+            f"--swap-optimizer with the Adam from {getattr(adam, '__module__', adam)}",
             "this package's Adam, which is used if neither apex nor TransformerEngine is installed",
-            "Remove the flag, or uninstall the package.",
+            "Remove the flag, or uninstall that package.",
         )
 
 
@@ -168,7 +169,7 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{flag} on the {device} device",
             "an Ascend NPU",
-            "Remove the flag: only torch_npu provides such memory.",
+            "Remove the flag, because only torch_npu provides host memory that the device can update.",
         )
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer != "adam":
@@ -201,7 +202,8 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
     add(
         OFFLOADING,
         action="store_true",
-        help="offload the activations that --offload-modules save for the backward pass to host memory",
+        help="offload to host memory the activations that the modules in --offload-modules save for the "
+        "backward pass",
     )
     add(
         "--offload-modules",
@@ -230,7 +232,7 @@ def refuse_offloading_on_the_host() -> None:
         raise UsageError(
             f"{OFFLOADING} on the {device.name} device",
             "a device with its own memory",
-            "Remove the flag: activations are already in host memory.",
+            "Remove the flag, because activations are already in host memory.",
         )
 
 
@@ -249,7 +251,7 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
         if args.offload_modules:
             raise UsageError(
                 f"--offload-modules without {OFFLOADING}",
-                "both",
+                "both flags",
                 f"Add {OFFLOADING}, or remove --offload-modules.",
             )
         return

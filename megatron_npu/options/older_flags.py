@@ -71,7 +71,7 @@ OLDER = (
         "has no effect now: every dataset is read through a memory map",
         {"metavar": "IMPL"},
         only=("mmap", "lazy", "cached", "infer"),
-        remedy="Remove it: the format of a dataset is detected.",
+        remedy="Remove it, because the format of a dataset is detected.",
     ),
     OlderFlag(
         "--mmap-warmup",
@@ -80,10 +80,10 @@ OLDER = (
     ),
     OlderFlag(
         "--distributed-backend",
-        "is now the backend of the device: HCCL on npu, NCCL on cuda, gloo on cpu",
+        "has no effect now: the device determines the backend (HCCL on npu, NCCL on cuda, gloo on cpu)",
         {"default": "nccl", "metavar": "BACKEND"},
         only=("nccl", "gloo"),
-        remedy="Remove it: the device determines the backend.",
+        remedy="Remove it, because the device determines the backend.",
         said=True,
     ),
     OlderFlag(
@@ -91,7 +91,7 @@ OLDER = (
         "has no effect now: Megatron's own data parallelism is always used",
         {"metavar": "IMPL"},
         only=("local",),
-        remedy="Remove it: gradients are averaged as with torch's DDP.",
+        remedy="Remove it, because gradients are averaged as with torch's DDP.",
     ),
     OlderFlag(
         "--no-contiguous-buffers-in-local-ddp",
@@ -139,7 +139,7 @@ OLDER = (
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that ``parser`` lacks."""
     group = parser.add_argument_group(
-        title="older flags", description="flag of Megatron-LM before megatron-core"
+        title="older flags", description="flag from Megatron-LM before megatron-core"
     )
     for older in OLDER:
         if older.flag not in parser._option_string_actions:
@@ -168,12 +168,12 @@ def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
         for name in filter(partial(hasattr, args), older.sets):
             setattr(args, name, value)
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"megatron_npu: {given}, a flag of older Megatrons, {older.today}", flush=True)
+            print(f"megatron_npu: {given}, a flag from older versions of Megatron, {older.today}", flush=True)
 
 
 def _check(older: OlderFlag, value: Any, given: str) -> None:
     if older.refused:
-        raise UsageError(f"{given}, a flag of older Megatrons", "the current flag", older.remedy)
+        raise UsageError(f"{given}, a flag from older versions of Megatron", "the current flag", older.remedy)
     if older.only and value not in older.only:
         raise UsageError(given, " or ".join(older.only), older.remedy)
 

@@ -24,7 +24,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--seed": {
         "type": seed,
         "default": 1234,
-        "help": "random seed of initial weights, dropout and the order of samples",
+        "help": "random seed for initial weights, dropout and the order of samples",
     },
     "--check-weight-hash-across-dp-replicas-interval": {
         "type": positive,
@@ -35,45 +35,49 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--distributed-timeout-minutes": {
         "type": positive,
         "default": 10,
-        "help": "minutes to wait for a rank in a collective before the run fails",
+        "help": "number of minutes that a collective waits for a rank before the run fails",
     },
     # the optimizer and its schedule
-    "--lr": {"type": number, "help": "highest learning rate"},
+    "--lr": {"type": number, "help": "peak learning rate"},
     "--min-lr": {"type": number, "default": 0.0, "help": "learning rate at the end of the decay"},
     "--lr-decay-iters": {
         "type": positive,
-        "help": "iteration at which the learning rate decay ends (default: the last)",
+        "help": "iteration at which the learning-rate decay ends (default: the last iteration)",
     },
     "--lr-warmup-iters": {
         "type": whole,
         "default": 0,
-        "help": "number of warm-up iterations of the learning rate",
+        "help": "number of learning-rate warm-up iterations",
     },
     "--weight-decay": {
         "type": number,
         "default": 0.01,
-        "help": "weight decay of matrices (biases and norms are not decayed)",
+        "help": "weight decay applied to matrices (biases and norms are not decayed)",
     },
     "--clip-grad": {
         "type": number,
         "default": 1.0,
         "help": "clip gradients to this global norm; 0: do not clip",
     },
-    "--adam-beta1": {"type": beta, "default": 0.9, "help": "Adam: decay rate of the mean of gradients"},
+    "--adam-beta1": {
+        "type": beta,
+        "default": 0.9,
+        "help": "Adam: decay rate of the running mean of the gradients",
+    },
     "--adam-beta2": {
         "type": beta,
         "default": 0.999,
-        "help": "Adam: decay rate of the mean of squared gradients",
+        "help": "Adam: decay rate of the running mean of the squared gradients",
     },
     "--adam-eps": {
         "type": number,
         "default": 1e-8,
-        "help": "Adam: epsilon added to the root of the mean square",
+        "help": "Adam: epsilon added to the square root of the mean square",
     },
     # .bin and .idx
     "--data-cache-path": {
         "metavar": "DIR",
-        "help": "directory for the indices of .bin and .idx datasets (default: next to the data)",
+        "help": "directory for the index files of .bin and .idx datasets (default: next to the data)",
     },
     "--reset-position-ids": {"action": "store_true", "help": "restart position ids at each document"},
     "--reset-attention-mask": {
@@ -82,14 +86,14 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--eod-mask-loss": {"action": "store_true", "help": "exclude end-of-document tokens from the loss"},
     # checkpoints
-    "--save": {"metavar": "DIR", "help": "directory for checkpoints (default: save none)"},
+    "--save": {"metavar": "DIR", "help": "directory for checkpoints (default: save no checkpoints)"},
     "--load": {
         "metavar": "DIR",
-        "help": "directory to resume from (newest checkpoint); may be the same as --save",
+        "help": "directory whose newest checkpoint to resume from; may be the same as --save",
     },
     "--load-last-good": {
         "action": "store_true",
-        "help": "resume from the newest undamaged checkpoint in --load, and log which ones are damaged",
+        "help": "resume from the newest undamaged checkpoint in --load, and log the damaged ones",
     },
     "--save-interval": {
         "type": positive,
@@ -98,9 +102,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--save-per-machine": {
         "action": "store_true",
         "help": (
-            "for machines that do not share --save: each machine keeps the files that its ranks "
-            "write; the same machines can resume from them, and `megatron-npu checkpoint gather` "
-            "joins them"
+            "save separately on each machine, if the machines do not share --save: each keeps the files "
+            "that its ranks write, the same machines can resume from them, and `megatron-npu checkpoint "
+            "gather` joins them"
         ),
     },
     # what a checkpoint is computed with
@@ -109,12 +113,12 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--log-interval": {"type": positive, "help": "number of iterations between log lines"},
     "--tensorboard-dir": {
         "metavar": "DIR",
-        "help": "write the logged values for TensorBoard into this directory (default: do not)",
+        "help": "directory to which the logged values are written for TensorBoard (default: not written)",
     },
     "--json-log": {
         "metavar": "FILE",
-        "help": "append one JSON object per log event to this file (default: metrics.jsonl in --save or "
-        "--tensorboard-dir)",
+        "help": "file to which one JSON object per log event is appended (default: metrics.jsonl in --save "
+        "or --tensorboard-dir)",
     },
     "--plot": {"action": argparse.BooleanOptionalAction},
 }

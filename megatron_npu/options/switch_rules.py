@@ -82,7 +82,7 @@ WORDS = (
         "--mixed-precision bf16",
         "mixed_precision",
         "bf16",
-        "autocast; tensors are gathered in bf16",
+        "autocast; sharded weights are gathered in bf16",
         "`--bf16`",
     ),
     Word(
@@ -92,7 +92,7 @@ WORDS = (
         "--zero-1-memory-optimization",
         "sharding",
         "zero-1",
-        "DDP; each rank updates its rows of each weight",
+        "DDP; each rank updates its own rows of every weight",
         "`--use-distributed-optimizer`",
     ),
     Word(
@@ -172,32 +172,32 @@ REFUSALS = (
     Refusal(
         {"cpu_offload": _ON},
         "a device with its own memory",
-        "Remove the switch: everything is already in host memory.",
+        "Remove the switch, because everything is already in host memory.",
         devices=("cpu",),
     ),
     Refusal(
         {"graph_optimization": _ON},
-        "layers of plain torch: Megatron's use this project's fused operations and its own "
+        "layers of plain torch, because Megatron's layers use this project's fused operations and "
         "collectives, which torch.compile cannot trace",
-        "Remove the switch: the fused operations serve the same purpose.",
+        "Remove the switch, because the fused operations serve the same purpose.",
         families=_MEGATRON,
     ),
     Refusal(
         {"graph_optimization": _ON},
         "a device for which torch's inductor has kernels: a CPU or CUDA",
-        "Remove it, and use --fused-ops, which has kernels for NPUs.",
+        "Use --fused-ops instead, which has kernels for NPUs.",
         families=_OURS,
         devices=("npu",),
     ),
     Refusal(
         {"dynamic_shape": _ON},
-        "batches of different lengths: every sequence of a .bin/.idx has --seq-length tokens",
+        "batches of different lengths, because every sequence of a .bin/.idx dataset has --seq-length tokens",
         "Remove the switch.",
         families=_MEGATRON,
     ),
     Refusal(
         {"lora_rank": _ON},
-        "a Transformers model: adapters for Megatron's parallel layers are not supported",
+        "a Transformers model, because adapters for Megatron's parallel layers are not supported",
         "Run `megatron-npu convert --to hf`, then `megatron-npu train --lora-rank`.",
         families=_MEGATRON,
     ),
@@ -210,19 +210,20 @@ REFUSALS = (
     ),
     Refusal(
         {"mixed_precision": ("fp16",), "sharding": ("zero-2", "zero-3")},
-        "bf16 or fp32: megatron-core 0.16 cannot unscale gradients if a rank has no shard of a weight",
+        "bf16 or fp32, because megatron-core 0.16 cannot unscale gradients if a rank has no shard of a "
+        "weight",
         "Use bf16, or --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
         {"mixed_precision": ("fp16",), "sharding": ("fsdp",)},
-        "bf16 or fp32: megatron-core does not scale losses under torch's FSDP",
+        "bf16 or fp32, because megatron-core does not scale losses under torch's FSDP",
         "Use bf16, or --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
     Refusal(
         {"cpu_offload": _ON, "sharding": FULLY},
-        "only the optimizer offloaded (megatron-core's FSDP does not support offloading)",
+        "only the optimizer to be offloaded, because megatron-core's FSDP does not support offloading",
         "Use --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
@@ -245,9 +246,12 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
         return switches, ""
     without = replace(switches, graph_optimization=False)
     if place.family == "megatron":
-        return without, f"{DOCUMENTED_GRAPH}: no effect: Megatron's layers already use fused operations"
+        return (
+            without,
+            f"{DOCUMENTED_GRAPH} has no effect, because Megatron's layers already use fused operations",
+        )
     if place.device == "npu":
-        why = "torch.compile has kernels for a CPU or CUDA only, and these operations use the NPU's own"
+        why = "torch.compile has kernels only for CPUs and CUDA, and these operations use the NPU's own"
         return replace(without, fused_ops=True), f"{DOCUMENTED_GRAPH} means --fused-ops on an NPU: {why}"
     return switches, ""
 
@@ -266,7 +270,7 @@ def refuse(switches: Switches, place: Place) -> None:
     if switches.lora_rank and not is_installed("peft"):
         raise UsageError(
             f"--lora-rank {switches.lora_rank} without the package peft",
-            "the package that adds adapters to a model",
+            "the package peft, which adds adapters to a model",
             "Install it: pip install peft.",
         )
 
@@ -309,6 +313,6 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
     if device == "cpu" and not any(name and shutil.which(name) for name in names):
         raise UsageError(
             f"{word} without a C++ compiler",
-            "g++, clang++ or the compiler in the variable CXX, which torch.compile needs on a CPU",
+            "g++, clang++ or the compiler named by the variable CXX, which torch.compile needs on a CPU",
             "Install one (apt-get install g++), or remove the switch.",
         )

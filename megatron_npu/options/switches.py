@@ -88,7 +88,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     add(
         "--cpu-offload",
         action="store_true",
-        help="keep sharded states in host memory, and update the weights there",
+        help="keep sharded states in host memory and update the weights there",
     )
     add("--checkpoint-activations", action="store_true", help="recompute activations in the backward pass")
     add(
@@ -99,21 +99,20 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         nargs=0,
         default=False,
         help=(
-            "compile the model's blocks with torch.compile (both names are the same, except that "
-            "--onnx-runtime-training means --fused-ops on an NPU, for which torch.compile has no "
-            "kernels)"
+            "compile the model's blocks with torch.compile; on an NPU, for which torch.compile has no "
+            "kernels, --onnx-runtime-training means --fused-ops"
         ),
     )
     parser.set_defaults(graph_word=GRAPH)
     add(
         "--dynamic-shape",
         action="store_true",
-        help="pad batches to a few lengths, so that a few compiled graphs fit all of them",
+        help="pad batches to a few lengths, so that a few compiled graphs cover all batches",
     )
     add(
         "--fused-ops",
         action="store_true",
-        help="replace the model's operations by this package's fused operations",
+        help="replace the model's operations with this package's fused operations",
     )
     add(
         "--lora-rank",

@@ -144,7 +144,7 @@ class Engine:
                 continue
             row = self._ledger.row(patch)
             if row.state == "pending":
-                row.settle("failed", "the module was imported without the import hook")
+                row.settle("failed", "the module was imported before the import hook was installed")
 
     # --- from the import to the patch ---
 

@@ -135,7 +135,7 @@ class Ledger:
         lines = []
         for reason, count in counts.most_common():
             lines.append(f"pending  {count} patches" if count > 1 else "pending  1 patch")
-            lines += _wrapped(reason or "their modules were not imported completely")
+            lines += _wrapped(reason or "their modules have not been fully imported")
         return lines
 
     def json(self) -> str:

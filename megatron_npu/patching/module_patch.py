@@ -153,7 +153,7 @@ class ModulePatch:
         if slot is None and verdict is not None and verdict.status != "gone":
             for patch in group:
                 self.ledger.row(patch).settle(
-                    "skipped", f"defined conditionally, and the condition is not met ({verdict.place})"
+                    "skipped", f"it is defined conditionally, and the condition is not met ({verdict.place})"
                 )
             return
         if slot is None:
@@ -224,5 +224,5 @@ def _drift_message(verdicts: list[Verdict], context: Context) -> str:
             "written for:\n  "
         )
         + "\n  ".join(lines)
-        + f"\nFor details run: {CHECK_COMMAND}"
+        + f"\nFor details, run: {CHECK_COMMAND}"
     )

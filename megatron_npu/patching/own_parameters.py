@@ -241,7 +241,7 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
         if after is None:
             yield f"{expected} can no longer be passed by position"
         elif after[0] != expected:
-            yield f"{after[0]} is at the position of {expected or 'nothing'}"
+            yield f"{after[0]} is now at the position of {expected or 'nothing'}"
         elif before:
             yield from _of_place(before, after[1], use.assumes_default(position), own)
 

@@ -59,7 +59,7 @@ class PinFile:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']}, not {FORMAT}")
+                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
             targets = {target: Pin(**pin) for target, pin in data["targets"].items()}
             return cls(data["upstream"], data["version"], data["modules"], targets)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

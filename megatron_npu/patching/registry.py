@@ -286,7 +286,8 @@ def _validate(patch: Patch) -> None:
         )
     if patch.upstream_bug and not patch.until.strip():
         raise ValueError(
-            f"{patch.origin}: the fix of an upstream bug in {patch.target} needs the fixed version (until)"
+            f"{patch.origin}: the fix of an upstream bug in {patch.target} must name the version that fixes "
+            "it (until)"
         )
     if patch.versions:
         from packaging.specifiers import SpecifierSet  # InvalidSpecifier is a ValueError

@@ -15,7 +15,7 @@ from megatron_npu.planning.hardware import Hardware
 from megatron_npu.planning.layouts import Layout
 from megatron_npu.planning.shape import Shape
 
-_REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the devices of the job."
+_REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the job's devices."
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,27 @@ class Calibration:
             table = json.loads(path.read_text(encoding="utf-8"))
             measured = table["device"]
             if measured != device:
-                raise UsageError(f"--bench {path}: measured on {measured}", f"a table of {device}", _REMEDY)
+                raise UsageError(
+                    f"--bench {path}: the table was measured on {measured}",
+                    f"a table measured on {device}",
+                    _REMEDY,
+                )
             found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             told = f"--bench {path}: {error!r:.200}"
             raise UsageError(told, "a JSON file of `bench --suite 3d`", _REMEDY) from None
         if not found:
-            raise UsageError(f"--bench {path}: no row has a time", "measured rows", _REMEDY)
+            raise UsageError(f"--bench {path}: none of its rows has a time", "measured rows", _REMEDY)
         source = f"{path.name}, {table.get('hardware') or device}"
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 
     def line(self) -> str:
         """Describe the calibration."""
         if not self.rows:
-            return "not calibrated on hardware (--bench FILE reads a table of `bench --suite 3d`)"
+            return (
+                "not calibrated on hardware (to calibrate, pass --bench FILE with a table from `bench "
+                "--suite 3d`)"
+            )
         return (
             f"times {self.factor:.3g}, the median of {self.rows} measured rows of {self.source} "
             f"({self.least:.3g} to {self.most:.3g})"

@@ -27,11 +27,11 @@ from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import Search
 
 _DESCRIPTION = (
-    "Dry-run a job of --devices ranks on this machine: the memory and communication of each "
-    "kind of\nrank, whether the job fits, and the flags that would make it fit. NPU: "
-    "torch_npu's own allocator on the\nsimulated Ascend, whose memory is only reserved. CUDA: "
-    "torch's fake tensors with a simulation of the caching\nallocator. Exit code 2: it does "
-    "not fit, or cannot run."
+    "Dry-run a job of --devices ranks on this machine: the memory and communication of each kind "
+    "of\nrank, whether the job fits, and the flags that would make it fit. NPU: torch_npu's own "
+    "allocator on the\nsimulated Ascend, whose memory is only reserved. CUDA: torch's fake "
+    "tensors with a simulation of the caching allocator. Exit code 2: the job does not fit, or "
+    "cannot run."
 )
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
        %(prog)s --devices N [--memory 64G] [--device npu] -- train ARGUMENTS...
@@ -51,12 +51,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="type of the devices")
     result.add_argument(
         "--expert-imbalance",
-        type=Number("a number from 0 on", float, 0.0, metavar="X"),
+        type=Number("a non-negative number", float, 0.0, metavar="X"),
         default=1.0,
-        help="tokens that an expert-parallel rank gets, as a multiple of an even share; the plan also says "
-        "the memory at 1 and at the most that may come",
+        help="number of tokens that an expert-parallel rank receives, as a multiple of an even share; the "
+        "plan also reports the memory with an even share and in the worst case",
     )
-    result.add_argument("--devices-per-node", type=positive, default=8, help="devices in one machine")
+    result.add_argument(
+        "--devices-per-node", type=positive, default=8, help="number of devices in one machine"
+    )
     result.add_argument(
         "--no-remedy", action="store_true", help="do not search for flags that would make the job fit"
     )
@@ -83,12 +85,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help=(
             "search for the model's layout (parallel sizes, micro batch, recomputation, distributed "
-            "optimizer): drop layouts that cannot fit by closed-form estimates, and run the fastest "
-            "ones dry; times are estimates"
+            "optimizer): drop layouts that closed-form estimates show not to fit, and dry-run the fastest "
+            "ones; times are estimates"
         ),
     )
     result.add_argument(
-        "--search-runs", type=positive, default=8, help="maximum number of layouts that --search runs dry"
+        "--search-runs", type=positive, default=8, help="maximum number of layouts that --search dry-runs"
     )
     result.add_argument(
         "--hardware",
@@ -99,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         "--bench",
         type=Path,
         metavar="FILE",
-        help="calibrate --search's times with a table that `bench --suite 3d --json FILE` has measured on "
+        help="calibrate the times of --search with a table that `bench --suite 3d --json FILE` measured on "
         "such devices",
     )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
@@ -145,9 +147,9 @@ def require_covered(job: Job, device: str) -> None:
         raise UsageError("--device cuda with train", "pretrain, or a stock script", "Use --device npu.")
     if device == "cuda" and job.routes_freely:
         raise UsageError(
-            "--device cuda with experts without padded capacity: fake tensors have no numbers of tokens",
-            "--moe-pad-expert-input-to-capacity behind --, or --device npu",
-            "Use --device npu, whose --expert-imbalance chooses the numbers.",
+            "--device cuda with experts without padded capacity: fake tensors hold no token counts",
+            "--moe-pad-expert-input-to-capacity after --, or --device npu",
+            "Use --device npu, where --expert-imbalance sets the token counts.",
         )
 
 
@@ -249,8 +251,11 @@ def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
 
 def _ending_of(row: Row) -> str:
     if "asked_by" in row.found:
-        return f"needs more memory than any device has; the last was asked for in {row.found['asked_by']}:"
-    return "ends before it has trained:"
+        return (
+            "needs more memory than any device has; the last allocation was requested in "
+            f"{row.found['asked_by']}:"
+        )
+    return "stops before it has trained:"
 
 
 def _last_words(row: Row) -> str:

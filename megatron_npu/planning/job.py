@@ -65,13 +65,15 @@ class Job:
             return cls(devices, ("pretrain",), tuple(words[1:]))._checked()
         if words and words[0].endswith(".py"):
             if not Path(words[0]).is_file():
-                raise UsageError(f"no script {words[0]}", "the path of a Python file", "Check the path.")
+                raise UsageError(
+                    f"the script {words[0]} does not exist", "the path of a Python file", "Check the path."
+                )
             return cls(devices, ("run", words[0]), tuple(words[1:]), _family(Path(words[0])))._checked()
         given = words[0] if words else "no command"
         raise UsageError(
             given,
             "-- pretrain ARGUMENTS..., -- train ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "Put the job's command line behind --.",
+            "Put the job's command line after --.",
         )
 
     def number(self, flag: str, default: int) -> int:

@@ -33,8 +33,8 @@ def page(plan: Plan) -> str:
         f"<p><code>{command}</code></p><pre>{html.escape(chr(10).join(plan.lines()))}</pre>"
         f"<h2>Allocated memory of each rank</h2>"
         "<p>From building the model to the end of the second iteration. The axis counts allocations and "
-        "frees: a dry run knows no time. On npu the curve has the bytes that were asked for; the peak is the "
-        "allocator's own, with what it rounds up. The dashed line is the memory of a device.</p>"
+        "frees, because a dry run measures no time. On npu the curve shows the requested bytes; the peak is "
+        "the allocator's, which includes rounding. The dashed line is the memory of one device.</p>"
         f'<p class="key">{keys}</p>{charts}</body></html>\n'
     )
 
@@ -44,7 +44,7 @@ def _chart(plan: Plan, row: Row) -> str:
     highest = max(map(sum, curve)) or 1
     shown = max(highest, plan.memory) if plan.memory < 2 * highest else highest
     peak = size_text(row.found["peak"])
-    title = f"rank {row.rank}, stage {row.stage}, stands for {row.stands_for}: peak {peak}"
+    title = f"rank {row.rank}, stage {row.stage}, represents {row.stands_for}: peak {peak}"
     parts = [
         f"<h3>{title}</h3>",
         f'<svg viewBox="0 0 {_LEFT + _WIDTH} {_HEIGHT + _BELOW}" role="img" aria-label="{title}">',

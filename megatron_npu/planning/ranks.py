@@ -61,7 +61,7 @@ class Ranks:
 
         why = library.unavailable()
         if why is not None:
-            raise UsageError(f"--device cuda: {why}", "Linux, and g++ on PATH", "Install it.")
+            raise UsageError(f"--device cuda: {why}", "Linux, and g++ on PATH", "Install g++.")
         library.built()
         return cls(device, dict(os.environ), per_node)
 
@@ -106,7 +106,7 @@ class Ranks:
             said = (folder / "log").read_text(encoding="utf-8", errors="replace")
             path = folder / "report.json"
             if not path.exists():
-                words_ = f"no result after {_LONGEST} s" if code is None else f"ended with code {code}"
+                words_ = f"no result after {_LONGEST} s" if code is None else f"ended with exit code {code}"
                 return {"rank": number, "code": code, "error": words_, "log": said[-4000:]}
             return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
 

@@ -36,8 +36,8 @@ class Row:
             return str(self.found["error"])
         if self.found.get("code"):
             lines = [line for line in self.found.get("log", "").splitlines() if "error:" in line]
-            return lines[-1] if lines else f"ended with code {self.found['code']}"
-        return None if self.found.get("updates") or self.found.get("ready") else "no update ran"
+            return lines[-1] if lines else f"ended with exit code {self.found['code']}"
+        return None if self.found.get("updates") or self.found.get("ready") else "no optimizer step ran"
 
     @property
     def buffers(self) -> int:
@@ -104,7 +104,7 @@ class Plan:
         said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
         said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
         if count != job.micro_batches:
-            said.append("the losses of micro batches that were not run are not counted: about 512 bytes each")
+            said.append("not counted: the losses of micro batches that were not run, about 512 bytes each")
         said += ["", *self._assumed(), *self._verdict()]
         return said
 
@@ -134,7 +134,7 @@ class Plan:
             lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
         if len(self.rows) > _MOST:
             lines.append(
-                f"  and {len(self.rows) - _MOST} kinds of rank that need less (listed with --json FILE)"
+                f"  and {len(self.rows) - _MOST} kinds of ranks that need less (listed with --json FILE)"
             )
         return lines
 
@@ -158,11 +158,12 @@ class Plan:
         lines = self._asked()
         if self.job.family == TRAIN:
             lines.append(
-                "samples: each rank has the batches of its first two iterations; longer samples need more"
+                "samples: each rank has the batches of its first two iterations; longer samples need more "
+                "memory"
             )
         lines += self._routed()
         lines += self._of_cuda()
-        lines.append("not counted: the context of the device and its libraries, peers that are slow")
+        lines.append("not counted: the context of the device and its libraries, delays from slow peers")
         lines[-1] += ", loading, evaluation, saving"
         return lines
 
@@ -171,7 +172,7 @@ class Plan:
         asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
         if not asked:
             return []
-        value = "1 (true, 0 of whole numbers)" if self.device == "npu" else "0"
+        value = "1 (true for booleans, 0 for integers)" if self.device == "npu" else "0"
         head = f"values of tensors that are not computed were assumed to be {value} in {len(asked)} line(s):"
         more = [f"  and {len(asked) - 3} more (--json FILE has them)"] * (len(asked) > 3)
         return [head, *(f"  {key}" for key in asked[:3]), *more]
@@ -199,7 +200,7 @@ class Plan:
         if not self.job.routes_freely:
             return []
         if not self.routed:
-            return ["the tokens of experts are not known: what their memory is depends on values"]
+            return ["the number of tokens per expert is not known: their memory depends on computed values"]
         parts = (f"{size_text(size)} at {multiple:.3g}" for multiple, size in sorted(self.routed.items()))
         return [
             f"experts get {next(iter(self.routed)):.3g} x an even share of the tokens (--expert-imbalance); "

@@ -64,7 +64,7 @@ class Search:
         ]
         if not listed:
             raise UsageError(
-                f"--search on {self.job.devices} devices",
+                f"--search finds no layout for {self.job.devices} devices",
                 "parallel sizes that divide layers, heads and --global-batch-size",
                 "Change --devices or --global-batch-size.",
             )
@@ -92,7 +92,7 @@ class Search:
     def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:
         said = [
             (
-                f"{count} layouts divide, {kept} may fit by estimate, {len(found)} were run dry (the "
+                f"{count} layouts are possible, {kept} may fit by estimate, {len(found)} were dry-run (the "
                 "fastest by estimate; --search-runs)"
             ),
             "",
@@ -102,9 +102,9 @@ class Search:
         said += [self._line(each) for each in found]
         said += [
             "",
-            "memory: the larger of the first and last stage, run dry, with communication buffers; a "
-            f"device has {size_text(self.memory)}. estimate: seconds per iteration on {self.hardware} "
-            f"by a roofline model; {self.calibration.line()}",
+            "memory: the larger of the first and last stage in the dry run, with communication buffers; a "
+            f"device has {size_text(self.memory)}. estimate: seconds per iteration on {self.hardware} by a "
+            f"roofline model; {self.calibration.line()}",
         ]
         best = next((each for each in found if self.fits(each)), None)
         if best is None:

@@ -43,7 +43,7 @@ class Shape:
         """
         if job.family == TRAIN:
             raise UsageError(
-                "--search with train", "a GPT of Megatron: pretrain, or a stock script", "Remove --search."
+                "--search with train", "a Megatron GPT: pretrain, or a stock script", "Remove --search."
             )
         if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
             raise UsageError(

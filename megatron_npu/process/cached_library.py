@@ -78,8 +78,8 @@ def load(recipe: Recipe) -> ctypes.CDLL:
     if library is None:
         raise UsageError(
             f"{recipe.folder / name} cannot be loaded: {error}",
-            f"a library that {compiler} has just built",
-            recipe.remedy("Use a g++ for the machine on which the program runs"),
+            f"a library that {compiler} just built to be loadable",
+            recipe.remedy("Use a g++ that compiles for the machine on which the program runs"),
         )
     return library
 
@@ -175,8 +175,8 @@ def _compile(recipe: Recipe, command: list[str], target: str) -> None:
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise UsageError(
-            f"{command[0]} has not finished after {_LONGEST} s",
-            "a compilation of a few seconds",
+            f"{command[0]} did not finish within {_LONGEST} s",
+            "a compilation that takes a few seconds",
             recipe.remedy("Start again when the machine is less busy"),
         ) from None
     if process.returncode:

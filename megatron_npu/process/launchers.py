@@ -157,7 +157,9 @@ def _tasks_of(per_node: str, node: int) -> int:
     for word in per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
         if found is None:
-            raise UsageError(f"SLURM_TASKS_PER_NODE={per_node}", "numbers such as 4(x2),2", "Start torchrun.")
+            raise UsageError(
+                f"SLURM_TASKS_PER_NODE={per_node}", "task counts such as 4(x2),2", "Start torchrun."
+            )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts[node] if node < len(counts) else counts[-1]
 
@@ -255,8 +257,8 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
         _meet_at(machine)
     elif several and _trains(argv):
         raise UsageError(
-            f"{machine.launcher} numbers {machine.count} machines with several devices each, but this "
-            "is a single process",
+            f"{machine.launcher} describes {machine.count} machines with several devices each, but started "
+            "only one process here",
             "one process per device",
             "Start torchrun -m megatron_npu, which reads PET_…"
             if machine.launcher.startswith("PET")
@@ -311,7 +313,9 @@ def _wait_for_table() -> None:
         now = time.monotonic()
         if now - began > _WAIT:
             raise UsageError(
-                f"{_TABLE}={path}: {status} for {_WAIT:.0f} s", "completed", "Check whether all pods run."
+                f"{_TABLE}={path} has had the status {status} for {_WAIT:.0f} s",
+                "the status completed",
+                "Check that all pods are running.",
             )
         if now - said > _SAY:
             said = now
@@ -344,7 +348,7 @@ def _require_address() -> None:
         raise UsageError(
             f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']} without MASTER_ADDR",
             "the first machine's address in MASTER_ADDR, and its port in MASTER_PORT",
-            "Export both, or start torchrun.",
+            "Export both, or use torchrun.",
         )
     os.environ.setdefault("MASTER_PORT", str(_PORT))
 
@@ -357,5 +361,5 @@ def _number(name: str, default: int) -> int:
     """
     text = os.environ.get(name, "").strip()
     if text and not text.isdecimal():
-        raise UsageError(f"{name}={text}", "a whole number", f"Correct it, or unset {name}.")
+        raise UsageError(f"{name}={text}", "an integer", f"Correct it, or unset {name}.")
     return int(text) if text else default

@@ -80,7 +80,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
     """Return the error for a cache folder that the file system rejects."""
     return UsageError(
-        f"the cache {path} ({error.strerror or error})",
+        f"the cache {path} cannot be used ({error.strerror or error})",
         "a directory that can be created and written to",
         remedy,
     )

@@ -34,8 +34,9 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
             reason = safe_load.refused_name(cause) if cause else "see upstream's message above"
             raise UsageError(
                 f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason})",
-                "a checkpoint of this Megatron that holds tensors and arguments only",
-                "Check that its files are complete; never load one from a source that you do not trust.",
+                "a checkpoint of this Megatron that contains only tensors and arguments",
+                "Check that its files are complete; never load a checkpoint from a source that you do not "
+                "trust.",
             ) from cause
 
 

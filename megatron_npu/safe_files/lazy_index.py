@@ -90,24 +90,26 @@ def _as_mapped(path: Path) -> bytes:
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
         raise UsageError(
-            f"{path}: {len(raw)} bytes (truncated?)",
+            f"{path} has {len(raw)} bytes (truncated?)",
             f"at least the {HEADER.size} bytes of the header",
             _REMEDY,
         )
     _, version, code, itemsize, sequences, sizes, boundaries = HEADER.unpack_from(raw)
     if code not in CODES:
-        raise UsageError(f"{path}: token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY)
+        raise UsageError(
+            f"{path}: unknown token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY
+        )
     if version != VERSION or sizes != sequences:
         raise UsageError(
-            f"{path}: version {version}, {sizes} sizes of {sequences} sequences",
-            f"version {VERSION}, and a size for each sequence",
+            f"{path} has version {version} and {sizes} sizes for {sequences} sequences",
+            f"version {VERSION} and one size per sequence",
             _REMEDY,
         )
     expected = HEADER.size + 8 * (3 * sequences + 2 + boundaries)
     if len(raw) != expected:
-        state = "truncated? " if len(raw) < expected else ""
+        state = ", so it seems truncated" if len(raw) < expected else ""
         raise UsageError(
-            f"{path}: {state}{len(raw)} bytes", f"{expected} bytes for its {sequences} sequences", _REMEDY
+            f"{path} has {len(raw)} bytes{state}", f"{expected} bytes, for its {sequences} sequences", _REMEDY
         )
     numbers = np.frombuffer(raw, "<i8", offset=HEADER.size)
     first, begins, lengths, documents = np.split(
@@ -130,11 +132,15 @@ def _check(
     """Check that the parts of an index are consistent."""
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
-        raise UsageError(f"{path}: its sequences are not one-dimensional", "sequences of tokens", _REMEDY)
+        raise UsageError(
+            f"{path}: its sequences are not one-dimensional", "one-dimensional sequences of tokens", _REMEDY
+        )
     if sequences and not 0 <= lengths.min() <= lengths.max() <= _LONGEST:
         raise UsageError(f"{path}: invalid sequence lengths", f"0 to {_LONGEST} tokens", _REMEDY)
     if begins[0] != 0 or not np.array_equal(np.diff(begins), lengths):
-        raise UsageError(f"{path}: invalid sequence offsets", "the sums of their lengths", _REMEDY)
+        raise UsageError(f"{path}: invalid sequence offsets", "the cumulative sums of the lengths", _REMEDY)
     ends = len(documents) and documents[0] == 0 and documents[-1] == sequences
     if not ends or np.any(np.diff(documents) < 0):
-        raise UsageError(f"{path}: invalid document boundaries", f"0 ascending to {sequences}", _REMEDY)
+        raise UsageError(
+            f"{path}: invalid document boundaries", f"ascending numbers from 0 to {sequences}", _REMEDY
+        )

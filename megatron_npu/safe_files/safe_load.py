@@ -92,8 +92,8 @@ def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
 def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mmap: bool) -> Any:
     if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
         raise UsageError(
-            f"{file} with torch {torch.__version__}",
-            "torch 2.6 or newer, which can load it safely",
+            f"{file} cannot be loaded safely with torch {torch.__version__}",
+            "torch 2.6 or newer",
             "Update torch.",
         )
     inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
@@ -157,7 +157,7 @@ def _is_numpys(entry: Any) -> bool:
 def refusal(file: Path, reason: str) -> UsageError:
     """Return the error for a rejected file."""
     return UsageError(
-        f"{file}: {reason}", "types that Megatron-LM saves", "Do not load it if you do not trust it."
+        f"{file}: {reason}", "only types that Megatron-LM saves", "Do not load it if you do not trust it."
     )
 
 

@@ -29,7 +29,7 @@ class DamagedIndexError(UsageError, ValueError):
     def __init__(self, file: str | Path, reason: str) -> None:
         self.file = Path(file)
         super().__init__(
-            f"{file}: {reason}", "an index that Megatron has written", "Remove it; it will be built again."
+            f"{file}: {reason}", "an index that Megatron wrote", "Remove it; it will be built again."
         )
 
 
@@ -51,8 +51,8 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:  # numpy parses the file's header as Python
         if named := _pickled(Path(file)):
             raise UsageError(
-                f"{file} holds a pickle that names {', '.join(sorted(named))}",
-                "an index of numbers, as Megatron writes it",
+                f"{file} contains a pickle that names {', '.join(sorted(named))}",
+                "an index that contains only numbers, as Megatron writes it",
                 "Remove it: Megatron did not write this file.",
             ) from error
         raise DamagedIndexError(file, str(error).partition("\n")[0]) from error

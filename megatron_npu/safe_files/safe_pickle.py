@@ -58,6 +58,6 @@ def load(stream: IO[bytes]) -> Any:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(
             f"{getattr(stream, 'name', 'a pickle')}: {reason[:1000]}",
-            "only numbers, strings and arrays of numpy",
-            "It is not loaded, because other types could execute code, and Megatron does not write them.",
+            "only numbers, strings and numpy arrays",
+            "The file was not loaded, because other types can execute code and Megatron does not write them.",
         ) from error

@@ -144,7 +144,9 @@ class _Site:
             while not (await asyncio.wait({reading}, timeout=_LOOKING))[0]:
                 self.engine.require_going()
                 if time.monotonic() > until:
-                    raise BadRequestError(f"the body took more than {_PATIENCE:g} s", status=408)
+                    raise BadRequestError(
+                        f"the request body took more than {_PATIENCE:g} s to arrive", status=408
+                    )
             return reading.result()
         except ClientDisconnect as error:
             raise BadRequestError("the client has disconnected", status=499) from error
@@ -160,12 +162,12 @@ class _Site:
             elif total > _DRAINED * self.max_body:
                 break
         if total > self.max_body:
-            raise BadRequestError(f"the body has more than {self.max_body} bytes", status=413)
+            raise BadRequestError(f"the request body has more than {self.max_body} bytes", status=413)
         return bytes(body)
 
     def _require_name(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise BadRequestError(f"no model {name[:60]!r}; expected {self.name!r}", "model", 404)
+            raise BadRequestError(f"there is no model {name[:60]!r}; expected {self.name!r}", "model", 404)
 
     def _require_limits(self, asked: CompletionRequest, prompts: int) -> None:
         """Reject requests outside the server's limits.
@@ -176,7 +178,10 @@ class _Site:
         self._require_name(asked.model)
         texts = prompts * asked.n
         if texts > self.max_texts:
-            raise BadRequestError(f"{texts} completions; expected at most {self.max_texts} per request", "n")
+            raise BadRequestError(
+                f"the request asks for {texts} completions; expected at most {self.max_texts} per request",
+                "n",
+            )
 
     def _completion(self, asked: CompletionRequest) -> Completion:
         """Return an empty response with its job.
@@ -208,7 +213,8 @@ class _Site:
             template, tokenizer = self._template, model.tokenizer
             if template is None or not isinstance(tokenizer, HuggingFaceTokenizer):
                 raise BadRequestError(
-                    "this checkpoint has no chat template; expected plain text at /v1/completions", "messages"
+                    "this checkpoint has no chat template; send plain text to /v1/completions instead",
+                    "messages",
                 )
             ids = tokenizer.encode(template.render(asked.messages), special_tokens=False)
             model.sampler.check(ids)

@@ -80,7 +80,9 @@ def _logprobs(wanted: bool | None, top: int | None) -> int | None:
 
 def _messages(values: list[Any] | None) -> list[Message]:
     if not values:
-        raise BadRequestError("messages: expected one or more, each with role and content", "messages")
+        raise BadRequestError(
+            "messages is empty; expected one or more messages, each with role and content", "messages"
+        )
     return [_message(number, value) for number, value in enumerate(values)]
 
 
@@ -92,7 +94,9 @@ def _message(number: int, value: Any) -> Message:
     if isinstance(content, list):
         content = _text_of_parts(content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise BadRequestError(f"messages[{number}]: expected role and content, both strings", "messages")
+        raise BadRequestError(
+            f"messages[{number}] is invalid; expected role and content, both strings", "messages"
+        )
     name = rest.pop("name", None)
     if rest or not isinstance(name, str | None):
         field = shown(next(iter(rest), "name"))

@@ -25,7 +25,7 @@ from megatron_npu.generation.trained_model import TrainedModel
 from megatron_npu.serving.engine import Engine
 from megatron_npu.web.address import Address, listening, require_packages
 
-_port = Number("a port from 0 to 65535 (0: any that is free)", int, 0, 65535)
+_port = Number("a port from 0 to 65535 (0: any free port)", int, 0, 65535)
 _GRACE = 5  # seconds for answers to be sent when the server stops
 _CONNECTIONS = 256  # that may be open; one more is told 503
 
@@ -46,14 +46,14 @@ def parser() -> argparse.ArgumentParser:
         "--max-queue",
         type=positive,
         default=16,
-        help="maximum number of queued requests; further ones are answered with 429",
+        help="maximum number of queued requests; more are answered with status 429",
     )
     add("--max-texts", type=positive, default=8, help="maximum number of completions per request")
     add(
         "--max-request-bytes",
         type=byte_size,
         default=1 << 18,
-        help="maximum size of a request in bytes; larger ones are answered with 413",
+        help="maximum size of a request in bytes; larger requests are answered with status 413",
     )
     return result
 

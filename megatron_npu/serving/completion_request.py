@@ -135,9 +135,9 @@ class Fields:
         try:
             values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:  # of decoding, too
-            raise BadRequestError(f"the body is not JSON in UTF-8: {error}") from error
+            raise BadRequestError(f"the request body is not UTF-8 JSON: {error}") from error
         if not isinstance(values, dict):
-            raise BadRequestError("the body is not a JSON object")
+            raise BadRequestError("the request body is not a JSON object")
         return cls(values)
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Fields:
                 raise BadRequestError(f"{name} is not supported here; leave it out", name)
 
 
-_WORDS = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "a whole number"}
+_WORDS = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "an integer"}
 _WORDS |= {float: "a number"}
 
 
@@ -195,7 +195,9 @@ def _prompts(value: Any) -> list[Prompt]:
         raise BadRequestError("prompt is an empty list; expected a string", "prompt")
     for prompt in value:
         if not isinstance(prompt, str) and not _is_ids(prompt):
-            raise BadRequestError("prompt is a list of other values; expected strings or token ids", "prompt")
+            raise BadRequestError(
+                "prompt is a list of values of other types; expected strings or token ids", "prompt"
+            )
     return [_text(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
 
@@ -220,7 +222,8 @@ def _stops(value: Any) -> tuple[str, ...]:
     found = [] if value is None else [value] if isinstance(value, str) else value
     if len(found) > MAX_STOPS or not all(map(_is_stop, found)):
         raise BadRequestError(
-            f"stop: expected at most {MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters", "stop"
+            f"stop is invalid; expected at most {MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters",
+            "stop",
         )
     return tuple(found)
 

@@ -115,7 +115,11 @@ def _compiler() -> str:
 def _torch_npu() -> Path:
     directory = site.package_directory("torch_npu")
     if directory is None:
-        raise UsageError("no torch_npu on the path", "a process of the simulator", "Use megatron-npu sim.")
+        raise UsageError(
+            "torch_npu is not on the Python path",
+            "a process started by the simulator",
+            "Start it with megatron-npu sim.",
+        )
     return directory
 
 

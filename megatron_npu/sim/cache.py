@@ -52,7 +52,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     with _opened() as cache:
         if _is_there(cache, name):
             return final
-        waits = f"waiting for another process that prepares {name}"
+        waits = f"waiting for another process to prepare {name}"
         with user_cache.locked(root() / f"{name}.lock", _REMEDY, lambda: say(waits)):
             if not _is_there(cache, name):
                 _prepare(final, prepare)

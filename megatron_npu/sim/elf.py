@@ -44,9 +44,9 @@ def read(path: Path) -> SharedLibrary:
         listing = subprocess.check_output(command, env={**os.environ, "LC_ALL": "C"}, text=True)
     except FileNotFoundError:
         raise UsageError(
-            "no readelf on PATH",
-            "the program of binutils",
-            "Install it (Debian, Ubuntu: apt install binutils).",
+            "there is no readelf on PATH",
+            "readelf, which belongs to binutils",
+            "Install binutils (Debian, Ubuntu: apt install binutils).",
         ) from None
     library = SharedLibrary(needed=set(_NEEDED.findall(listing)))
     for symbol in filter(None, map(_SYMBOL.match, listing.splitlines())):

@@ -20,8 +20,8 @@ _INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
 _DESCRIPTION = (
     "Run COMMAND with the real torch_npu on simulated NPUs: device memory is host memory, "
-    "kernels\nare CPU kernels, HCCL is shared memory. Child processes see the NPUs too.\nSee "
-    "docs/explanation/simulator.md."
+    "kernels are CPU kernels, and HCCL uses shared memory. Child processes see the NPUs as "
+    "well.\nSee docs/explanation/simulator.md."
 )
 
 _FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         environment = prepare()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, while compilers end, is no traceback
-        cache.say("interrupted; the next use will start this preparation again")
+        cache.say("interrupted; the next use starts this preparation again")
         return _INTERRUPTED
     sys.stdout.flush()
     # Python finds its virtual environment by argv[0]: the bare name would be looked up on PATH
@@ -67,9 +67,9 @@ def prepare() -> dict[str, str]:
     simulator_values()  # refuse a bad number before minutes of preparation
     if build.present("libascendcl.so"):
         raise UsageError(
-            "a real CANN on the library path (libascendcl.so loads)",
+            "a real CANN is on the library path (libascendcl.so can be loaded)",
             "a machine without Ascend software",
-            "Use the NPUs of this machine, or do not source CANN's set_env.sh in this shell.",
+            "Use this machine's NPUs, or do not source CANN's set_env.sh in this shell.",
         )
     wheel = site.prepare()
     environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}

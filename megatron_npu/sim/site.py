@@ -35,7 +35,9 @@ def version_of(package: Path) -> str:
     found = re.search(r"__version__\s*(?::\s*str)?\s*=\s*'([^']+)'", (package / "version.py").read_text())
     if found is None:
         raise UsageError(
-            f"{package / 'version.py'} without __version__", "an installed package", "Reinstall."
+            f"{package / 'version.py'} does not define __version__",
+            "an installed package",
+            "Reinstall torch_npu.",
         )
     return found[1]
 
@@ -48,7 +50,9 @@ def torch_directory() -> Path:
     """
     directory = package_directory("torch")
     if directory is None:
-        raise UsageError(f"no torch in {sys.prefix}", "the CPU build of torch", "pip install torch first.")
+        raise UsageError(
+            f"torch is not installed in {sys.prefix}", "the CPU build of torch", "pip install torch first."
+        )
     return directory
 
 
@@ -81,8 +85,8 @@ def _require_fit(site: Path, torch_version: str) -> None:
     found = version_of(package)
     if found.partition("+")[0].partition(".post")[0] != torch_version:
         raise UsageError(
-            f"torch_npu {found} in {site}, but torch {torch_version}",
-            "the same version of both",
+            f"torch_npu {found} is in {site}, but torch is {torch_version}",
+            "the same version for both",
             f"Unset {settings.SIM_SITE.name} or install torch-npu=={torch_version} there.",
         )
 
@@ -100,7 +104,7 @@ def _install(directory: Path, version: str) -> None:
         errors = [line.strip() for line in result.stdout.splitlines() if "ERROR" in line]
         errors = errors or result.stdout.splitlines()[-1:] or ["pip failed"]
         raise UsageError(
-            f"no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
-            "a torch for which a torch-npu wheel is published, and a registry that can be reached",
+            f"there is no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
+            "a torch version with a published torch-npu wheel, and a reachable package index",
             f"Install such a torch, or set {settings.SIM_SITE.name} to an unpacked wheel.",
         )

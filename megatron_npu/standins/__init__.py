@@ -75,7 +75,7 @@ def _override(method: Any) -> Any:
     return method
 
 
-_APEX = "megatron.optimizer, megatron.utils and clip_grads of Megatron-LM import apex and amp_C always"
+_APEX = "Megatron-LM's megatron.optimizer, megatron.utils and clip_grads always import apex and amp_C"
 _LM = (
     "megatron_lm",
     "megatron_deepspeed",
@@ -138,14 +138,14 @@ STAND_INS = (
         "megatron_npu.standins.fused_weight_gradient_mlp_cuda",
         "fused_weight_gradient_mlp_cuda",
         ("megatron_lm", "megatron_core", "megatron_deepspeed_core"),
-        "--gradient-accumulation-fusion is on by default and needs this extension of apex",
+        "--gradient-accumulation-fusion is on by default and needs this apex extension",
     ),
     StandIn(
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
         "megatron_npu.standins.batch_invariant_kernels",
         "triton",
         ("megatron_core",),
-        "megatron.training.initialize 0.16 imports it always, and it imports triton",
+        "megatron.training.initialize 0.16 always imports it, and it imports triton",
         unless="megatron/core/inference/moe/batch_invariant.py",  # since 0.20, which does without triton
     ),
     StandIn(
@@ -153,8 +153,8 @@ STAND_INS = (
         "megatron_npu.standins.mamba_tensor_ops",
         "triton",
         ("megatron_core",),
-        "the text-generation server and the inference examples of 0.16 import it always, by way of "
-        "mamba_builders, and it imports triton",
+        "0.16's text-generation server and inference examples always import it through mamba_builders, and "
+        "it imports triton",
     ),
     *(
         StandIn(
@@ -162,7 +162,7 @@ STAND_INS = (
             "megatron_npu.standins.ssm_generation",
             "triton",
             ("megatron_core",),
-            "megatron.training of 0.20 imports it always, by way of hybrid models, and it imports triton",
+            "megatron.training 0.20 always imports it through the hybrid models, and it imports triton",
         )
         for name in ("common.causal_conv1d_varlen", "mamba2.batch_invariant_decode")
     ),
@@ -171,29 +171,29 @@ STAND_INS = (
         "megatron_npu.standins.emerging_triton_kernels",
         "triton",
         ("megatron_core",),
-        "emerging_optimizers 0.3, which has Muon, imports it always, and it imports triton: Megatron takes "
-        "the package for absent then",
+        "emerging_optimizers 0.3, which provides Muon, always imports it, and it imports triton; Megatron "
+        "would treat the package as absent",
     ),
     StandIn(
         "mcore_bridge.model.modules.kernels.qsa_block_sparse_attn",
         "megatron_npu.standins.qsa_triton_kernel",
         "triton",
         ("megatron_core",),
-        "mcore-bridge 1.6.5 imports it always, and it imports triton",
+        "mcore-bridge 1.6.5 always imports it, and it imports triton",
     ),
     StandIn(
         "megatron.core.transformer.moe.paged_stash",
         "megatron_npu.standins.paged_stash",
         "triton",
         ("megatron_core",),
-        "megatron.core itself imports it always since 0.18, by way of the schedules, and it imports triton",
+        "since 0.18 megatron.core itself always imports it through the schedules, and it imports triton",
     ),
     StandIn(
         "megatron.core.extensions.transformer_engine",
         "megatron_npu.standins.transformer_engine_layers",
         "transformer_engine",
         ("megatron_core",),
-        "the specs of ViT and LLaVA of 0.12 import its layers always, those of their local specs too",
+        "0.12's specs of ViT and LLaVA always import its layers, even for their local specs",
         unless="megatron/core/models/backends.py",  # since 0.13, whose module can be imported without
         te="none",
     ),
@@ -213,7 +213,7 @@ STAND_INS = (
         "megatron_npu.standins.transformer_engine_torch",
         "transformer_engine",
         ("megatron_core",),
-        "MEGATRON_NPU_TE=local: which tokens of packed sequences a context-parallel rank has",
+        "MEGATRON_NPU_TE=local: determines which tokens of packed sequences a context-parallel rank has",
         te="local",
     ),
     *(
@@ -222,7 +222,7 @@ STAND_INS = (
             source,
             "mamba_ssm",
             ("megatron_core",),
-            "MEGATRON_NPU_TE=local: what Mamba's layers, which are made of TransformerEngine's, take from it",
+            "MEGATRON_NPU_TE=local: Mamba's layers, which are built from TransformerEngine's layers, use it",
             te="local",
         )
         for name, source in _MAMBA_MODULES.items()
@@ -233,7 +233,8 @@ STAND_INS = (
             source,
             "fla",
             ("megatron_core",),
-            "MEGATRON_NPU_TE=local: what gated delta nets, made of TransformerEngine's layers, take from it",
+            "MEGATRON_NPU_TE=local: gated delta nets, which are built from TransformerEngine's layers, use "
+            "it",
             te="local",
         )
         for name, source in _FLA_MODULES.items()
@@ -243,7 +244,8 @@ STAND_INS = (
         "megatron_npu.standins.fast_hadamard_transform",
         "fast_hadamard_transform",
         ("megatron_core",),
-        "MEGATRON_NPU_TE=local: DeepSeek's sparse attention, made of TransformerEngine's layers, asks for it",
+        "MEGATRON_NPU_TE=local: DeepSeek's sparse attention, which is built from TransformerEngine's "
+        "layers, needs it",
         te="local",
     ),
     StandIn(
@@ -251,14 +253,14 @@ STAND_INS = (
         "megatron_npu.standins.knn_monitor",
         "torchvision",
         _LM,
-        "megatron.training imports it always, and it imports torchvision",
+        "megatron.training always imports it, and it imports torchvision",
     ),
     StandIn(
         "deepspeed.compression.compress",
         "megatron_npu.standins.deepspeed_compression",
         "deepspeed.compression.compress",
         ("megatron_deepspeed_core",),
-        "megatron.training of deepspeedai's tree imports it always; DeepSpeed 0.19.8 no longer has it",
+        "megatron.training in deepspeedai's tree always imports it; DeepSpeed 0.19.8 no longer has it",
     ),
     StandIn(
         "megatron.data.helpers",
@@ -281,7 +283,7 @@ STAND_INS = (
         "megatron_npu.standins.core_dataset_helpers",
         "",
         ("megatron_core",),
-        "a checkout compiles it when training starts, a wheel ships it",
+        "a checkout compiles it when training starts, and a wheel ships it",
         unless="megatron/core/datasets/helpers_cpp*" + EXTENSION_SUFFIXES[0],
     ),
 )
@@ -299,14 +301,15 @@ NAME_STAND_INS = (
         "product",
         numpy.prod,
         ("megatron_core",),
-        "0.12 and 0.13 save a checkpoint of the distributed optimizer with it; NumPy 2.0 removed it",
+        "0.12 and 0.13 use it to save checkpoints of the distributed optimizer; NumPy 2.0 removed it",
     ),
     NameStandIn(
         "typing",
         "override",
         _override,
         ("megatron_core",),
-        "megatron.training of 0.18 and newer takes it, which Python has since 3.12: no script would start",
+        "megatron.training 0.18 and newer imports it, but Python has it only since 3.12; no script would "
+        "start",
         within="megatron/training/models/hybrid.py",
     ),
     NameStandIn(
@@ -314,8 +317,8 @@ NAME_STAND_INS = (
         "override",
         _override,
         ("megatron_core",),
-        "emerging_optimizers 0.3 takes it, which Python has since 3.12; megatron-core 0.17 and newer import "
-        "that package wherever it is installed, and their import would end with it",
+        "emerging_optimizers 0.3 imports it, but Python has it only since 3.12; megatron-core 0.17 and "
+        "newer import that package if it is installed, and their import would fail",
         beside="emerging_optimizers",
     ),
 )

@@ -58,8 +58,8 @@ def library() -> ctypes.CDLL | None:
         found = cached_library.load(cached_library.Recipe(folder, (SOURCE,), (), _FLAGS, (), without))
     except UsageError as error:
         _logger.warning(
-            "dataset indices are computed in Python, which takes minutes for blends of many "
-            "datasets: %s. %s.",
+            "dataset indices are computed in Python, which takes minutes for blends of many datasets: %s. "
+            "%s.",
             error.given,
             error.remedy,
         )
@@ -208,14 +208,14 @@ def rows_of_sentences(
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return both arrays in the form that the C++ code needs; check them, because it does not."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
-    _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in their order", docs[:4])
+    _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))
     return docs, sizes
 
 
 def _titles_of(docs: NDArray[Any], titles: NDArray[Any]) -> NDArray[Any]:
     titles = _contiguous(titles, np.int32)
-    _require(len(titles) >= len(docs) - 1, "titles, one for each document", len(titles))
+    _require(len(titles) >= len(docs) - 1, "titles, one per document", len(titles))
     return titles
 
 
@@ -226,7 +226,7 @@ def _contiguous(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
 def _require(fits: bool | np.bool_, what: str, found: object) -> None:
     if not fits:
         raise UsageError(
-            f"an index of a dataset that does not fit its {what} ({found})",
-            "files of one dataset",
-            "Make the dataset again.",
+            f"the index of a dataset does not match its {what} ({found})",
+            "files of the same dataset",
+            "Create the dataset again.",
         )

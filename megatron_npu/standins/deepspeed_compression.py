@@ -14,9 +14,9 @@ def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
         UsageError: always.
     """
     raise UsageError(
-        'a "compression_training" in DeepSpeed\'s configuration, which DeepSpeed no longer has',
+        'DeepSpeed\'s configuration contains "compression_training", which DeepSpeed no longer supports',
         "a configuration without it",
-        "Remove it.",
+        "Remove that section.",
     )
 
 

@@ -47,7 +47,9 @@ def broadcast_data(
     if parallel_state.model_parallel_is_initialized():
         return tensor_parallel.broadcast_data(keys, data, datatype)
     if data is None:
-        raise TypeError("broadcast_data of None, and there are no tensor-parallel ranks that have data")
+        raise TypeError(
+            "broadcast_data got None, but there are no other tensor-parallel ranks to receive data from"
+        )
     for key in keys:
         if data[key].dtype != datatype:
             raise TypeError(f"{key} has data type {data[key].dtype} which is different than {datatype}")
@@ -60,4 +62,6 @@ def __getattr__(name: str) -> Any:
             found = getattr(importlib.import_module(place), name, None)
             if found is not None:
                 return found
-    raise AttributeError(f"module {NAME!r} has no attribute {name!r}: nor has one of {', '.join(_PLACES)}")
+    raise AttributeError(
+        f"module {NAME!r} has no attribute {name!r}, and neither has any of {', '.join(_PLACES)}"
+    )

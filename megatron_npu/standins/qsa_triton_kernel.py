@@ -18,7 +18,7 @@ def qsa_sparse_attention_from_indices(*_: Any, **__: Any) -> NoReturn:
         UsageError: always.
     """
     raise UsageError(
-        "mcore-bridge's sparse attention kernel without the package triton",
-        "its attention with a mask",
+        "mcore-bridge's sparse attention kernel needs triton, which is not installed",
+        "its masked attention instead",
         "Set QSA_SPARSE_KERNEL=0.",
     )

@@ -15,8 +15,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
         RuntimeError: always: the kernels are written in triton.
     """
     raise RuntimeError(
-        "layers of state spaces need the package triton to generate from packed sequences, and for "
-        "--batch-invariant-mode; it is not installed"
+        "state-space layers need the package triton, which is not installed, to generate from packed "
+        "sequences and for --batch-invariant-mode"
     )
 
 

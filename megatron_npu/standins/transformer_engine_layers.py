@@ -35,4 +35,4 @@ def __getattr__(name: str) -> type:
     """
     if name in _LAYERS and _sys._getframe(1).f_globals.get("__name__") in _IMPORT_WITHOUT_TRYING:
         return _Absent
-    raise AttributeError(f"TransformerEngine is not installed: no {name}")
+    raise AttributeError(f"TransformerEngine is not installed, so there is no {name}")

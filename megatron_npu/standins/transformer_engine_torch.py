@@ -25,5 +25,5 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     """
     bounds = cu_seqlens.flatten().tolist()
     if bounds[-1] != total_tokens:
-        raise ValueError(f"the sequences end at {bounds[-1]}, and there are {total_tokens} tokens")
+        raise ValueError(f"the sequences end at {bounds[-1]}, but there are {total_tokens} tokens")
     return token_indices(bounds, world_size, rank).to(cu_seqlens.device)

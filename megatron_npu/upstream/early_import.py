@@ -59,7 +59,7 @@ class _Loader(Loader):
         self._activate()
         module = sys.modules.get(spec.name)
         if module is None:
-            raise ImportError(f"no stub of {spec.name} in this process", name=spec.name)
+            raise ImportError(f"there is no stub of {spec.name} in this process", name=spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -63,18 +63,20 @@ class Upstream:
 
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
-        supported = f"a version from {_dotted(OLDEST_CORE)} to before {_dotted(FIRST_TOO_NEW_CORE)}"
+        supported = (
+            f"a version from {_dotted(OLDEST_CORE)} up to, but not including, {_dotted(FIRST_TOO_NEW_CORE)}"
+        )
         remedy = "Install one, for example: pip install megatron-core==0.16.1"
         given = f"megatron-core {self.version} in {self.root}"
         if release < OLDEST_CORE:
             raise UsageError(f"{given} is too old", supported, remedy)
         if release >= FIRST_TOO_NEW_CORE:
             if settings.DRIFT.get() != "warn":
-                also = f"or set {settings.DRIFT.name}=warn to apply only the patches that fit."
+                also = f"or set {settings.DRIFT.name}=warn to apply only the patches that still match."
                 raise UsageError(f"{given} is too new", supported, f"{remedy}; {also}")
             _logger.warning(
-                "%s is newer than the tested versions (%s): patches that fit are applied; the line before "
-                "the first step lists the others",
+                "%s is newer than the tested versions (%s): patches that still match are applied; the line "
+                "before the first step lists the others",
                 given,
                 supported,
             )
@@ -90,12 +92,12 @@ class Upstream:
             remedy = f"Remove one from the path, or set {name} to the first one to confirm it."
             if wanted and any(Path(wanted).resolve() == path.resolve() for path, _ in others):
                 remedy = (
-                    f"{name} is {wanted}, which is not the first: put it first with PYTHONPATH={wanted}, "
-                    "or start the script with `megatron-npu run`."
+                    f"{name} is {wanted}, which does not come first: put it first with "
+                    f"PYTHONPATH={wanted}, or start the script with `megatron-npu run`."
                 )
             raise UsageError(
                 f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
-                "a single one, because modules of a checkout and a wheel may be mixed",
+                "a single one, because otherwise modules from both may be mixed",
                 remedy,
             )
 
@@ -136,15 +138,15 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
         checkout = settings.MEGATRON_PATH.get()
         nor = f", nor in {checkout} ({settings.MEGATRON_PATH.name})" if checkout else ""
         return UsageError(
-            f"no Megatron on the Python path{nor}",
+            f"there is no Megatron on the Python path{nor}",
             inside,
             "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
         )
     given = f" ({given_by})" if given_by else ""
     remedy = f"Correct {given_by or 'the path'}."
     if not Path(path).is_dir():
-        return UsageError(f"no folder {path}{given}", "a folder that contains megatron/", remedy)
-    return UsageError(f"no Megatron in {path}{given}", inside, remedy)
+        return UsageError(f"there is no folder {path}{given}", "a folder that contains megatron/", remedy)
+    return UsageError(f"there is no Megatron in {path}{given}", inside, remedy)
 
 
 def _roots_on_path() -> list[Path]:

@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import early_import
 
 _DEEPEST = 5  # folders between a tree and a script of it, examples/inference/gpt among them
-_REMOTE_CODE = "the code in the folder of the model that it reads (trust_remote_code=True)"
+_REMOTE_CODE = "code from the folder of the model that it reads (trust_remote_code=True)"
 # scripts that run what a stranger's file holds, and what they run
 _RUN_CODE = {
     "tools/hf2megads_weight_converter.py": _REMOTE_CODE,
@@ -65,20 +65,20 @@ def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
     is_core = (tree / "megatron" / "core" / "package_info.py").is_file()
     if is_core and early_import.is_absent("transformer_engine"):
         raise UsageError(
-            f"{script} without TransformerEngine",
-            "the package, which its saver always imports",
-            "A torch_dist checkpoint needs no conversion for another layout; `megatron-npu convert` writes "
-            "the format torch, and Hugging Face's.",
+            f"{script} needs TransformerEngine, which is not installed",
+            "the package transformer-engine, which the script's saver always imports",
+            "A torch_dist checkpoint loads in any layout without conversion; `megatron-npu convert` writes "
+            "the torch format and Hugging Face's.",
         )
 
 
 def _refuse_code(name: str, script: Path, arguments: Sequence[str]) -> None:
     what = _RUN_CODE.get(name)
     if name == _MULTIMODAL and any(argument.endswith("MMMU") for argument in arguments):
-        what = "the options of MMMU's questions, which it evaluates as Python"
+        what = "the answer options of MMMU's questions as Python code"
     if what is not None and not settings.TRUST_FILES.enabled():
         raise UsageError(
-            f"{script} runs {what}",
+            f"{script} executes {what}",
             f"a script that loads files only as data, or {settings.TRUST_FILES.name}=1",
             f"Set {settings.TRUST_FILES.name}=1 if you trust the files that it reads like your own "
             "programs; `megatron-npu convert` reads Transformers models without executing their code.",

@@ -59,7 +59,7 @@ class Alone:
         while not self._stopping.wait(_PERIOD) and dist.is_initialized():
             beat = self._stillness.look()
             if beat.still >= self._limit:
-                told = f"it has not moved for {self._limit:.0f} s: it is {beat}{beat.stack()}"
-                print(f"megatron_npu: the run ends: {told}", file=sys.stderr, flush=True)
+                told = f"it has made no progress for {self._limit:.0f} s: it is {beat}{beat.stack()}"
+                print(f"megatron_npu: the run is stopped: {told}", file=sys.stderr, flush=True)
                 stacks.print_now()
                 os._exit(_EXIT)

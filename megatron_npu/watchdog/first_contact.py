@@ -31,7 +31,7 @@ _KNOWN = 5.0  # seconds for all to read what is wrong
 _PAUSE = 0.2
 _ALL = 32  # machines up to which each tries every other
 _SHOWN = 8
-_EXPECTED = "machines that reach each other on any port, because gloo and HCCL choose free ones"
+_EXPECTED = "machines that can reach each other on any port, because gloo and HCCL choose free ones"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def tell(error: str) -> None:
     with contextlib.suppress(Exception):  # rank 0 may be gone
         host, port = _where()
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT))
-        line = f"rank {os.environ['RANK']} ({socket.gethostname()}) has ended: {error}"
+        line = f"rank {os.environ['RANK']} ({socket.gethostname()}) exited: {error}"
         dist.PrefixStore(_prefix(), store).set("failed", line)
 
 
@@ -116,15 +116,15 @@ def _store() -> dist.TCPStore:
         except (dist.DistError, RuntimeError, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
             line = (
-                f"rank {os.environ['RANK']} ({socket.gethostname()}) does not reach MASTER_ADDR:MASTER_PORT "
-                f"{host}:{port} ({reason})"
+                f"rank {os.environ['RANK']} ({socket.gethostname()}) cannot reach "
+                f"MASTER_ADDR:MASTER_PORT {host}:{port} ({reason})"
             )
             remedy = (
                 "Check that this is the first machine, that its job is running, and that the firewall "
                 "opens the port."
             )
             if time.monotonic() - began > _GIVE_UP:
-                raise UsageError(line, "the store of the run there", remedy) from None
+                raise UsageError(line, "the run's store at that address", remedy) from None
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"megatron_npu: {line}; still trying. {remedy}", file=sys.stderr, flush=True)
 
@@ -180,8 +180,8 @@ def _awaited(store: dist.Store, name: str) -> bytes:
         raise UsageError(
             f"rank {os.environ['RANK']} ({socket.gethostname()}) cannot reach rank 0 "
             f"({str(error).partition(chr(10))[0]})",
-            "all ranks connected to the store of the run",
-            "Check the messages of rank 0.",
+            "all ranks to be connected to the run's store",
+            "See the messages of rank 0.",
         ) from None
 
 
@@ -195,7 +195,11 @@ def _assemble(store: dist.Store, ranks: int) -> None:
     while int(store.add("arrived", 0)) < ranks and not fault:
         now = time.monotonic()
         if store.check(["failed"]):
-            fault = [store.get("failed").decode(), "all ranks at the store", "See the messages there."]
+            fault = [
+                store.get("failed").decode(),
+                "all ranks to be connected to the run's store",
+                "See the messages of that rank.",
+            ]
         elif now - said > _TRY:
             said, missing = now, _missing(store, ranks)
             line = f"rank 0 ({socket.gethostname()}) has waited for {now - began:.0f} s for {missing}"
@@ -207,8 +211,8 @@ def _assemble(store: dist.Store, ranks: int) -> None:
             if now - began > _GIVE_UP:
                 fault = [
                     line,
-                    "all ranks connected to the store of the run",
-                    "Check the messages of their machines.",
+                    "all ranks to be connected to the run's store",
+                    "See the messages on their machines.",
                 ]
         time.sleep(_PAUSE)
     places = [] if fault else _places(store, ranks)
@@ -247,9 +251,9 @@ def _loopback(places: list[_Place]) -> list[str]:
     return [
         (
             f"the host name of {', '.join(named[:_SHOWN])}{more} resolves to an address that no other "
-            "machine reaches"
+            "machine can reach"
         ),
-        "an address of the cluster's network",
+        "an address in the cluster's network",
         f"Export {network.INTERFACE}={way[0]} (for NPUs also HCCL_SOCKET_IFNAME={way[0]} or "
         f"HCCL_IF_IP={way[1]}) on each machine, or correct its /etc/hosts.",
     ]
@@ -261,7 +265,7 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
         return
     store.wait([f"reached/{rank}" for rank in places], timedelta(seconds=4 * _CONNECT))
     found = [
-        f"{places[rank][0]} does not reach {fault}"
+        f"{places[rank][0]} cannot reach {fault}"
         for rank, text in zip(places, store.multi_get([f"reached/{rank}" for rank in places]), strict=True)
         for fault in json.loads(text)
     ]

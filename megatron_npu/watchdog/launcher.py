@@ -80,7 +80,7 @@ def _wait(descriptor: int, launcher: int) -> None:
 
 
 def _end(who: str) -> NoReturn:
-    told = f"megatron_npu: rank {os.environ.get('RANK', '0')} exits: {who} has exited before it (killed?)"
+    told = f"megatron_npu: rank {os.environ.get('RANK', '0')} exits, because {who} exited first (killed?)"
     with contextlib.suppress(OSError):  # nobody may read any more
         print(told, file=sys.stderr, flush=True)
     os._exit(_EXIT)

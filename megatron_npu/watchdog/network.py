@@ -53,7 +53,7 @@ def _of_interface(name: str) -> str:
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family in _FAMILIES]
     if not found:
         raise UsageError(
-            f"{INTERFACE}={name} on {socket.gethostname()}",
+            f"{INTERFACE}={name} names no usable interface on {socket.gethostname()}",
             f"an interface with an address: {', '.join(interfaces()) or 'there is none'}",
             "Export the interface of the cluster's network.",
         )

@@ -35,9 +35,10 @@ def require_open_files(ranks: int) -> None:
         return
     if not _allows(hard, used + more):
         raise UsageError(
-            f"a limit of {hard} open files (ulimit -Hn), {used} of which are in use",
-            f"{more} more for {ranks} rank{'s' * (ranks > 1)}",
-            "Raise it before the run starts: ulimit -n, limits.conf, docker run --ulimit nofile=65536.",
+            f"the limit is {hard} open files (ulimit -Hn), {used} of which are in use",
+            f"room for {more} more for {ranks} rank{'s' * (ranks > 1)}",
+            "Raise the limit before the run starts: ulimit -n, limits.conf, docker run --ulimit "
+            "nofile=65536.",
         )
     logger.info("raised the limit of open files to %d; it was %d", used + more, soft)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))

@@ -162,7 +162,11 @@ class Rank:
             return self._tell(verdict)
         asked = self._board.asking()
         if asked != self._rank:
-            print(f"megatron_npu: rank {self._rank}, as rank {asked} was asked:", file=sys.stderr, flush=True)
+            print(
+                f"megatron_npu: rank {self._rank}, when rank {asked} was asked:",
+                file=sys.stderr,
+                flush=True,
+            )
             stacks.print_now()
 
     def _beat(self) -> None:

@@ -24,7 +24,7 @@ def require_fresh_store() -> None:
             "torchrun restarted this run with the store of the previous attempt, which contains "
             "addresses of dead processes",
             f"{_REMEDY}=1 in torchrun's environment",
-            "Set it and start again; with --load the run resumes from its last checkpoint.",
+            "Set it and start the run again; with --load it resumes from its last checkpoint.",
         )
 
 

@@ -16,7 +16,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
     """Return the message for a process that ended with ``error``; None: it did not report one."""
-    how = f"ended with {error}" if error else "ended without an error message (killed?)"
+    how = f"exited with {error}" if error else "exited without an error message (killed?)"
     return f"{process} {how}; last seen {beat}"
 
 
@@ -36,8 +36,8 @@ def of_silent(gone: Sequence[Told]) -> str:
 def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
     """Return the message for a rank whose heartbeat the next rank no longer receives."""
     return (
-        f"{process} has sent no heartbeat for {seconds:.0f} s: it is stopped, or its machine is "
-        f"lost; last seen {beat}{beat.stack()}"
+        f"{process} has sent no heartbeat for {seconds:.0f} s: it is suspended, or its machine is down; "
+        f"last seen {beat}{beat.stack()}"
     )
 
 
@@ -70,7 +70,7 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
 def of_late(waited_for: Sequence[Told], limit: float) -> str:
     """Return the message about late ranks: which they are, where they are, and their stacks."""
     told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
-    return f"no rank has moved for {limit:.0f} s: {told}{_stacks(waited_for)}"
+    return f"no rank has made progress for {limit:.0f} s: {told}{_stacks(waited_for)}"
 
 
 def _stacks(waited_for: Sequence[Told]) -> str:
@@ -84,9 +84,9 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
     """Return the message for a store on another process that has not answered."""
     return (
-        f"rank {rank} exits: the store of the run at {where} has not answered for {seconds:.0f} s: "
-        f"the network to the machine of {first or 'rank 0'} is cut, or that machine is stopped or "
-        "lost"
+        f"rank {rank} exits: the run's store at {where} has not answered for {seconds:.0f} s: the "
+        f"network to the machine of {first or 'rank 0'} is interrupted, or that machine is suspended or "
+        "down"
     )
 
 
@@ -94,5 +94,5 @@ def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str
     """Return the message for a lost store, which rank 0 hosted."""
     who = first or "rank 0"
     if has_ended:
-        return f"{who} has ended (killed, or with an error), and with it the store of the run"
-    return f"the store of the run is lost, and possibly {who} too ({type(error).__name__})"
+        return f"{who} has exited (killed, or with an error), and the run's store with it"
+    return f"the run's store is lost, and possibly {who} as well ({type(error).__name__})"

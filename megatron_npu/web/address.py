@@ -61,7 +61,7 @@ def listening(given: str, wanted: Address) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"{given}: {error.strerror or error}",
-            "an address of this machine and a free port",
+            "an address of this machine, and a free port",
             f"Use another port (0: any free one), or the host {LOOPBACK}.",
         ) from error
 
@@ -85,4 +85,8 @@ def require_packages(asking: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if not is_installed(name)]
     if missing:
         names = " and ".join(missing)
-        raise UsageError(f"{asking} without the packages {names}", names, f"pip install {' '.join(missing)}")
+        raise UsageError(
+            f"{asking} needs the packages {names}, which are not installed",
+            names,
+            f"pip install {' '.join(missing)}",
+        )

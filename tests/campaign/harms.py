@@ -21,7 +21,9 @@ from tests.campaign.ways import EVALUATION, INTERVAL, ITERATIONS
 from tests.support.payload import Runs
 
 PHASES = ("starting", "training", "saving", "evaluating", "going on")
-_DEAD = r"rank {0} \([^)]*\) ended without a word|\({0}, -9\)"  # said by the others, or by the agent
+_DEAD = (
+    r"rank {0} \([^)]*\) exited without an error message|\({0}, -9\)"  # said by the others, or by the agent
+)
 
 
 def until(trial: Trial, phase: str) -> bool:

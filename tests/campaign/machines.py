@@ -415,7 +415,7 @@ def firewall(trial: Trial) -> list[str]:
             for n, way in ((10, "dport"), (11, "sport"))
         )
         each.sh(f"{passing} ip rule add pref 20 to 10.77.0.0/24 ipproto tcp unreachable")
-    return _refused(trial, r"node1 does not reach node2 at 10\.77\.0\.2:\d+.*GLOO_SOCKET_IFNAME")
+    return _refused(trial, r"node1 cannot reach node2 at 10\.77\.0\.2:\d+.*GLOO_SOCKET_IFNAME")
 
 
 def _refused(trial: Trial, line: str) -> list[str]:

@@ -83,7 +83,7 @@ def test_ranks_end_with_their_launcher_alone(environment: dict[str, str]) -> Non
                 os.killpg(launcher.pid, signal.SIGKILL)
         told = launcher.stderr.read()
     if environment:
-        assert f"rank 3 exits: its launcher (process {launcher.pid}) has exited before it" in told
+        assert f"rank 3 exits, because its launcher (process {launcher.pid}) exited first" in told
 
 
 def test_an_agent_that_ends_while_it_is_looked_for_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_ranks_that_are_still_starting_do_not_train_on_without_it(program: str, 
         (tmp_path / "go on").touch()
         assert (
             launcher.stderr.read()
-            == "megatron_npu: rank 3 exits: its launcher has exited before it (killed?)\n"
+            == "megatron_npu: rank 3 exits, because its launcher exited first (killed?)\n"
         )
 
 

@@ -243,7 +243,7 @@ def test_without_shared_memory_gloo_sends_and_that_is_told(seen) -> None:
     assert [rank["without"]["sums"] for rank in seen] == [[RANKS, RANKS]] * 2
     assert not any(rank["without"]["made"] for rank in seen)
     (line,) = seen[0]["without"]["told"]  # once, not for the user's own choice
-    assert f"2 of {RANKS} ranks have mapped it" in line
+    assert f"2 of {RANKS} ranks mapped the shared memory" in line
     assert seen[1]["without"]["told"] == []
 
 

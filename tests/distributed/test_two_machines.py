@@ -57,7 +57,7 @@ def test_indices_of_the_data_on_a_disk_of_each_machine_are_built_on_each(tmp_pat
             machine.kill()
             machine.communicate()
     assert [machine.returncode for machine in machines] == [0, 0], told
-    assert "own is not shared with rank 0: building its index on this machine as well" in told[1]
+    assert "own is not shared with rank 0; building its index on this machine as well" in told[1]
     built = [sorted(each.name for each in (tmp_path / number / "own").glob("*.npy")) for number in "01"]
     assert built[0] == built[1] != []
 

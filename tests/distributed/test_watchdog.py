@@ -73,13 +73,14 @@ def started(tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> Iterator[
 @pytest.mark.parametrize(
     ("scenario", "told"),
     [
-        ("kill", rf"{RANK_1} ended without an error message \(killed\?\); last seen {STEP}"),
-        ("error", rf"{RANK_1} ended with ValueError: bad luck; last seen {STEP}"),
-        ("stop", rf"{RANK_1} has sent no heartbeat for \d+ s: it is stopped, .*; last seen {STEP}"),
-        ("deadlock", rf"no rank has moved for {LIMIT} s: {RANK_1} is {STEP}"),
+        ("kill", rf"{RANK_1} exited without an error message \(killed\?\); last seen {STEP}"),
+        ("error", rf"{RANK_1} exited with ValueError: bad luck; last seen {STEP}"),
+        ("stop", rf"{RANK_1} has sent no heartbeat for \d+ s: it is suspended, .*; last seen {STEP}"),
+        ("deadlock", rf"no rank has made progress for {LIMIT} s: {RANK_1} is {STEP}"),
         (
             "stuck_save",
-            rf"no rank has moved for {LIMIT} s: {RANK_1} is {SAVE}, and makes no progress with {FILE}",
+            rf"no rank has made progress for {LIMIT} s: {RANK_1} is {SAVE}, "
+            rf"and makes no progress with {FILE}",
         ),
     ],
 )
@@ -99,7 +100,7 @@ def test_the_rank_that_is_missed_is_named(
         line = {"deadlock": "wait_for_ever", "stuck_save": "write_in_vain"}.get(scenario, "<lambda>")
         assert f":{line}" in found[0][1] or f"in {line}" in found[0][1]  # where that one stands
     if scenario == "deadlock":
-        assert "rank 0, as rank 1 was asked:\n" in found[0][1]
+        assert "rank 0, when rank 1 was asked:\n" in found[0][1]
         assert "in wait_for_ever" in found[1][1].partition("rank 1 exits:")[0]  # its own, printed at once
     if scenario == "error":
         assert "ValueError: bad luck" in found[1][1]
@@ -129,7 +130,7 @@ def alone() -> Iterator[Alone]:
 def test_a_run_of_one_process_that_hangs_says_where_and_ends(alone: Alone) -> None:
     code, err = alone("deadlock")
     assert code == 1, err
-    told = rf"^megatron_npu: the run ends: it has not moved for 3 s: it is {STEP}$"
+    told = rf"^megatron_npu: the run is stopped: it has made no progress for 3 s: it is {STEP}$"
     stack = re.split(told, err, flags=re.MULTILINE)
     assert len(stack) == 2, err
     assert re.match(r"\n  \S+:\d+ in wait_for_ever\n  \S+:\d+ in train_step\n", stack[1]), err
@@ -144,7 +145,9 @@ def test_a_run_of_one_process_may_wait_for_requests(alone: Alone, scenario: str)
 def test_a_server_that_hangs_in_a_request_ends(alone: Alone) -> None:
     code, err = alone("hang_in_request")
     assert code == 1, err
-    assert re.search(rf"the run ends: it has not moved for 3 s: it is {STEP}$", err, re.MULTILINE), err
+    assert re.search(
+        rf"the run is stopped: it has made no progress for 3 s: it is {STEP}$", err, re.MULTILINE
+    ), err
 
 
 def test_the_rank_that_held_the_store_is_named_too() -> None:
@@ -153,7 +156,7 @@ def test_the_rank_that_held_the_store_is_named_too() -> None:
         code, err = found[rank]
         assert code == 1, err
         first = RANK_1.replace("rank 1", "rank 0")
-        assert re.search(rf"^megatron_npu: rank {rank} exits: {first} has ended", err, re.MULTILINE), err
+        assert re.search(rf"^megatron_npu: rank {rank} exits: {first} has exited", err, re.MULTILINE), err
 
 
 @pytest.mark.parametrize("scenario", ["slow_save", "compile"])

@@ -54,7 +54,7 @@ def test_spoilt_data(refused, flags, copy, ending, spoil):
         (["--seq-length", 64], "--max-position-embeddings 32"),
         (["--tensor-model-parallel-size", 2], "number of processes 1"),
         (["--global-batch-size", 3, "--micro-batch-size", 2], "--global-batch-size 3"),
-        (["--load", "no/such/directory"], "no checkpoint there"),
+        (["--load", "no/such/directory"], "contains no checkpoint"),
         (["--split", "999,1,0"], "leaves no document of the 100"),
         (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
     ],
@@ -82,7 +82,7 @@ def test_indices_that_cannot_be_written(flags, copy, capsys):
     copy.touch()  # where the folder of the indices would be
     assert cli.main(["pretrain", *flags("--data-path", copy)]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the indices of the data cannot be written" in last
+    assert "the index files of the dataset cannot be written" in last
     assert "--data-cache-path" in last
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_the_last_checkpoint_alone(train, flags, tmp_path, cap
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert f"the checkpoint of iteration 6 could not be written into {save}" in err.splitlines()[-1]
+    assert f"the checkpoint of iteration 6 could not be written to {save}" in err.splitlines()[-1]
     summary = train("--load", save, "--save", save)
     assert summary.iterations == 6
     assert sorted(tiny.losses(save / "metrics.jsonl")) == [1, 2, 3, 4, 5, 6]
@@ -131,11 +131,11 @@ def _content(directory):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["--hidden-size", 64], "--hidden-size 64 (the checkpoint: 32)"),
-        (["--num-layers", 4], "--num-layers 4 (the checkpoint: 2)"),
-        (["--vocab-size", 300], "vocabulary's size 301 (the checkpoint: 256)"),
-        (["--swiglu"], "--swiglu on (the checkpoint: off)"),
-        (["--max-position-embeddings", 64], "--max-position-embeddings 64 (the checkpoint: 32)"),
+        (["--hidden-size", 64], "--hidden-size 64 (checkpoint: 32)"),
+        (["--num-layers", 4], "--num-layers 4 (checkpoint: 2)"),
+        (["--vocab-size", 300], "vocabulary size 301 (checkpoint: 256)"),
+        (["--swiglu"], "--swiglu on (checkpoint: off)"),
+        (["--max-position-embeddings", 64], "--max-position-embeddings 64 (checkpoint: 32)"),
         (["--use-distributed-optimizer"], "--use-distributed-optimizer"),
         (["--lr", 0.5], "--override-opt_param-scheduler"),
     ],
@@ -196,7 +196,7 @@ def test_several_ranks_speak_once_and_all_end_with_2(flags):
 
 
 def test_generate(refused, trained, capsys):
-    assert "no checkpoint there" in refused("generate", "--load", "no/such", "--prompt", "1")
+    assert "contains no checkpoint" in refused("generate", "--load", "no/such", "--prompt", "1")
     assert "64 positions" not in refused("generate", "--load", trained, "--prompt", "x")
     assert "at most the model's 32 positions" in refused(
         "generate", "--load", trained, "--prompt", "1 2", "--num-tokens", "31"
@@ -207,11 +207,15 @@ def test_generate(refused, trained, capsys):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ([], "nothing to do; expected --prompt TEXT, --sample-input-file FILE, or --num-samples N"),
+        (
+            [],
+            "no prompt and no number of samples; expected --prompt TEXT, --sample-input-file FILE, or "
+            "--num-samples N",
+        ),
         (["--prompt", ""], "for unconditional samples use --num-samples 1 without a prompt"),
         (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected only"),
         (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected only one"),
-        (["--prompt", " ".join(["1"] * 32)], "a prompt of 32 tokens; expected at most 31"),
+        (["--prompt", " ".join(["1"] * 32)], "the prompt has 32 tokens; expected at most 31"),
         (["--prompt", "\udcff"], "expected numbers"),
         (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),
         (["--num-samples", "1", "--genfile", "no/such/file"], "its folder does not exist"),
@@ -230,10 +234,10 @@ def test_generate_is_told_what_it_cannot_do(refused, trained, line, told):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"1 2\n\n3\n", "line 2: an empty prompt"),
+        (b"1 2\n\n3\n", "line 2: the prompt is empty"),
         (b"", "no prompt"),
         (b"1\n\xff\n", "not UTF-8"),
-        (b"1\n" + b"2 " * 40, "line 2: a prompt of 40 tokens"),
+        (b"1\n" + b"2 " * 40, "line 2: the prompt has 40 tokens"),
     ],
 )
 def test_files_of_prompts(refused, trained, tmp_path, content, told):
@@ -252,4 +256,4 @@ def test_a_vocabulary_that_does_not_fit_the_checkpoint(refused, dataset, train, 
     description.write_text(text.replace(": 50300", ": 50000"))
     checksums.renew(description)
     told = refused("generate", "--load", tmp_path / "saved", "--prompt", "a")
-    assert "a tokenizer with 50257 tokens; expected the 50000 tokens that the model was trained with" in told
+    assert "the tokenizer has 50257 tokens; expected the 50000 tokens that the model was trained with" in told

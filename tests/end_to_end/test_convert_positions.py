@@ -278,5 +278,5 @@ def test_a_run_goes_on_from_it_in_another_layout(dataset, tmp_path, convert, ref
     assert two.returncode == 0, two.stderr
     assert tiny.losses(tmp_path / "two")[1] == pytest.approx(tiny.losses(tmp_path / "one")[1], rel=1e-5)
     said = refused("pretrain", *line("none", "--yarn-beta-fast", "16", "--rotary-scaling-factor", "2"))
-    assert "--yarn-beta-fast 16.0 (the checkpoint: 32.0)" in said
-    assert "--rotary-scaling-factor 2.0 (the checkpoint: 4.0)" in said
+    assert "--yarn-beta-fast 16.0 (checkpoint: 32.0)" in said
+    assert "--rotary-scaling-factor 2.0 (checkpoint: 4.0)" in said

@@ -181,13 +181,13 @@ def test_pruning_counts_whole_ones_alone(trained: Path) -> None:
     done = tiny.run("checkpoint", "prune", str(trained), "--keep", "1")
     told = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(told)) == (1, "", 3)
-    assert told[0].startswith("iter_0000006 is damaged and is not counted: ")
+    assert told[0].startswith("iter_0000006 is damaged and is not counted toward --keep: ")
     assert told[0].endswith(
         f"{_distcp(trained / 'iter_0000006').name} has different content than when it was saved"
     )
     assert told[1:] == [
-        "iter_0000005 is damaged and is not counted: everything is missing",
-        "iter_0000004 is damaged and is not counted: .metadata is missing",
+        "iter_0000005 is damaged and is not counted toward --keep: everything is missing",
+        "iter_0000004 is damaged and is not counted toward --keep: .metadata is missing",
     ]
     assert checkpoint_files.iterations(trained) == [2, 4, 5, 6]
 
@@ -208,7 +208,7 @@ def test_pruning_removes_a_link_alone(trained: Path, tmp_path: Path) -> None:
     (trained / "iter_0000002").symlink_to(elsewhere)
     done = tiny.run("checkpoint", "prune", str(trained), "--keep", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"removed iter_0000002  0 bytes  a link; {elsewhere.resolve()} stays\n"
+    assert done.stdout == f"removed iter_0000002  0 bytes  only the link; {elsewhere.resolve()} is kept\n"
     assert sorted(path.name for path in trained.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
@@ -227,4 +227,4 @@ def test_bad_input_to_the_command(tmp_path: Path, refused: Callable) -> None:
     assert "no such directory" in refused("checkpoint", "list", str(tmp_path / "none"))
     assert "--keep" in refused("checkpoint", "prune", str(tmp_path))
     assert "list or inspect or verify or sum or prune" in refused("checkpoint", "mend", str(tmp_path))
-    assert "no checkpoint there" in refused("checkpoint", "inspect", str(tmp_path))
+    assert "contains no checkpoint" in refused("checkpoint", "inspect", str(tmp_path))

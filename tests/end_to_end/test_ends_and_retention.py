@@ -43,7 +43,7 @@ def test_a_run_saves_and_ends_when_its_time_is_over(train, tmp_path, leap, capsy
     summary = train("--save", tmp_path, "--exit-duration-in-mins", 59, *QUICK, on_gradients=look)
     assert (summary.ended_by, summary.iterations) == ("exit-duration", 3)
     assert names(tmp_path) == ["iter_0000003"]
-    assert " ending at iteration 3: exit-duration" in capsys.readouterr().out
+    assert " stopping at iteration 3: exit-duration" in capsys.readouterr().out
     again = train("--save", tmp_path, "--load", tmp_path, "--exit-duration-in-mins", 600, *QUICK)
     assert (again.ended_by, again.iterations) == ("iterations", 6)
 
@@ -115,7 +115,7 @@ def test_ctrl_c_named_twice_does_what_it_did_before():
 
 
 def test_a_signal_that_nobody_listens_for_is_refused(refused, flags):
-    assert "--exit-signal-handler with it" in refused("pretrain", *flags("--exit-signal", "SIGUSR1"))
+    assert "both flags" in refused("pretrain", *flags("--exit-signal", "SIGUSR1"))
     assert "--exit-signal" in refused("pretrain", *flags("--exit-signal", "SIGKILL"))
 
 
@@ -197,7 +197,11 @@ def test_one_that_cannot_be_removed_does_not_end_the_run(train, tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ({"save_keep_last": 2}, "--save-keep-last 2; expected --save DIR --save-interval N"),
+        (
+            {"save_keep_last": 2},
+            "--save-keep-last 2 without --save-interval; expected both flags, and --save. Add --save DIR "
+            "--save-interval N",
+        ),
         ({"save_retain_interval": 5, "save_interval": 2}, "a multiple of --save-interval 2"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_conversation_goes_on_after_prompts_that_do_not_fit(run, monkeypatch):
     assert "without a prompt" in answers[1]
     assert "expected numbers" in answers[2]
     assert "expected numbers" in answers[3]
-    assert "a prompt of 40 tokens; expected at most 31" in answers[4]
+    assert "the prompt has 40 tokens; expected at most 31" in answers[4]
     assert answers[6:] == [""], "stop ends it"
     assert loads == [1]
     assert conversation.QUESTION == "Context prompt (stop to exit) >>> "

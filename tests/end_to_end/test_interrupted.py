@@ -48,7 +48,7 @@ def test_ctrl_c_is_one_line(endless: list[str], tmp_path: Path) -> None:
         _, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 130
     (line,) = [line for line in err.splitlines() if "Warning" not in line and "warn(" not in line]
-    assert f"pretrain: interrupted; the last checkpoint in {tmp_path} is of iteration" in line
+    assert f"pretrain: interrupted; the last checkpoint in {tmp_path} is from iteration" in line
     assert not psutil.wait_procs(children, timeout=LONGEST)[1]
     assert not list(tmp_path.glob(".iter*"))
 
@@ -60,7 +60,7 @@ def test_ctrl_c_saves_where_the_run_was_told_so(endless: list[str], tmp_path: Pa
         out, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 0, err
     assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
-    assert "ending at iteration" in out
+    assert "stopping at iteration" in out
 
 
 def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_way(

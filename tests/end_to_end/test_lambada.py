@@ -114,7 +114,7 @@ def test_of_a_long_passage_the_end_is_read(trained, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     longer = ["9 8 7 " + text for text in end]
     assert accuracy(str(trained), write(tmp_path / "longer", *longer), strict=False) == figures
-    told = " > 20 passages are longer than 32 tokens and are truncated to their last tokens"
+    told = " > 20 passages are longer than 32 tokens; only their last 32 tokens are used"
     assert told in capsys.readouterr().out
     assert 0 < figures[0] < figures[1], "or all ends would be as good"
 
@@ -141,7 +141,7 @@ BAD = {
     "{}\n": "line 1",
     '{"text": "1 2"}\n{"text": "7"}\n': "line 2",
     '{"text": ""}\n': "line 1",
-    json.dumps({"text": " 5"}) + "\n": "0 tokens and a last word of 1",
+    json.dumps({"text": " 5"}) + "\n": "the passage has 0 tokens, and its last word 1",
 }
 
 

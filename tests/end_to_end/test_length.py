@@ -131,7 +131,7 @@ def test_any_checkpoint_can_be_gone_on_from(train_for, tmp_path, capsys):
 def test_a_checkpoint_that_is_not_there_or_would_be_written_over(train_for, flags, refused, tmp_path):
     train_for("--save", tmp_path, "--train-iters", 4, "--save-interval", 2)
     argv = ["pretrain", *flags("--load", tmp_path)]
-    assert "--ckpt-step 3: no iter_0000003" in (line := refused(*argv, "--ckpt-step", 3))
+    assert "--ckpt-step 3: there is no iter_0000003" in (line := refused(*argv, "--ckpt-step", 3))
     assert "2, 4" in line
     line = refused(*argv, "--ckpt-step", 2, "--save", tmp_path)
     assert "later iterations than --ckpt-step 2: 4" in line

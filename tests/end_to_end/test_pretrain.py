@@ -135,7 +135,7 @@ def test_an_overflow_is_skipped_and_said(train, tmp_path, capsys):
 def test_a_diverged_run_ends_without_a_checkpoint(train, tmp_path):
     from megatron_npu.pretrain.run.loop import DivergedError
 
-    with pytest.raises(DivergedError, match="norm of the gradient"):
+    with pytest.raises(DivergedError, match="gradient norm"):
         train("--save", tmp_path, "--lr", 1e30, "--clip-grad", 0)
     assert not list(tmp_path.glob("iter_*"))
 

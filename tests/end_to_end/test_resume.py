@@ -108,10 +108,13 @@ def test_every_run_reads_the_weights_of_fsdp(of_two, train, tmp_path, folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "whose optimizer state Megatron's FSDP has sharded; expected --zero-2-memory-optimization or"),
+        (
+            "",
+            "whose optimizer state was sharded by Megatron's FSDP; expected --zero-2-memory-optimization or",
+        ),
         (
             "--finetune --make-vocab-size-divisible-by 300",
-            "has a vocabulary of 256 tokens with its padding, and",
+            "has a vocabulary of 256 tokens including padding, but",
         ),
     ],
 )

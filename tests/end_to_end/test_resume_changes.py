@@ -72,38 +72,38 @@ def test_nothing_is_said_where_nothing_differs(resume):
 # the flags; what the block says of them; whether the first loss, and whether the later ones, are others
 # (None: not looked at; the first samples may hold no end of a document)
 ROWS = [
-    ("--adam-beta1 0.5", "--adam-beta1 0.5 (the checkpoint: 0.9)", False, True),
-    ("--adam-beta2 0.5", "--adam-beta2 0.5 (the checkpoint: 0.999)", False, True),
-    ("--adam-eps 1e-3", "--adam-eps 0.001 (the checkpoint: 1e-08)", False, True),
-    ("--clip-grad 0.01 --adam-eps 1e-3", "--clip-grad 0.01 (the checkpoint: 1.0)", False, True),
-    (f"--weight-decay 0.9 {OVERRIDE}", "--weight-decay 0.9 (the checkpoint: 0.1)", False, True),
-    ("--attention-dropout 0.4", "--attention-dropout 0.4 (the checkpoint: 0.1)", True, True),
-    ("--hidden-dropout 0.4", "--hidden-dropout 0.4 (the checkpoint: 0.1)", True, True),
-    ("--seed 5", "--seed 5 (the checkpoint: 1234)", True, True),
-    ("--split 50,50,0", "--split 50,50,0 (the checkpoint: 90,10,0)", True, True),
-    ("--seq-length 16", "--seq-length 16 (the checkpoint: 32)", True, True),
-    ("--eod-mask-loss", "--eod-mask-loss on (the checkpoint: off)", None, True),
-    ("--reset-attention-mask", "--reset-attention-mask on (the checkpoint: off)", None, True),
-    ("--null-tokenizer-eod-id 7", "--null-tokenizer-eod-id 7 (the checkpoint: None)", None, None),
-    ("--micro-batch-size 2", "--micro-batch-size 2 (the checkpoint: 1)", None, None),
-    (f"--global-batch-size 2 {OVERRIDE}", "--global-batch-size 2 (the checkpoint: 4)", True, True),
-    ("--reset-position-ids", "--reset-position-ids on (the checkpoint: off)", None, True),
-    (f"--lr 2e-2 {OVERRIDE}", "--lr 0.02 (the checkpoint: 0.01)", False, True),
-    (f"--min-lr 5e-3 {OVERRIDE}", "--min-lr 0.005 (the checkpoint: 0.0)", False, True),
+    ("--adam-beta1 0.5", "--adam-beta1 0.5 (checkpoint: 0.9)", False, True),
+    ("--adam-beta2 0.5", "--adam-beta2 0.5 (checkpoint: 0.999)", False, True),
+    ("--adam-eps 1e-3", "--adam-eps 0.001 (checkpoint: 1e-08)", False, True),
+    ("--clip-grad 0.01 --adam-eps 1e-3", "--clip-grad 0.01 (checkpoint: 1.0)", False, True),
+    (f"--weight-decay 0.9 {OVERRIDE}", "--weight-decay 0.9 (checkpoint: 0.1)", False, True),
+    ("--attention-dropout 0.4", "--attention-dropout 0.4 (checkpoint: 0.1)", True, True),
+    ("--hidden-dropout 0.4", "--hidden-dropout 0.4 (checkpoint: 0.1)", True, True),
+    ("--seed 5", "--seed 5 (checkpoint: 1234)", True, True),
+    ("--split 50,50,0", "--split 50,50,0 (checkpoint: 90,10,0)", True, True),
+    ("--seq-length 16", "--seq-length 16 (checkpoint: 32)", True, True),
+    ("--eod-mask-loss", "--eod-mask-loss on (checkpoint: off)", None, True),
+    ("--reset-attention-mask", "--reset-attention-mask on (checkpoint: off)", None, True),
+    ("--null-tokenizer-eod-id 7", "--null-tokenizer-eod-id 7 (checkpoint: None)", None, None),
+    ("--micro-batch-size 2", "--micro-batch-size 2 (checkpoint: 1)", None, None),
+    (f"--global-batch-size 2 {OVERRIDE}", "--global-batch-size 2 (checkpoint: 4)", True, True),
+    ("--reset-position-ids", "--reset-position-ids on (checkpoint: off)", None, True),
+    (f"--lr 2e-2 {OVERRIDE}", "--lr 0.02 (checkpoint: 0.01)", False, True),
+    (f"--min-lr 5e-3 {OVERRIDE}", "--min-lr 0.005 (checkpoint: 0.0)", False, True),
     (
         f"--lr-decay-style constant {OVERRIDE}",
-        "--lr-decay-style constant (the checkpoint: linear)",
+        "--lr-decay-style constant (checkpoint: linear)",
         False,
         True,
     ),
-    (f"--lr-warmup-iters 2 {OVERRIDE}", "--lr-warmup-iters 2 (the checkpoint: 0)", False, True),
-    (f"--lr-warmup-fraction 0.5 {OVERRIDE}", "--lr-warmup-fraction 0.5 (the checkpoint: None)", False, True),
-    (f"--lr-decay-iters 4 {OVERRIDE}", "--lr-decay-iters 4 (the checkpoint: 6)", False, True),
-    (f"{GROWING} {OVERRIDE}", "--end-weight-decay 0.9 (the checkpoint: 0.1)", False, True),
-    (f"{GROWING} {OVERRIDE}", "--weight-decay-incr-style linear (the checkpoint: constant)", False, True),
+    (f"--lr-warmup-iters 2 {OVERRIDE}", "--lr-warmup-iters 2 (checkpoint: 0)", False, True),
+    (f"--lr-warmup-fraction 0.5 {OVERRIDE}", "--lr-warmup-fraction 0.5 (checkpoint: None)", False, True),
+    (f"--lr-decay-iters 4 {OVERRIDE}", "--lr-decay-iters 4 (checkpoint: 6)", False, True),
+    (f"{GROWING} {OVERRIDE}", "--end-weight-decay 0.9 (checkpoint: 0.1)", False, True),
+    (f"{GROWING} {OVERRIDE}", "--weight-decay-incr-style linear (checkpoint: constant)", False, True),
     (
         f"{GROWING} --start-weight-decay 0.3 {OVERRIDE}",
-        "--start-weight-decay 0.3 (the checkpoint: 0.1)",
+        "--start-weight-decay 0.3 (checkpoint: 0.1)",
         False,
         True,
     ),
@@ -132,19 +132,19 @@ KINDS = {  # of runs that begin otherwise
     "muon": "--optimizer muon",
 }
 OTHERS = [
-    ("experts", "--moe-aux-loss-coeff 5", "--moe-aux-loss-coeff 5.0 (the checkpoint: 0.01)"),
-    ("experts", "--moe-z-loss-coeff 5", "--moe-z-loss-coeff 5.0 (the checkpoint: 0.001)"),
-    ("experts", "--mtp-loss-scaling-factor 5", "--mtp-loss-scaling-factor 5.0 (the checkpoint: 0.1)"),
-    ("fp16", "--initial-loss-scale 256", "--initial-loss-scale 256.0 (the checkpoint: 64.0)"),
-    ("samples", f"--lr-warmup-samples 20 {OVERRIDE}", "--lr-warmup-samples 20 (the checkpoint: 0)"),
-    ("samples", f"--lr-decay-samples 16 {OVERRIDE}", "--lr-decay-samples 16 (the checkpoint: 24)"),
-    ("samples", f"--train-samples 32 {OVERRIDE}", "--train-samples 32 (the checkpoint: 24)"),
+    ("experts", "--moe-aux-loss-coeff 5", "--moe-aux-loss-coeff 5.0 (checkpoint: 0.01)"),
+    ("experts", "--moe-z-loss-coeff 5", "--moe-z-loss-coeff 5.0 (checkpoint: 0.001)"),
+    ("experts", "--mtp-loss-scaling-factor 5", "--mtp-loss-scaling-factor 5.0 (checkpoint: 0.1)"),
+    ("fp16", "--initial-loss-scale 256", "--initial-loss-scale 256.0 (checkpoint: 64.0)"),
+    ("samples", f"--lr-warmup-samples 20 {OVERRIDE}", "--lr-warmup-samples 20 (checkpoint: 0)"),
+    ("samples", f"--lr-decay-samples 16 {OVERRIDE}", "--lr-decay-samples 16 (checkpoint: 24)"),
+    ("samples", f"--train-samples 32 {OVERRIDE}", "--train-samples 32 (checkpoint: 24)"),
     (
         "samples",
         f"--rampup-batch-size 2 2 24 {OVERRIDE}",
-        "--rampup-batch-size 2 2 24 (the checkpoint: None)",
+        "--rampup-batch-size 2 2 24 (checkpoint: None)",
     ),
-    ("muon", "--muon-momentum 0.1", "--muon-momentum 0.1 (the checkpoint: 0.9)"),
+    ("muon", "--muon-momentum 0.1", "--muon-momentum 0.1 (checkpoint: 0.9)"),
 ]
 
 
@@ -196,7 +196,7 @@ def test_other_data_are_said(resume, tmp_path_factory):
     other = tiny.write_dataset(tmp_path_factory.mktemp("other") / "numbers", seed=7)
     _, said = resume(f"--data-path {other}")
     assert f"--data-path {other}"[:50] in said
-    assert "samples are shuffled again" in said
+    assert "samples are reshuffled" in said
 
 
 @pytest.mark.parametrize("kind", ["", "--bf16 --use-distributed-optimizer --no-load-optim"])
@@ -204,7 +204,10 @@ def test_an_override_follows_the_new_rates(resume, kind):
     """Of a cosine from 1e-4 to 1e-5 over six iterations the last three."""
     rows, said = resume(f"{SCHEDULE} {kind}")
     assert rates(rows) == pytest.approx([3.25e-5, 1.602886e-5, 1e-5], rel=1e-5)
-    told = "--lr 0.0001 (the checkpoint: 0.01): needs --override-opt_param-scheduler: the new schedule"
+    told = (
+        "--lr 0.0001 (checkpoint: 0.01): needs --override-opt_param-scheduler, which continues the new "
+        "schedule"
+    )
     assert told in said
 
 
@@ -222,7 +225,7 @@ def test_the_checkpoints_schedule_wins_where_it_is_asked_for(resume):
     rows, said = resume(f"--lr 1e-4 --min-lr 1e-5 --weight-decay 0.5 {KEEP}")
     assert rates(rows) == rates(plain)
     assert losses(rows) == losses(plain)  # its weight decay, too
-    assert "--lr 0.0001 (the checkpoint: 0.01): without effect: --use-checkpoint" in said
+    assert "--lr 0.0001 (checkpoint: 0.01): no effect, because --use-checkpoint" in said
 
 
 def test_a_schedule_goes_on_without_the_optimizer(resume):
@@ -240,14 +243,14 @@ def test_a_schedule_goes_on_without_the_optimizer(resume):
 def test_a_longer_run(resume):
     rows, said = resume(f"--train-iters 8 {OVERRIDE}")
     assert [row["iteration"] for row in rows] == [4, 5, 6, 7, 8]
-    assert "--train-iters 8 (the checkpoint: 6): changes the end" in said
+    assert "--train-iters 8 (checkpoint: 6): changes the end" in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--num-layers 3", "--num-layers 3 .the checkpoint: 2."),
-        ("--vocab-size 300", "the vocabulary's size 301 .the checkpoint: 256."),
+        ("--num-layers 3", "--num-layers 3 .checkpoint: 2."),
+        ("--vocab-size 300", "the vocabulary size 301 .checkpoint: 256."),
         ("--bf16", "was saved in fp32, but this run is in bf16"),
         ("--use-distributed-optimizer", "was saved with the plain optimizer"),
     ],
@@ -266,19 +269,16 @@ def test_another_vocabulary_of_the_same_size_is_said(begun, resume, tmp_path):
     args.tokenizer_files = {"vocab_file": "b" * 64}
     found.arguments["tokenizer_files"] = {"vocab_file": "a" * 64}
     (line,) = [line for line in resume_changes.since(found, args) if "tokenizer" in line]
-    assert (
-        "files of the tokenizer vocab_file sha256 bbbbbbbbbbbb (the checkpoint: vocab_file sha256 aaaa"
-        in line
-    )
+    assert "tokenizer files vocab_file sha256 bbbbbbbbbbbb (checkpoint: vocab_file sha256 aaaa" in line
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "--tokenizer-type another (the checkpoint: one): the trained weights",
-        "--train-data-path another (the checkpoint: one): samples are",
-        "--valid-data-path another (the checkpoint: one): samples are",
-        "--test-data-path another (the checkpoint: one): samples are",
+        "--tokenizer-type another (checkpoint: one): the trained weights",
+        "--train-data-path another (checkpoint: one): samples are",
+        "--valid-data-path another (checkpoint: one): samples are",
+        "--test-data-path another (checkpoint: one): samples are",
     ],
 )
 def test_what_needs_other_files_is_said(begun, tmp_path, line):

@@ -212,7 +212,7 @@ def test_the_end_token_has_a_log_probability_too(server):
 def test_no_chat_without_a_template(server):
     status, answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]})
     assert (status, answer["error"]["param"]) == (400, "messages")
-    assert "no chat template; expected plain text at /v1/completions" in answer["error"]["message"]
+    assert "no chat template; send plain text to /v1/completions" in answer["error"]["message"]
 
 
 def test_the_client_of_openai(server):
@@ -261,8 +261,8 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
-        (400, b"{", "not JSON"),
-        (400, b"\xff\xfe", "not JSON in UTF-8"),
+        (400, b"{", "not UTF-8 JSON"),
+        (400, b"\xff\xfe", "not UTF-8 JSON"),
         (400, {"prompt": ""}, "leave prompt out for an unconditional sample"),
         (400, {"prompt": "word"}, "expected numbers"),
         (400, b'{"prompt": "\\ud800"}', "expected numbers"),
@@ -360,7 +360,8 @@ def test_one_that_nobody_asks_for_long_is_no_hang(unasked, processes):
     assert server.health()["requests"] == 0
     server.process.send_signal(signal.SIGTERM)
     out, err = server.process.communicate(timeout=LONGEST)
-    assert "ends:" not in err
+    assert "is stopped:" not in err
+    assert "exits:" not in err
     assert out == "megatron-npu serve: stopped after 3 requests and 3 tokens\n"
     if processes == 1:  # torchrun says that a signal has ended it
         assert (server.process.returncode, err) == (0, "")

@@ -99,7 +99,7 @@ def test_without_a_number_of_tokens_as_many_as_fit(server):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"messages": [{"role": "tool", "content": "x"}]}, "rejects: no tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "rejects the messages: no tools"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "at most 127"),
         ({"messages": []}, "one or more"),
         ({"max_tokens": 128}, "128 positions"),

@@ -78,7 +78,7 @@ def test_the_last_save_to_a_slow_one_is_no_hang(
 ) -> None:
     code, said = runs["slow"].wait(LONGEST), (folder / "slow" / "said").read_text()
     assert code == 0, said
-    assert "the run ends" not in said
+    assert "the run is stopped" not in said
     assert (folder / "slow" / "saved" / "iter_0000002" / "arguments.json").is_file()
 
 
@@ -87,6 +87,9 @@ def test_the_last_save_to_one_that_does_not_answer_is_named(
 ) -> None:
     code, said = runs["dead"].wait(LONGEST), (folder / "dead" / "said").read_text()
     assert code == 1, said
-    told = rf"the run ends: it has not moved for {LIMIT} s: it is saving, at \S+:\d+ in \w+ \(step 2\)"
+    told = (
+        rf"the run is stopped: it has made no progress for {LIMIT} s: "
+        r"it is saving, at \S+:\d+ in \w+ \(step 2\)"
+    )
     file = r"and makes no progress with \S+\.distcp \([\d,]+ bytes\)"
     assert re.search(rf"^megatron_npu: {told}, {file}$", said, re.MULTILINE), said

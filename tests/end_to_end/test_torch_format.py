@@ -59,7 +59,7 @@ def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused, 
     (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("3")
     line = flags(*run, "--load", tmp_path / "torch")
     assert "expected --finetune, or --no-load-optim" in refused("pretrain", *line)
-    assert "--num-layers 3 (the checkpoint: 2)" in refused("pretrain", *line, "--finetune", "--num-layers", 3)
+    assert "--num-layers 3 (checkpoint: 2)" in refused("pretrain", *line, "--finetune", "--num-layers", 3)
     assert "a vocabulary of 512 tokens" in refused("pretrain", *line, "--finetune", "--vocab-size", 600)
     torn = Path(shutil.copytree(tmp_path / "torch" / "iter_0000003", tmp_path / "torch" / "iter_0000005"))
     path = min(torn.glob("mp_rank_*/*.pt"))
@@ -74,7 +74,9 @@ def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused,
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     line = "convert --from hf --to megatron --proof tensors".split()
     tensor, target = "--tensor-model-parallel-size", tmp_path / "m"
-    assert "sizes only with --to megatron --ckpt-format torch" in refused(*line, tensor, 2, source, target)
+    assert "parallel sizes only with --to megatron --ckpt-format torch" in refused(
+        *line, tensor, 2, source, target
+    )
     line += ["--ckpt-format", "torch"]
     assert "a divisor of num_attention_heads 4" in refused(*line, tensor, 3, source, target)
     assert "a divisor of the 2 layers" in refused(*line, "--pipeline-model-parallel-size", 4, source, target)

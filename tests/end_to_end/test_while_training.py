@@ -99,7 +99,7 @@ def test_a_model_that_gives_no_numbers_is_trained_on_without_a_sample(train, tmp
 
 
 def test_prompts_that_cannot_be_are_refused(refused, flags):
-    assert "--sample-prompt of 32 tokens; expected at most 31" in refused(
+    assert "--sample-prompt has 32 tokens; expected at most 31" in refused(
         "pretrain", *flags("--sample-prompt", "1 " * 32)
     )
     assert "the text 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))

@@ -88,14 +88,14 @@ def test_a_model_without_its_head_is_told_what_it_has_one_for(
     gpt2 = tiny_models.gpt2(tmp_path / "gpt2")
     assert cli.main(["train", *argv, "--pretrained-model-name-or-path", str(gpt2)]) == 2
     assert "--task next_sentence with " in (said := capsys.readouterr().err)
-    assert "a task for which the model has a head: causal_lm, question_answering, " in said
+    assert "a task for which Transformers has a head for this model: causal_lm, question_answering, " in said
 
 
 def test_two_tasks_of_one_name_are_an_error(next_sentence: str, tmp_path: Path) -> None:
     (tmp_path / "tasks" / "other.py").write_text(
         "from megatron_npu.finetune.tasks.task import Task\nclass Other(Task):\n    name = 'causal_lm'\n"
     )
-    with pytest.raises(ValueError, match="two classes have the name causal_lm"):
+    with pytest.raises(ValueError, match="two task classes have the name causal_lm"):
         tasks.every()
     sys.modules.pop(f"{tasks.__name__}.other", None)
     vars(tasks).pop("other", None)

@@ -198,9 +198,9 @@ def _broken(folder: Path) -> argparse.Namespace:
 
 
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
-    "one row": (_lonely, "1 rows to train on and none to validate on"),
+    "one row": (_lonely, "1 rows are not enough for both training and validation"),
     "nothing to train on": (_without_train, "has the splits 'validation'"),
-    "an empty part": (_empty, "a part without rows"),
+    "an empty part": (_empty, "a split has no rows"),
     "an empty file": (
         _empty_file,
         "data/validation.csv has no rows below its head; expected at least one row",
@@ -217,28 +217,29 @@ BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     ),
     "a table in UTF-16": (
         lambda folder: args(_encoded(folder / "all.csv", "utf-16")),
-        "all.csv begins as a file in UTF-16 does; expected text in UTF-8. Convert it: iconv -f UTF-16 -t",
+        "all.csv appears to be encoded in UTF-16; expected text in UTF-8. Convert it: iconv -f UTF-16 -t",
     ),
     "a packed table": (
         lambda folder: args(_packed(folder / "all.csv")),
-        "all.csv, which is compressed; expected text in UTF-8. "
-        "Decompress it with gunzip, and pass the result.",
+        "all.csv is compressed; expected text in UTF-8. Decompress it with gunzip and pass the result.",
     ),
     "a column twice": (
         lambda folder: args(_head(folder / "all.csv", "label,sentence,label")),
-        "all.csv has the column 'label' more than once; expected a name for each column. Rename one of them.",
+        "all.csv has the column 'label' more than once; expected a different name for each column. Rename "
+        "one of them.",
     ),
     "the same with tabs": (
         lambda folder: args(_head(folder / "all.tsv", "a, b\tc\tc")),
-        "all.tsv has the column 'c' more than once; expected a name for each column. Rename one of them.",
+        "all.tsv has the column 'c' more than once; expected a different name for each column. Rename one "
+        "of them.",
     ),
     "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
     "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
     "a folder of folders": (_configured_folder, "Pass only --data-path glue/mrpc."),
-    "two kinds": (_two_kinds, "files that end in .csv and .jsonl"),
+    "two kinds": (_two_kinds, "the files have the extensions .csv and .jsonl"),
     "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
-    "no such kind": (lambda folder: args(__file__), "files that end in .py"),
-    "an empty folder": (lambda folder: args(folder), "no file of a split"),
+    "no such kind": (lambda folder: args(__file__), "the files have the extensions .py"),
+    "an empty folder": (lambda folder: args(folder), "the folder has no file for a split"),
     "broken": (_broken, "a.jsonl:"),
     "not in the cache": (lambda folder: args("glue", data_name="mrpc"), "--data-path glue --data-name mrpc:"),
     "several": (lambda folder: args("x", data_path=["a", "b"]), "--data-path a b; expected one path"),
@@ -256,7 +257,11 @@ def test_what_is_wrong_with_a_data_set_is_told_in_a_line(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [("all.csv", "row 13 below the head of {}"), ("all.jsonl", "row 13 of {}"), ("all.json", "row 13 of {}")],
+    [
+        ("all.csv", "row 13 below the header of {}"),
+        ("all.jsonl", "row 13 of {}"),
+        ("all.json", "row 13 of {}"),
+    ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_row_is_named_as_the_file_has_it_whatever_is_taken_to_validate_on(
@@ -269,9 +274,11 @@ def test_a_row_is_named_as_the_file_has_it_whatever_is_taken_to_validate_on(
     part = next(part for part, own in found.items() if None in own["sentence"][:])
     with pytest.raises(UsageError) as refused:
         texts.require(found, {"text": "sentence"})
-    assert f"no text in {place.format(file)} (part {part!r}), column 'sentence';" in str(refused.value)
+    assert f"there is no text in {place.format(file)} (split {part!r}), column 'sentence';" in str(
+        refused.value
+    )
     assert (
-        found.place(part, found[part]["sentence"][:].index(None)) == f"{place.format(file)} (part {part!r})"
+        found.place(part, found[part]["sentence"][:].index(None)) == f"{place.format(file)} (split {part!r})"
     )
 
 
@@ -308,7 +315,9 @@ def test_a_label_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
     seed = next(seed for seed in range(99) if _is_taken(19, 20, seed))
     with pytest.raises(UsageError) as refused:
         labels.of_rows(datasets.load(args(file, seed=seed)), "label")
-    assert f"the label 'odd' in row 20 of {file} (part 'validation'); expected one" in str(refused.value)
+    assert f"the label 'odd' in row 20 of {file} (split 'validation') is not usable; expected one" in str(
+        refused.value
+    )
 
 
 def _is_taken(row: int, rows: int, seed: int) -> bool:
@@ -320,15 +329,15 @@ def test_rows_of_parts_that_are_no_single_files_are_named_by_their_part(tmp_path
     for name, rows in {"train-0": ROWS[:7], "train-1": ROWS[7:12], "dev": ROWS[12:15]}.items():
         write(tmp_path / "data" / f"{name}.jsonl", rows)
     found = datasets.load(args(tmp_path / "data"))
-    assert found.place("train", 8) == "row 9 of the part 'train'"
+    assert found.place("train", 8) == "row 9 of the split 'train'"
     dev = tmp_path / "data" / "dev.jsonl"
-    assert found.place("validation", 2) == f"row 3 of {dev} (part 'validation')"
+    assert found.place("validation", 2) == f"row 3 of {dev} (split 'validation')"
     flat = found.changed(lambda rows: rows.rename_column("sentence", "text"))
     assert flat.place("validation", 2) == found.place("validation", 2)
     library.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     saved = datasets.load(args(tmp_path / "saved"))
     row = int(saved["validation"]["sentence"][0].split()[1])
-    assert saved.place("validation", 0) == f"row {row + 1} of the part 'train', used for 'validation'"
+    assert saved.place("validation", 0) == f"row {row + 1} of the split 'train', used for 'validation'"
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])
@@ -351,7 +360,8 @@ def test_tokens_that_a_model_has_not_are_found_in_a_column() -> None:
     vocabulary.require_known_column([{"input_ids": [9]}], 1, "the data")  # has no columns
     vocabulary.require_known_column(rows.select([0, 1]), 9, "the data")
     with pytest.raises(
-        UsageError, match="the data with the token id 9 for a model with 9 tokens; expected token ids from"
+        UsageError,
+        match="the data contains the token id 9, but the model has 9 tokens; expected token ids from",
     ):
         vocabulary.require_known_column(rows, 9, "the data")
 
@@ -364,21 +374,25 @@ def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
     assert found("question", "sentence", "label") == ("question", "sentence")
     assert found("text", "label") == ("text", None)
     assert found("a", "b", "label", said=(("text", "b"), ("label", "label"))) == ("b", None)
-    with pytest.raises(UsageError, match=r"no column for the text \(the data have 'a', 'label'\)"):
+    with pytest.raises(UsageError, match=r"there is no column for the text \(the data has 'a', 'label'\)"):
         found("a", "label")
-    with pytest.raises(UsageError, match="the column 'label' as the text and as its label"):
+    with pytest.raises(UsageError, match="the column 'label' is used both as the text and as its label"):
         found("a", "label", said=(("text", "label"),))
 
 
 def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     there = {"train": ["question", "context", "answers"], "validation": ["question", "context"]}
     roles = {role: (role,) for role in ("question", "context", "answers")}
-    with pytest.raises(UsageError, match=r"no column 'answers' in the part 'validation' \(it has 'question'"):
+    with pytest.raises(
+        UsageError, match=r"no column 'answers' in the split 'validation' \(it has 'question'"
+    ):
         columns.find(there, roles, ())
-    with pytest.raises(UsageError, match="no column 'reply' in the part 'train'"):
+    with pytest.raises(UsageError, match="no column 'reply' in the split 'train'"):
         columns.find(there, roles, (("answers", "reply"),))
     with pytest.raises(
-        UsageError, match="--columns tokens=x; expected roles of this task: question, context"
+        UsageError,
+        match="--columns tokens=x: the task has no role tokens; "
+        "expected roles of this task: question, context",
     ):
         columns.find(there, roles, (("tokens", "x"),))
 
@@ -426,34 +440,42 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 1],
             [1, 2],
-            "the label 2 in row 2 of the part 'validation'; "
+            "the label 2 in row 2 of the split 'validation' is not usable; "
             "expected one of the labels of the training data: 0 to 1",
         ),
-        ([0, -1], [], "the label -1 in row 2 of the part 'train'"),
+        ([0, -1], [], "the label -1 in row 2 of the split 'train'"),
         (
             ["a", "b"],
             ["c"],
-            "the label 'c' in row 1 of the part 'validation'; "
+            "the label 'c' in row 1 of the split 'validation' is not usable; "
             "expected one of the labels of the training data: 'a'",
         ),
         (["a", None], ["a"], "the label None in row 2"),
         ([0.5, float("nan")], [], "the label nan in row 2"),
-        ([0.5, float("-inf")], [], "the label -inf in row 2 of the part 'train'; expected a number"),
-        ([0, 0], [0], "one label in all rows"),
-        ([3, 3], [3], "one label in all rows: 3"),
+        (
+            [0.5, float("-inf")],
+            [],
+            "the label -inf in row 2 of the split 'train' is not usable; expected a number",
+        ),
+        ([0, 0], [0], "all rows have the same label"),
+        ([3, 3], [3], "all rows have the same label: 3"),
         (
             [0, 1, 5],
             [0],
-            "labels 0, 1, 5, without 2, 3, 4; expected every number from 0 to 5, or names",
+            "the labels are 0, 1, 5, but 2, 3, 4 do not occur; expected every number from 0 to 5, or names",
         ),
-        ([1, 3], [1], "labels 1, 3, without 2; expected every number from 1 to 3, or names"),
+        ([1, 3], [1], "the labels are 1, 3, but 2 do not occur; expected every number from 1 to 3, or names"),
         (
             [1, 2],
             [0],
-            "the label 0 in row 1 of the part 'validation'; "
+            "the label 0 in row 1 of the split 'validation' is not usable; "
             "expected one of the labels of the training data: 1 to 2",
         ),
-        ([0, 10**15], [0], "labels 0, 1000000000000000, without 1, 2, 3, 4, 5, 6, 7, 8, …; expected"),
+        (
+            [0, 10**15],
+            [0],
+            "the labels are 0, 1000000000000000, but 1, 2, 3, 4, 5, 6, 7, 8, … do not occur; expected",
+        ),
     ],
 )
 def test_labels_out_of_range_are_told_with_their_row(
@@ -472,7 +494,7 @@ def test_classes_that_the_model_brings_keep_their_names_and_numbers(caplog: pyte
     assert labels.of_rows(parts([0, 1]), "label", own).names == ("LABEL_0", "LABEL_1")
     with _propagating(caplog):
         assert labels.of_rows(parts([0, 2]), "label", own).names == own
-    assert "no row to train on has the label 1, of the model's 3" in caplog.text
+    assert "no training row has the label 1 (the model has 3 labels)" in caplog.text
 
 
 def test_numbers_that_do_not_begin_at_0_are_classes_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
@@ -488,7 +510,7 @@ def test_numbers_that_do_not_begin_at_0_are_classes_in_their_order(caplog: pytes
     with _propagating(caplog):  # a model of six other classes has numbers for these
         six = labels.of_rows(parts([1, 2, 3, 4, 5]), "label", tuple("abcdef"))
     assert (six.names, six.number(5)) == (tuple("abcdef"), 5)
-    assert "no row to train on has the label 0, of the model's 6" in caplog.text
+    assert "no training row has the label 0 (the model has 6 labels)" in caplog.text
 
 
 @contextlib.contextmanager
@@ -507,7 +529,9 @@ def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:
     assert labels.are_hidden(parts([-1, -1])["train"], "label")
     assert not labels.are_hidden(table, "label")
     hidden = parts([-1, 1], feature=library.ClassLabel(names=["no", "yes"]))
-    with pytest.raises(UsageError, match=r"the label -1 in row 1 of the part 'train'; expected .* 0 to 1"):
+    with pytest.raises(
+        UsageError, match=r"the label -1 in row 1 of the split 'train' is not usable; expected .* 0 to 1"
+    ):
         labels.of_rows(hidden, "label")
 
 

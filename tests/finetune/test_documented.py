@@ -135,7 +135,7 @@ def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
 
 def test_a_card_has_one_line_for_all_fused_operations() -> None:
     lines = ["fused ops: norm a (12): layer_norm", "fused ops: norm b: layer_norm", "fused ops: c stays: d"]
-    prepared = SimpleNamespace(ledger=[*lines, "fused ops: loss the model: cross_entropy, of 256", "ZeRO 1"])
+    prepared = SimpleNamespace(ledger=[*lines, "fused ops: loss the model: cross_entropy, for 256", "ZeRO 1"])
     none = dict.fromkeys([*model_card._FLAGS, "data_path", "data_name"])
     *_, fused, other = model_card._training(Namespace(**none), prepared)
     assert (fused, other) == ("- fused ops: cross_entropy, layer_norm", "- ZeRO 1")

@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (pickled, "it names posix.mkdir"),
         (with_code, "contains custom code"),
         (adapted, "adapter_model"),
-        (outside, "names ../other.safetensors, which is not in the folder"),
+        (outside, "lists ../other.safetensors, which is not in the folder"),
         (deep, "recursion"),
         (endless, "num_hidden_layers is 1,000,000,000"),
         (immense, "overflow"),

@@ -135,7 +135,7 @@ def test_a_logger_of_rank_0_says_more(capsys) -> None:
             assert state.get_logger("data").getEffectiveLevel() == level
     finally:
         state.set_args(None)
-    with pytest.raises(UsageError, match=r"get_args\(\) outside a run"):
+    with pytest.raises(UsageError, match=r"get_args\(\) was called outside a run"):
         state.get_args()
 
 

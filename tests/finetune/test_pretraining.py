@@ -294,8 +294,8 @@ def test_a_known_name_needs_no_file_and_flags_win_over_it(folder, tmp_path, monk
     [
         ("--seq-length 65", "at most its 64 positions"),
         ("--hidden-size 30", "--hidden-size 30; expected a multiple of --num-attention-heads 4"),
-        ("--tokenizer-type GPT2BPETokenizer", "word pieces"),
-        ("--model-of-fewer", "a model of 84 tokens, with a vocabulary of 85"),
+        ("--tokenizer-type GPT2BPETokenizer", "a WordPiece tokenizer"),
+        ("--model-of-fewer", "a model with 84 tokens, for a vocabulary of 85"),
     ],
 )
 def test_what_does_not_fit_is_said(folder, changes, said, tmp_path):

@@ -141,7 +141,7 @@ def test_another_model_is_refused(alone, tmp_path, capsys) -> None:
     arguments = [str(script) if word == str(SCRIPT) else word for word in flags(tmp_path / "new")]
     assert cli.main(["train", *arguments, "--load", str(begun(alone, tmp_path / "begun"))]) == 2
     error = capsys.readouterr().err
-    assert "contains another model: 0.bias is [16] there and [24] here" in error
+    assert "contains a different model: 0.bias is [16] there and [24] here" in error
 
 
 def test_without_a_checkpoint_it_begins_and_says_so(tmp_path, capsys) -> None:
@@ -168,7 +168,7 @@ def test_other_settings_of_the_optimizer_take_effect_and_are_said(
         capsys.readouterr()
         train(1, *flags(folder, "--load", folder, *words))
         said = capsys.readouterr().out
-        assert f"{words[0]} {float(words[1])} (the checkpoint: " in said
+        assert f"{words[0]} {float(words[1])} (checkpoint: " in said
         assert train_runs.losses(folder) != plain
         assert train_runs.losses(folder)[0] == plain[0]
         if rate is not None:

@@ -53,10 +53,10 @@ def test_json_lines(tmp_path, capsys):
     assert every(found) == {"one", "two", "four"}
     (broken, utf8, kind, nothing) = written(tmp_path)
     assert broken[0] == 2
-    assert broken[1].startswith("broken JSON")
+    assert broken[1].startswith("it is not valid JSON")
     assert utf8 == (6, "byte 14 is not UTF-8")
     assert kind == (7, "JSON of type list")
-    assert nothing == (4, "nothing in the column 'sentence'")  # of those with something on the line
+    assert nothing == (4, "no value in the column 'sentence'")  # of those with something on the line
     assert f"4 rows skipped: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
 
 
@@ -68,7 +68,7 @@ def test_a_table(tmp_path, capsys):
     assert "4 rows skipped: these" in told
     assert "1 cells, but the header has 2" in told
     assert "3 cells, but the header has 2" in told
-    assert "a byte that is not UTF-8" in told
+    assert "it contains a byte that is not UTF-8" in told
 
 
 def test_a_row_of_a_language_model_may_be_empty(tmp_path):

@@ -320,18 +320,18 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "an architecture without the head": (
         "masked_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.gpt2(folder / "gpt2"))],
-        "a gpt2; expected a task for which the model has a head: causal_lm, question_answering, "
-        "sequence_classification, token_classification",
+        "a gpt2; expected a task for which Transformers has a head for this model: causal_lm, "
+        "question_answering, sequence_classification, token_classification",
     ),
     "an encoder that is to go on": (
         "causal_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.bert(folder / "bert"))],
-        "sees the tokens that it should predict; expected a decoder",
+        "sees the tokens it should predict; expected a decoder",
     ),
     "a name that is not in the cache": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "no-such-model"],
-        "--pretrained-model-name-or-path no-such-model: it is neither a folder nor in the hub's cache",
+        "--pretrained-model-name-or-path no-such-model: it is neither a folder nor in the local hub cache",
     ),
     "a folder that is not there": (
         "causal_lm",
@@ -339,29 +339,29 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
         "--pretrained-model-name-or-path ./nowhere: no such folder",
     ),
     "no weights": ("masked_lm", _no_weights, "no file named model.safetensors"),
-    "a tokenizer of another model": ("masked_lm", _few_tokens, "and a model of 20"),
-    "a tokenizer without a word": ("masked_lm", _no_words, "a tokenizer without vocabulary; expected"),
+    "a tokenizer of another model": ("masked_lm", _few_tokens, "but its model only 20"),
+    "a tokenizer without a word": ("masked_lm", _no_words, "its tokenizer has no vocabulary; expected"),
     "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
     "no next token": (
         "causal_lm",
         ["--seq-length", "1"],
-        "--seq-length 1; expected at least 2: a token and its successor",
+        "--seq-length 1; expected at least 2, for a token and the next one",
     ),
     "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
     "adapters as large as what they adapt": (
         "seq2seq",
         ["--lora-rank", "32"],
-        "--lora-rank 32 with matrices of rank 32 at most",
+        "--lora-rank 32 with matrices of rank at most 32",
     ),
     "texts that are numbers": (
         "causal_lm",
         _other_data([{"text": 3}] * 9),
-        "the column 'text' of the part 'train' holds int64; expected texts. ",
+        "the column 'text' of the split 'train' holds int64; expected texts. ",
     ),
     "texts that are lists": (
         "sequence_classification",
         _other_data([{"text": ["a", "b"], "label": "x"}, {"text": ["c"], "label": "y"}] * 9),
-        "the column 'text' of the part 'train' contains no texts; expected texts",
+        "the column 'text' of the split 'train' contains no texts; expected texts",
     ),
     "a row without a text": (
         "sequence_classification",
@@ -376,12 +376,12 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a row without a context": (
         "question_answering",
         _other_data([{"question": "who", "context": None, "answer": None}] * 9),
-        "the column 'context' of the part 'train' contains no texts",
+        "the column 'context' of the split 'train' contains no texts",
     ),
     "words in one text": (
         "token_classification",
         _other_data([{"tokens": "the cat", "tags": ["O", "X"]}] * 9),
-        "the column 'tokens' of the part 'train' contains no lists of words; expected",
+        "the column 'tokens' of the split 'train' contains no lists of words; expected",
     ),
     "a row without tags": (
         "token_classification",
@@ -396,12 +396,12 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "answers without their places": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": {"text": ["cat"]}}] * 9),
-        "the answers {'text': ['cat']} to 'who ?'; expected the form of SQuAD",
+        "the answers {'text': ['cat']} to 'who ?'; expected the SQuAD form",
     ),
     "answers in a list": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": ["cat"]}] * 9),
-        "the answers ['cat'] to 'who ?'; expected the form of SQuAD",
+        "the answers ['cat'] to 'who ?'; expected the SQuAD form",
     ),
     "too many tokens": ("masked_lm", ["--seq-length", "65"], "--seq-length 65 with "),
     "too little text": (
@@ -412,12 +412,12 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no label": (
         "sequence_classification",
         _other_data([{"text": "the cat", "stars": 1}] * 9),
-        "no column for the label (the data have 'text', 'stars')",
+        "there is no column for the label (the data has 'text', 'stars')",
     ),
     "one label": (
         "sequence_classification",
         _other_data([{"text": "the cat", "label": "x"}] * 9),
-        "one label in all rows: 'x'",
+        "all rows have the same label: 'x'",
     ),
     "fewer tags than words": (
         "token_classification",
@@ -432,12 +432,12 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a question that leaves no room": (
         "question_answering",
         _other_data([{"question": "who " * 70, "context": "the cat", "answer": "cat"}] * 9),
-        "a question of 70 tokens",
+        "has 70 tokens",
     ),
     "no such role": (
         "seq2seq",
         ["--columns", "text=source"],
-        "--columns text=source; expected roles of this task: source, target",
+        "--columns text=source: the task has no role text; expected roles of this task: source, target",
     ),
 }
 

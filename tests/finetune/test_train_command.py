@@ -97,7 +97,7 @@ def test_a_data_set_may_be_named_alone() -> None:
             f"--user-script {SLOW} --epochs 1 --micro-batch-size 3 --global-batch-size 4",
             "a multiple of 3 x 1",
         ),
-        (f"--user-script {SLOW} --epochs 1 --min-lr 1 --lr 0.1", "--min-lr 1 above --lr 0.1"),
+        (f"--user-script {SLOW} --epochs 1 --min-lr 1 --lr 0.1", "--min-lr 1 is above --lr 0.1"),
         (f"--user-script {SLOW} --epochs 1 --lr-warmup-iters 3 --lr-warmup-fraction .1", "one of them"),
         (
             f"--user-script {SLOW} --zero-1-memory-optimization --fsdp-memory-optimization",
@@ -108,14 +108,20 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW}", "neither --epochs nor --train-iters"),
         (
             f"{FEW.replace('causal_lm', 'pretraining')} --train-iters 3",
-            "--epochs 1 with --task pretraining; expected only --train-iters N",
+            "--epochs 1 with --task pretraining; expected --train-iters N instead",
         ),
         ("--user-script nowhere.py", "nowhere.py: no such file"),
-        (r"--task sequence_classification \  ", "a backslash with a blank or a comment behind it"),
-        (f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1", "that 2 divides"),
-        (f"--user-script {SLOW} --lr-warmup-iters 8 --lr-decay-iters 8", "a warm-up that ends before"),
-        (f"--user-script {SLOW} --seed -1", "--seed -1; expected a whole number from 0 to 2^32 - 1"),
-        (f"--user-script {SLOW} --adam-beta1 1", "--adam-beta1 1; expected a number from 0 on, below 1"),
+        (r"--task sequence_classification \  ", "a backslash is followed by a space or a comment"),
+        (
+            f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1",
+            "that is a multiple of 2",
+        ),
+        (f"--user-script {SLOW} --lr-warmup-iters 8 --lr-decay-iters 8", "a warm-up that is shorter"),
+        (f"--user-script {SLOW} --seed -1", "--seed -1; expected an integer from 0 to 2^32 - 1"),
+        (
+            f"--user-script {SLOW} --adam-beta1 1",
+            "--adam-beta1 1; expected a number of at least 0 and less than 1",
+        ),
         (f"--user-script {SLOW} --train-iters 1 --save {SLOW}", "slow.py is a file; expected a directory"),
         (f"--user-script {SLOW} --train-iters 1 --json-log {SLOW}/log", "slow.py is a file; expected a dir"),
         (
@@ -124,9 +130,12 @@ def test_a_data_set_may_be_named_alone() -> None:
         ),
         (
             f"--user-script {SLOW} --train-iters 1 --load {SLOW}",
-            "slow.py is a file; expected the --save folder of a run",
+            "slow.py is a file; expected the folder that a run wrote with --save",
         ),
-        (f"--user-script {SLOW} --train-iters 1 --load {SCRIPTS}", "scripts: no checkpoint there; expected"),
+        (
+            f"--user-script {SLOW} --train-iters 1 --load {SCRIPTS}",
+            "scripts contains no checkpoint; expected",
+        ),
         (f"--user-script {SLOW} --train-iters 1 --json-log /proc/log", "/proc cannot be written ("),
         (
             f"--user-script {SLOW} --train-iters 1 --json-log /proc/version",
@@ -136,9 +145,18 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW} --train-iters 1 --save ''", "--save with an empty value; expected a value"),
         (f"--user-script {SLOW} --train-iters 1 --nproc-per-node 100000", "--nproc-per-node 100000 needs 2"),
         (f"--user-script {SLOW} --train-iters 1 --adam-eps 0", "--adam-eps 0; expected a number above 0"),
-        (f"{FEW} --columns text=a text=b", "--columns text=a text=b; expected one column for the text"),
-        (f"{FEW} --columns text=a --columns text=b", "--columns text=a text=b; expected one column for the"),
-        (f"{FEW} --columns text=a label=a", "--columns text=a label=a; expected a column for each role"),
+        (
+            f"{FEW} --columns text=a text=b",
+            "--columns text=a text=b; expected only one column for the role text",
+        ),
+        (
+            f"{FEW} --columns text=a --columns text=b",
+            "--columns text=a text=b; expected only one column for the role",
+        ),
+        (
+            f"{FEW} --columns text=a label=a",
+            "--columns text=a label=a; expected a different column for each role",
+        ),
         (f"{FEW} --num-layers 3", "--num-layers with --task causal_lm, which does not read it; expected"),
         (f"{FEW} --vocab-file x", "expected this flag with --task pretraining. Remove it"),
         (f"{FEW} --columns label=x --num-beams 2", "--num-beams with --task causal_lm"),
@@ -193,7 +211,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "None, None\n    def model",
             "None, 3\n    def model",
-            "returned a int; expected a function as the fou",
+            "returned a int; expected a function that collates samples",
         ),
         (
             "return torch.nn.Linear(2, 1), None, None",
@@ -208,17 +226,18 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Linear(2, 1), None, None",
             "Linear(2, 1), 3, None",
-            "an optimizer, a function that makes one, or No",
+            "an optimizer, a function that creates one, or No",
         ),
         (
             "Linear(2, 1), None, None",
             "Linear(2, 1), lambda: 3, None",
-            "a function for the optimizer: too many positional arguments; expected one argument, the par",
+            "the function that creates the optimizer cannot be called: too many positional arguments; "
+            "expected one argument, the par",
         ),
         (
             "model(batch).mean()",
             "model(batch)",
-            "run_forward_step returned a tensor [8, 1]; expected the loss: ",
+            "run_forward_step returned a tensor [8, 1]; expected the loss as",
         ),
         (
             "model(batch).mean()",
@@ -229,7 +248,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             '{"mean": 1.0}',
             '{"mean": "high"}',
-            "run_compute_metrics returned a dict; expected a dictionary of names and num",
+            "run_compute_metrics returned a dict; expected a dictionary that maps names to num",
         ),
         (
             "    def run_forward_step",
@@ -247,7 +266,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "import torch\nimport nowhere\n",
             "ended with ModuleNotFoundError: No module named 'n",
         ),
-        (END, "", "creates no RapidformerEngine; expected a call of a template's train()"),
+        (END, "", "does not create a RapidformerEngine; expected a call of a template's train()"),
         (END, "\nRapidformerEngine()\n", "trains nothing; expected a call of a template's train()"),
         (
             "import torch\n",
@@ -255,11 +274,15 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "mine.py: invalid syntax (line 3); expected a valid Py",
         ),
         ("import torch\n", "import torch\n\0\n", "null bytes; expected a valid Python file"),
-        ("RapidformerEngine())", "3)", "Mine with int engine; expected a RapidformerEngine, passed"),
+        (
+            "RapidformerEngine())",
+            "3)",
+            "Mine was created with int engine; expected a RapidformerEngine, which",
+        ),
         (
             "class Mine(Finetuner):",
             "class Mine(Finetuner):\n    def __init__(self, engine): pass",
-            "Mine with no engine; expected a RapidformerEngine, passed by its __init__",
+            "Mine was created with no engine; expected a RapidformerEngine, which its __init__ passes on",
         ),
         (
             "datasets_provider(self)",
@@ -270,7 +293,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "[torch.ones(2)] * 8",
             "[torch.ones(i + 1) for i in range(8)]",
-            "samples that cannot be collated: stack",
+            "the samples cannot be collated into a batch: stack",
         ),
         (
             "[torch.ones(2)] * 8,",
@@ -285,28 +308,28 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Linear(2, 1), None",
             "Linear(2, 1, device='meta'), None",
-            "a Linear whose weight 'weight' is on the meta device and has no values; expected a",
+            "the weight 'weight' of the Linear is on the meta device and has no values; expected a",
         ),
         (
             "[torch.ones(2)] * 8",
             "[None] * 8",
-            "samples that cannot be collated: default_collate: batch must cont",
+            "the samples cannot be collated into a batch: default_collate: batch must cont",
         ),
-        ("Linear(2, 1), None", "ReLU(), None", "a model without weights to train; expected a parameter"),
+        ("Linear(2, 1), None", "ReLU(), None", "the model has no weights to train; expected a parameter"),
         (
             "None, None\n    def run",
             "lambda p: None, None\n    def run",
-            "for the optimizer that returned noth",
+            "that creates the optimizer returned noth",
         ),
         (
             "None, None\n    def run",
             "None, lambda o: 3\n    def run",
-            "for the scheduler that returned int; exp",
+            "that creates the scheduler returned int; exp",
         ),
         (
             "None, None\n    def run",
             "torch.optim.SGD([torch.ones(1)]), None\n    def run",
-            "an optimizer that was already created (SGD) for another model's parameters; expected",
+            "the returned optimizer (SGD) was created for another model's parameters; expected",
         ),
         (
             "model(batch).mean()",
@@ -317,12 +340,12 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             '{"mean": 1.0}',
             "'good'",
-            "run_compute_metrics returned a str; expected a dictionary of names and numbers",
+            "run_compute_metrics returned a str; expected a dictionary that maps names to numbers",
         ),
         (
             "Mine(RapidformerEngine()).train()",
             "RapidformerEngine().gather([1])",
-            "gather of a list; expected",
+            "gather was called with a list; expected",
         ),
         (
             "Mine(RapidformerEngine()).train()",
@@ -332,7 +355,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "Mine(RapidformerEngine()).train()",
             "RapidformerEngine().compose(model_obj=torch.nn.Linear(2, 1), optimizer_fn=3)",
-            "a int instead of a function that creates the optimizer; expected a function, or None",
+            "the optimizer was returned as a int; expected a function that creates it, or None",
         ),
     ],
 )
@@ -377,26 +400,26 @@ WHAT_IT_KNOWS = "    def get_input_embeddings(self):\n        return self.words\
     [
         (
             {},
-            "a batch with the token id 10 for a model with 10 tokens; expected token ids "
-            "from 0 to 9. Use the tokenizer",
+            "a batch contains the token id 10, but the model has 10 tokens; expected token ids from 0 to 9. "
+            "Use the tokenizer",
         ),
         (
             {"known + strange * 8, known,": "known, strange,"},
-            "a batch with the token id 10 for a model with 10 tokens; expected token ids "
-            "from 0 to 9. Use the tokenizer",
+            "a batch contains the token id 10, but the model has 10 tokens; expected token ids from 0 to 9. "
+            "Use the tokenizer",
         ),
         (
             {"known + strange * 8, known, known": "known, known, datasets.Dataset.from_list(strange)"},
-            "the test data with the token id 10 for a model with 10 tokens; expected token ids "
-            "from 0 to 9. Use the token",
+            "the test data contains the token id 10, but the model has 10 tokens; expected token ids from 0 "
+            "to 9. Use the token",
         ),
         (
             {WHAT_IT_KNOWS: ""},
-            "with IndexError: an embedding of 10 rows was given the index 10 (mine.py, line 10, in forward)",
+            "with IndexError: an embedding with 10 rows was indexed with 10 (mine.py, line 10, in forward)",
         ),
         (
             {"[10, 1]": "[-1, 9]"},
-            "with IndexError: an embedding of 10 rows was given the index -1 (mine",
+            "with IndexError: an embedding with 10 rows was indexed with -1 (mine",
         ),
     ],
 )
@@ -481,7 +504,7 @@ def test_a_finetuner_is_not_cut() -> None:
 
 def test_epochs_of_a_model_that_is_cut_are_refused() -> None:
     args = parsed(f"--user-script {SLOW} --epochs 1 --train-iters 3 --tensor-model-parallel-size 2")
-    with pytest.raises(UsageError, match="1 with a model-parallel model; expected only --train-iters N"):
+    with pytest.raises(UsageError, match="1 with a model-parallel model; expected --train-iters N instead"):
         templates.PreTrainer(SimpleNamespace(args=args))._samples()
 
 
@@ -557,9 +580,9 @@ def test_an_address_that_is_missing_is_named(capsys, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"NNODES": "0"}, "NNODES=0; expected a whole number from 1 on"),
-        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2; expected a whole number from 0 to 1"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999; expected a whole number from 0 to 65535"),
+        ({"NNODES": "0"}, "NNODES=0; expected a positive integer"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2; expected an integer from 0 to 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999; expected an integer from 0 to 65535"),
     ],
 )
 def test_a_place_that_cannot_be_is_named(changes, expected, capsys, monkeypatch) -> None:

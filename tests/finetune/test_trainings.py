@@ -216,7 +216,7 @@ def test_a_loss_of_several_batches() -> None:
 
 
 def test_another_number_of_batches_for_each_loss_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"took 1 batches for a loss, and 2 for the next one"):
+    with pytest.raises(UsageError, match=r"used 1 batches for one loss and 2 for the next"):
         trained(Uneven)
 
 

@@ -114,14 +114,14 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ({"dtype": torch.float64}, "takes no torch.float64"),
+        ({"dtype": torch.float64}, "does not support torch.float64"),
         ({"value_size": 8}, "different shapes"),
-        ({"heads": 257, "key_heads": 257}, "number of heads 257, 1 to 256"),
-        ({"size": 769}, "head size 769, 1 to 768"),
+        ({"heads": 257, "key_heads": 257}, "number of heads 257 is outside the supported 1 to 256"),
+        ({"size": 769}, "head size 769 is outside the supported 1 to 768"),
         ({"queries": (1 << 20) + 1}, "number of queries 1048577"),
         ({"packed": PackedSequences((1,) * 1025, (1,) * 1025)}, "1025 packed sequences"),
         ({"packed": PackedSequences((4,), (2,)), "causal": True, "offset": "end"}, "see no key"),
-        ({"packed": PackedSequences((4, 4), (4, 6)), "window": (1, 1)}, "lie differently"),
+        ({"packed": PackedSequences((4, 4), (4, 6)), "window": (1, 1)}, "end at different offsets"),
         ({"queries": 4, "keys": 4, "window": (0, 0), "offset": 9}, "a band of -9 tokens before"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -301,7 +301,7 @@ def test_threads_of_another_kind_are_said(fresh, monkeypatch):
     monkeypatch.setattr(building, "_file_of", lambda library, symbol: "/opt/lib/libiomp5.so")
     assert not compiled.usable(HERE)
     ((_, reason),) = dispatch.fallbacks
-    assert reason == "torch uses the threads of /opt/lib/libiomp5.so, not of libgomp"
+    assert reason == "torch uses threads from /opt/lib/libiomp5.so instead of libgomp"
 
 
 @needs_kernels

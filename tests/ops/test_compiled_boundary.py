@@ -197,16 +197,16 @@ def test_every_wrong_tensor_is_refused(name):
             if (name, place, how) in RIGHT:
                 call(*wrong)
                 continue
-            with pytest.raises(ValueError, match=r"compiled kernels? takes?"):
+            with pytest.raises(ValueError, match=r"compiled kernels? (expects|supports?|needs?)"):
                 call(*wrong)
 
 
 def test_what_is_written_to_shares_no_memory():
     left, right = torch.ones(2, 16, 16).to(BF16)
     row = torch.zeros(1, 16)
-    with pytest.raises(ValueError, match="memory that is written to"):
+    with pytest.raises(ValueError, match="because it is written to"):
         products.add(row.expand(16, 16), left, right)
-    with pytest.raises(ValueError, match="memory that is written to"):
+    with pytest.raises(ValueError, match="because it is written to"):
         products.multiply(left, right, row.expand(16, 16))
     assert not products.takes_result(row.expand(16, 16))
     assert not abi.overlaps(torch.zeros(4, 3, 2).transpose(0, 1))
@@ -221,20 +221,20 @@ def test_what_is_written_to_shares_no_memory():
 )
 def test_numbers_that_attention_cannot_have(wrong):
     tensors, weighting = _attention("single")
-    with pytest.raises(ValueError, match="repeats that divide them, keep from 1 to 65536"):
+    with pytest.raises(ValueError, match="repeats that divide them, a keep from 1 to 65536"):
         abi.attention_forward(tuple(tensors[:3]), weighting._replace(**wrong), *tensors[3:], "single")
 
 
 def test_other_numbers_that_cannot_be():
-    with pytest.raises(ValueError, match="int16, given 32768"):
+    with pytest.raises(ValueError, match="int16 value, given 32768"):
         abi.softmax(_tensor(3, 7), None, _tensor(3, 7, dtype=BF16), _bits(6), 1 << 15)
-    with pytest.raises(ValueError, match="something to multiply"):
+    with pytest.raises(ValueError, match="at least one column"):
         abi.product(
             *(_tensor(1, 3, 0, dtype=BF16), _tensor(1, 0, 7, dtype=BF16), _tensor(1, 3, 7), None, 1.0),
             add=False,
             paired=False,
         )
-    with pytest.raises(ValueError, match="heads that are not empty"):
+    with pytest.raises(ValueError, match="a head size of at least 1"):
         abi.attention_forward(
             (_tensor(0, 4, 8), _tensor(0, 5, 8), _tensor(0, 5, 6)),
             abi.Weighting(None, None, 1, 1.0, 0, 65536, 1.0),
@@ -274,7 +274,7 @@ def test_no_memory_is_an_error_of_python():
     many = 1 << 45
     left = torch.ones(16).to(BF16).as_strided((16, many), (1, 0))
     right = torch.ones(16).to(BF16).as_strided((many, 16), (0, 1))
-    with pytest.raises(MemoryError, match="add_product_widened has not enough memory"):
+    with pytest.raises(MemoryError, match="add_product_widened ran out of memory"):
         abi.add_product(torch.zeros(16, 16), left, right, "widened")
     key = torch.ones(1, 16).as_strided((2, many, 16), (0, 0, 1))
     output, normalizer = torch.zeros(2, 3, 16), torch.zeros(2, 3, 1)

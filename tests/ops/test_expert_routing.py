@@ -149,11 +149,11 @@ def test_no_tokens(device):
 @pytest.mark.parametrize(
     ("routing", "said"),
     [
-        (Routing(9), "do not fit"),
+        (Routing(9), "1 to e experts per token"),
         (Routing(2, "tanh"), "expected softmax"),
         (Routing(2, groups=3, chosen_groups=1), "of 3 groups"),
         (Routing(1, groups=4, chosen_groups=2), "2 of 4 groups"),
-        (Routing(6, groups=4, chosen_groups=2), "6 experts from 2"),
+        (Routing(6, groups=4, chosen_groups=2), "6 experts cannot be selected from 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(routing, said):

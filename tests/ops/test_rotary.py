@@ -98,13 +98,18 @@ def test_bad_angles(device, size):
 @pytest.mark.parametrize(
     ("shape", "tables", "interleaved", "reason"),
     [
-        ((2, 1, 1, 896), (2, 1, 1, 896), False, "less than 896 elements of a head, not 896"),
-        ((2, 1000, 1, 4), (2, 1, 1, 4), False, "less than 1000 sequences and heads, not 1000 and 1"),
-        ((2, 40, 30, 4), (2, 1, 1, 4), True, "less than 1000 sequences and heads, not 40 and 30"),
-        ((2, 3, 1, 4), (1, 1, 1, 4), False, "takes tables [s, 1, 1, d], or [b, s, 1, d], not [1, 1, 1, 4]"),
-        ((2, 3, 1, 4), (2, 3, 1, 4), True, "pairs of all sequences by the same tables alone"),
+        ((2, 1, 1, 896), (2, 1, 1, 896), False, "head sizes below 896, not 896"),
+        ((2, 1000, 1, 4), (2, 1, 1, 4), False, "fewer than 1000 sequences and heads, not 1000 and 1"),
+        ((2, 40, 30, 4), (2, 1, 1, 4), True, "fewer than 1000 sequences and heads, not 40 and 30"),
+        (
+            (2, 3, 1, 4),
+            (1, 1, 1, 4),
+            False,
+            "supports tables of shape [s, 1, 1, d] or [b, s, 1, d], not [1, 1, 1, 4]",
+        ),
+        ((2, 3, 1, 4), (2, 3, 1, 4), True, "pairs only with the same tables for all sequences"),
         ((2, 3, 4), (2, 1, 4), False, "4 dimensions, not 3 and 3"),
-        ((2, 3, 1, 4), (2, 1, 1, 4), False, "takes tensors of the NPU, not of the host"),
+        ((2, 3, 1, 4), (2, 1, 1, 4), False, "supports tensors on the NPU, not on the host"),
     ],
 )
 def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reason):

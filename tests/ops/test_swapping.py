@@ -432,7 +432,7 @@ def test_training_makes_no_logits_unless_they_are_asked_for(head, autocast, monk
     assert curves[0] == pytest.approx(curves[1], rel=2e-3 if autocast else 1e-6)
     assert curves[1][0] - curves[1][-1] > 0.05
     assert max(largest[:3]) < tokens * words <= min(largest[3:])
-    assert f"output layer {layer}: linear_cross_entropy, with the loss" in swapped.lines()
+    assert f"output layer {layer}: linear_cross_entropy, fused with the loss" in swapped.lines()
     if autocast:
         return  # the weights of the two are apart by now
     output = model(input_ids=ids, labels=labels)
@@ -442,11 +442,11 @@ def test_training_makes_no_logits_unless_they_are_asked_for(head, autocast, monk
     (right.logits.square().mean() + right.loss).backward()
     gradients = [each.get_output_embeddings().weight.grad for each in (model, twin)]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-7)
-    reason = f"output layer {layer} stays: a training step asks for its logits, or changes them"
+    reason = f"output layer {layer} stays: a training step reads or changes its logits"
     assert reason in swapped.lines()
     output = model(input_ids=ids, labels=labels)
     torch.optim.SGD(model.parameters(), lr=0.5).step()
-    with pytest.raises(RuntimeError, match=r"Read them before optimizer\.step"):
+    with pytest.raises(RuntimeError, match=r"Read the logits before optimizer\.step"):
         output.logits.argmax(-1)
     with torch.no_grad():
         assert type(model(input_ids=ids).logits) is torch.Tensor
@@ -502,7 +502,7 @@ def test_what_stays_is_named_with_the_reason():
     for name, reason in (
         ("no_bias", "no bias"),
         ("look_alike", "something other than RMS norm"),
-        ("extra_key", "keys of its own"),
+        ("extra_key", "extra keys"),
         ("quick", "neither form of GELU"),
         ("smoothing", "smooths labels"),
         ("taken", "replaced already"),
@@ -519,7 +519,7 @@ def test_a_loss_over_few_classes_stays():
 
     assert loss_of("SequenceClassification", num_labels=2) == (
         "",
-        "its classes are 2, and below 256 torch's own is as good",
+        "it has 2 classes, and below 256 torch's own is as fast",
     )
     assert loss_of("TokenClassification", num_labels=300)[0].startswith("cross_entropy")
     assert loss_of("QuestionAnswering")[0].startswith("cross_entropy")  # over the places of a text
@@ -536,7 +536,7 @@ def test_attention_weights_are_still_to_be_had(monkeypatch):
     for a, b in zip(ours, right, strict=True):
         torch.testing.assert_close(a, b)
     assert [entry.why_not for entry in swapped.ledger if entry.what == "attention"] == [
-        "the attention weights are asked for (need_weights)"
+        "the attention weights are requested (need_weights)"
     ]
 
 

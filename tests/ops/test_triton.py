@@ -410,7 +410,9 @@ def test_a_call_that_no_kernel_takes_is_told_once(on, caplog):
     for _ in range(2):
         activation.bias_gelu(x, torch.randn(3, 8, device=on))
     told = [record.message for record in caplog.records if "bias_gelu" in record.message]
-    assert told == ["bias_gelu runs on torch's kernels: the bias (3, 8) is not of the columns of (3, 8)"]
+    assert told == [
+        "bias_gelu runs on torch's kernels: the bias (3, 8) does not match the last dimension of (3, 8)"
+    ]
     assert list(dispatch.fallbacks.values()) == [2]
     dispatch.fallbacks.clear()
 
@@ -447,7 +449,7 @@ def test_why_no_kernel_runs(monkeypatch):
     assert triton.absence() == "triton is not installed"
     assert triton.not_to_be_expected() == "triton is not installed"
     monkeypatch.setattr(triton, "is_installed", lambda _: True)
-    for capability, told in (((7, 5), "compute capability 7.5, before 8.0"), ((9, 0), "no compiler")):
+    for capability, told in (((7, 5), "compute capability 7.5, older than 8.0"), ((9, 0), "no compiler")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         monkeypatch.setattr(triton, "_trouble", lambda: "no compiler")
         triton.absence.cache_clear()
@@ -458,6 +460,6 @@ def test_why_no_kernel_runs(monkeypatch):
 def test_tensors_that_no_kernel_takes(monkeypatch):
     monkeypatch.setattr(triton, "absence", lambda: None)
     host = torch.ones(2)
-    assert triton.refusal(host) == "kernels of ours take tensors of a GPU, not of cpu"
-    assert triton.refusal(None, host.double()) == "kernels of ours take no torch.float64"
+    assert triton.refusal(host) == "our kernels support GPU tensors, not tensors on cpu"
+    assert triton.refusal(None, host.double()) == "our kernels do not support torch.float64"
     assert triton.refusal() is None

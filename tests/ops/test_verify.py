@@ -55,7 +55,7 @@ def bound(monkeypatch, function, reference=scaled, selection="sample", draws=Non
     return operation
 
 
-def found(what, layer="(outside of any module)"):
+def found(what, layer="(outside any module)"):
     return verify.findings["scaled", layer, what]
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_output_is_named(monkeypatch, caplog):
     operation = bound(monkeypatch, lambda x, weight: x * weight * 1.01)
     run(operation)
     assert found("output").largest == pytest.approx(0.01, rel=1e-3)
-    assert "verify: scaled, (outside of any module), output: error 0.01 exceeds" in caplog.text
+    assert "verify: scaled, (outside any module), output: error 0.01 exceeds" in caplog.text
 
 
 def test_a_wrong_gradient_is_named(monkeypatch, caplog):
@@ -212,7 +212,7 @@ def test_a_misspelt_name_stops_a_command_before_it_writes(command, tmp_path):
     )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "MEGATRON_NPU_VERIFY=atention; expected all, or names among activation, " in line
+    assert "MEGATRON_NPU_VERIFY=atention; expected all, or names from activation, " in line
     assert not list(tmp_path.iterdir())
 
 
@@ -233,7 +233,7 @@ torch.nn.Sequential(layer)(torch.randn(3, 4, requires_grad=True)).exp().sum().ba
     done = warm.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "verify: layer_norm: largest error" in done.stdout
-    assert "2 comparisons, 0 beyond the limit" in done.stdout
+    assert "2 comparisons, 0 above the limit" in done.stdout
 
 
 @pytest.mark.parametrize(("factor", "beyond"), [(1.005, 0), (1.1, 1)])

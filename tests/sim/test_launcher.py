@@ -107,7 +107,7 @@ class TestRefusals:
             MEGATRON_NPU_SIM_CACHE=str(tmp_path / "cache"),
         )
         assert result.returncode == 130, result.stderr
-        assert "interrupted; the next use will start" in result.stderr.splitlines()[-1]
+        assert "interrupted; the next use starts" in result.stderr.splitlines()[-1]
         assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
     def test_no_wheel_for_this_torch(self, tmp_path):
@@ -129,7 +129,7 @@ class TestRefusals:
         (tmp_path / "torch_npu").mkdir()
         (tmp_path / "torch_npu" / "version.py").write_text("__version__ = '1.11.0'\n")
         result = launch("--", "python", "-c", "pass", MEGATRON_NPU_SIM_SITE=str(tmp_path))
-        assert_refused(result, "torch_npu 1.11.0", "the same version of both")
+        assert_refused(result, "torch_npu 1.11.0", "the same version for both")
 
     @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
     def test_a_real_cann(self, tmp_path):

@@ -56,7 +56,7 @@ def test_who_waits_for_another_process_says_so(own_cache, capsys):
         def complains() -> bool:
             assert waiting.is_alive()
             said.append(capsys.readouterr().err)
-            return "waiting for another process that prepares thing" in "".join(said)
+            return "waiting for another process to prepare thing" in "".join(said)
 
         wait_until(complains)
     waiting.join()
@@ -178,7 +178,7 @@ def test_a_symbol_with_a_binding_of_three_words(monkeypatch):
 
 def test_a_machine_without_readelf_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"no readelf on PATH; .*apt install binutils"):
+    with pytest.raises(UsageError, match=r"there is no readelf on PATH; .*apt install binutils"):
         elf.read(tmp_path / "lib.so")
 
 

@@ -52,5 +52,5 @@ def test_the_same_losses_with_less(simulated):
 def test_keys_of_every_head_are_left_to_megatron_and_reported(simulated):
     found = train(simulated, BEFORE)
     assert len(found["reported"]) == 1
-    assert "takes one key of latents for all heads" in found["reported"][0]
+    assert "supports one latent key for all heads" in found["reported"][0]
     assert found["unfused"]["losses"][-1] < found["unfused"]["losses"][0] - 0.05

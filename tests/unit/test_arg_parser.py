@@ -31,11 +31,11 @@ def parser():
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--layers", "abc"], "--layers abc; expected a whole number from 1 on. See"),
-        (["--layers", f"{10**20}"], f"--layers {10**20}; expected a whole number from 1 on. See"),
-        (["--layers", "0"], "--layers 0; expected a whole number from 1 on. See"),
-        (["--steps", "-1"], "--steps -1; expected a whole number from 0 on. See"),
-        (["--seed", "1.5"], "--seed 1.5; expected a whole number. See"),
+        (["--layers", "abc"], "--layers abc; expected a positive integer. See"),
+        (["--layers", f"{10**20}"], f"--layers {10**20}; expected a positive integer. See"),
+        (["--layers", "0"], "--layers 0; expected a positive integer. See"),
+        (["--steps", "-1"], "--steps -1; expected a non-negative integer. See"),
+        (["--seed", "1.5"], "--seed 1.5; expected an integer. See"),
         (["--speed", "nan"], "--rate/--speed nan; expected a number. See"),
         (["--form", "wide"], "--form 'wide'; expected long or short. See"),
         (["--layer", "3"], "unknown flag --layer; expected --layers"),
@@ -86,7 +86,7 @@ def test_a_misspelt_flag_of_an_action_is_told_first_too():
 
 
 def test_a_value_that_is_unfit_is_told_beside_a_misspelt_flag(parser):
-    with pytest.raises(UsageError, match=r"^--layers abc; expected a whole number"):
+    with pytest.raises(UsageError, match=r"^--layers abc; expected a positive integer"):
         parser.parse_args(["--layers", "abc", "--sed", "3"])
 
 

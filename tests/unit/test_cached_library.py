@@ -218,7 +218,7 @@ def test_a_compilation_that_does_not_end_is_ended(tmp_path, monkeypatch):
     """With what it has started: g++ itself only waits."""
     monkeypatch.setattr(cached_library, "_LONGEST", 1)
     script(tmp_path / "bin", f"sleep 600 & echo $! > {tmp_path}/pid; wait", monkeypatch)
-    with pytest.raises(UsageError, match=r"has not finished after 1 s.*less busy, or set"):
+    with pytest.raises(UsageError, match=r"did not finish within 1 s.*less busy, or set"):
         cached_library.load(recipe(tmp_path))
     child = int((tmp_path / "pid").read_text())
     wait_until(lambda: not _runs(child))
@@ -244,7 +244,9 @@ def test_a_file_system_that_runs_nothing_is_said(tmp_path, monkeypatch):
 @needs_compiler
 def test_a_cache_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "cache").write_text("")
-    with pytest.raises(UsageError, match=r"the cache .*cache \(.*XDG_CACHE_HOME, or set SWITCH=0"):
+    with pytest.raises(
+        UsageError, match=r"the cache .*cache cannot be used \(.*XDG_CACHE_HOME, or set SWITCH=0"
+    ):
         cached_library.load(recipe(tmp_path))
 
 

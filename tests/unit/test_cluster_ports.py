@@ -17,10 +17,10 @@ from megatron_npu.doctor import cluster
         (
             "HCCL_HOST_SOCKET_PORT_RANGE",
             "60050-60000",
-            "HCCL_HOST_SOCKET_PORT_RANGE=60050-60000: ranges such as",
+            "HCCL_HOST_SOCKET_PORT_RANGE=60050-60000; expected port ranges such as",
         ),
         ("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050,x", "HCCL_NPU_SOCKET_PORT_RANGE=61000-61050,x"),
-        ("HCCL_IF_BASE_PORT", "65530", "a number from 1024 to 65520"),
+        ("HCCL_IF_BASE_PORT", "65530", "a port from 1024 to 65520"),
     ],
 )
 def test_a_range_that_is_none_is_named(name, value, line, monkeypatch) -> None:

@@ -39,7 +39,7 @@ def test_each_is_named_with_its_owner_and_who_wins(monkeypatch: pytest.MonkeyPat
     found = others.others()
     assert list(found) == ["transformer_engine", "mindspeed", "megatron_adaptor"]
     assert found["transformer_engine"].startswith("tenpu 1.2: megatron-core uses its layers")
-    assert found["mindspeed"].startswith(f"not with pip, {tmp_path / 'mindspeed'}")
+    assert found["mindspeed"].startswith(f"not installed with pip, {tmp_path / 'mindspeed'}")
     told = others.advice(found)
     assert [line.split()[0] for line in told] == ["mindspeed", "megatron_adaptor"]
     assert "MEGATRON_NPU_AUTOLOAD=0" in told[0]

@@ -72,7 +72,7 @@ def test_a_command_that_fails_or_takes_too_long_ends_neither_its_piece_nor_the_o
     told = capsys.readouterr().out
     assert "exit code 3: " in told
     assert "good: " in told
-    wrong = [[*python, "print('verify: norm: largest error 1; 30 comparisons, 20 beyond the limit')"]]
+    wrong = [[*python, "print('verify: norm: largest error 1; 30 comparisons, 20 above the limit')"]]
     monkeypatch.setattr(day, "PIECES", {"verify": lambda day: wrong})
     assert day.run_all(["verify"], day.Day(True, tmp_path)) == 1
     assert "operations beyond their limits" in capsys.readouterr().out

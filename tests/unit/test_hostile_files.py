@@ -232,8 +232,8 @@ def few_gigabytes():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"Nr" + (2**31).to_bytes(4, "little") + b".", "it holds a NoneType"),
-        (b"Np2147483648\n.", "it holds a NoneType"),
+        (b"Nr" + (2**31).to_bytes(4, "little") + b".", "it contains a NoneType"),
+        (b"Np2147483648\n.", "it contains a NoneType"),
         (b"\x96" + (2**40).to_bytes(8, "little") + b".", "invalid: 150"),
     ],
 )

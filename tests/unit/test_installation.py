@@ -107,7 +107,7 @@ def test_the_doctor_says_which_copy_is_used(installed: Installed) -> None:
     assert (
         f"'installed': '{'editable' if editable else 'a copy'}, from {installed.root}/megatron_npu'" in found
     )
-    assert f"{installed.root}/megatron_npu has the same name and is not this package" in found
+    assert f"{installed.root}/megatron_npu has the same name but is not this package" in found
     assert "hidden_by" not in found
     assert "another" not in found
 

@@ -92,10 +92,10 @@ def test_a_pod_of_one_device_is_a_rank(settled) -> None:
 def test_one_process_in_a_pod_of_several_devices_is_refused(settled) -> None:
     for given in (POD, ASCEND):
         with pytest.raises(
-            UsageError, match=r"numbers 2 machines with several devices each, .*torchrun --nnodes 2 "
+            UsageError, match=r"describes 2 machines with several devices each, .*torchrun --nnodes 2 "
         ):
             settled(given, "pretrain", devices=8)
-    with pytest.raises(UsageError, match=r"PET_NNODES numbers 2 machines .*which reads PET"):
+    with pytest.raises(UsageError, match=r"PET_NNODES describes 2 machines .*which reads PET"):
         settled(TRAINER, "run", "pretrain_gpt.py", devices=4)
     assert settled(POD, "run", "tools/preprocess_data.py", devices=8)["RANK"] == "1"  # no training
 
@@ -129,7 +129,7 @@ def test_what_torchrun_and_others_say_stays(settled) -> None:
         ({**POD, "RANK": "2"}, "machine 2 of 2"),
         ({**POD, "RANK": "x"}, "RANK=x"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without MASTER_ADDR"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "numbers such as 4"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "task counts such as 4"),
     ],
 )
 def test_what_cannot_be_is_refused(given, line, settled) -> None:
@@ -148,5 +148,7 @@ def test_a_rank_table_is_waited_for(settled, tmp_path, monkeypatch, capsys) -> N
     assert "not all pods are running yet" in capsys.readouterr().err
     table.write_text('{"status": "initializing"}')
     monkeypatch.setattr(launchers, "_WAIT", -1.0)
-    with pytest.raises(UsageError, match=r"hccl.json: initializing for .* expected completed"):
+    with pytest.raises(
+        UsageError, match=r"hccl.json has had the status initializing for .* expected the status completed"
+    ):
         settled({**POD, "RANK_TABLE_FILE": str(table)}, "train")

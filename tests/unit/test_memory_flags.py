@@ -37,7 +37,7 @@ def test_swap_optimizer_is_refused_by_name(device, others, said, monkeypatch):
 
 
 def test_another_adam_is_refused():
-    with pytest.raises(UsageError, match="--swap-optimizer with the Adam of collections"):
+    with pytest.raises(UsageError, match="--swap-optimizer with the Adam from collections"):
         memory_flags.refuse_foreign_adam(__import__("collections").OrderedDict, object())
 
 

@@ -43,7 +43,9 @@ def test_nothing_is_said_where_nothing_older_is_given(capsys) -> None:
 def test_what_is_harmless_is_one_line(words: str, capsys) -> None:
     parsed(*words.split())
     said = capsys.readouterr().out
-    assert said.startswith(f"megatron_npu: {words.replace('=', ' ')}, a flag of older Megatrons, ")
+    assert said.startswith(
+        f"megatron_npu: {words.replace('=', ' ')}, a flag from older versions of Megatron, "
+    )
     assert said.count("\n") == 1
 
 

@@ -37,7 +37,7 @@ def test_a_mistake_is_one_line_and_other_errors_are_none_of_ours(reached, capsys
 
 
 def test_what_a_user_needs_the_traceback_of_goes_to_the_former_hook(reached, capsys) -> None:
-    error = UsageError("options that Megatron rejects")
+    error = UsageError("Megatron rejects these options")
     one_line_end.arm(UsageError, traced=lambda given: given is error)
     sys.excepthook(UsageError, error, None)
     assert reached == [error]

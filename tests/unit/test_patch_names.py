@@ -97,20 +97,20 @@ def test_several_names_and_none(patches: list[Patch]) -> None:
         ("VocabParalelEmbedding.forward", f"{CORE}.layers:VocabParallelEmbedding.forward"),
         ("adaptor_model_transformers", "adaptor_model_transformer"),
         ("mixed_precison.py", "mixed_precision.py"),
-        ("zzzzzzzzzzzz", "a part of a target"),
+        ("zzzzzzzzzzzz", "part of a target"),
     ],
 )
 def test_an_unknown_name_is_told_close_ones(name: str, close: str, patches: list[Patch]) -> None:
     with pytest.raises(UsageError) as refused:
         called([name], patches)
-    assert str(refused.value).startswith(f"no patch is called {name}; expected ")
+    assert str(refused.value).startswith(f"there is no patch called {name}; expected ")
     assert close in str(refused.value)
     assert "megatron-npu ledger --static" in str(refused.value)
 
 
 def test_a_file_of_the_guide_for_another_megatron_says_so(patches: list[Patch]) -> None:
     others = [patch for patch in patches if patch.target not in GUIDE["adaptor_schedules"]]
-    with pytest.raises(UsageError, match="guide to Megatron-LM 285068c8, of whose functions this Megatron"):
+    with pytest.raises(UsageError, match="guide to Megatron-LM 285068c8, and this Megatron"):
         called(["adaptor_schedules"], others)
 
 

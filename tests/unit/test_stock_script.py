@@ -66,7 +66,8 @@ def test_says_that_git_does_not_have_what_was_overwritten(megatron):
     (megatron / "megatron_npu" / "tests_gpt" / "pretrain_gpt.py").replace(moved)
     said = refused(moved)
     assert (
-        f"pretrain_gpt.py: error: {moved} was overwritten by the file of the same name in tests_gpt" in said
+        f"pretrain_gpt.py: error: {moved} was overwritten by the file with the same name from tests_gpt"
+        in said
     )
     assert "Restore the stock pretrain_gpt.py, or set MEGATRON_LM_PATH" in said
 
@@ -75,5 +76,5 @@ def test_says_that_there_is_no_megatron(megatron):
     shutil.rmtree(megatron / "tasks")
     said = refused(megatron / "megatron_npu" / "tests_gpt" / "main.py")
     assert (
-        f"main.py: error: no tasks/main.py of a Megatron-LM in {megatron}/megatron_npu/tests_gpt or " in said
+        f"main.py: error: no tasks/main.py from Megatron-LM in {megatron}/megatron_npu/tests_gpt or " in said
     )

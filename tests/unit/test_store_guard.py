@@ -32,7 +32,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(guard, capfd) -> None:
     made, ended = guard
     made.start()
     assert ended.wait(30)
-    line = "megatron_npu: rank 1 exits: the store of the run at node1:29500 has not answered for 0 s: "
+    line = "megatron_npu: rank 1 exits: the run's store at node1:29500 has not answered for 0 s: "
     assert capfd.readouterr().err.startswith(line)
 
 
@@ -54,4 +54,4 @@ def test_a_pause_of_the_process_itself_counts_little(guard, monkeypatch) -> None
 
 def test_whose_machine_it_is_is_said() -> None:
     told = verdicts.of_cut(3, Process(0, "node1", 7, ""), "node1:29500", 300.4)
-    assert "for 300 s: the network to the machine of rank 0 (node1, process 7) is cut" in told
+    assert "for 300 s: the network to the machine of rank 0 (node1, process 7) is interrupted" in told

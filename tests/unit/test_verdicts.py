@@ -66,7 +66,7 @@ def test_who_is_silent(before, after, expected):
 
 @pytest.mark.parametrize(
     ("error", "how"),
-    [("ValueError: no", "ended with ValueError: no"), (None, "ended without an error message (killed?)")],
+    [("ValueError: no", "exited with ValueError: no"), (None, "exited without an error message (killed?)")],
     ids=["an error", "no word"],
 )
 def test_what_is_said_of_an_end(error, how):
@@ -77,10 +77,10 @@ def test_what_is_said_of_an_end(error, how):
 @pytest.mark.parametrize(
     ("first", "has_ended", "expected"),
     [
-        (process(0), True, "rank 0 (node, process 100) has ended"),
-        (process(0), False, "possibly rank 0 (node, process 100) too (OSError)"),
-        (None, True, "rank 0 has ended"),
-        (None, False, "possibly rank 0 too (OSError)"),
+        (process(0), True, "rank 0 (node, process 100) has exited"),
+        (process(0), False, "possibly rank 0 (node, process 100) as well (OSError)"),
+        (None, True, "rank 0 has exited"),
+        (None, False, "possibly rank 0 as well (OSError)"),
     ],
     ids=["known, ended", "known", "unknown, ended", "unknown"],
 )
@@ -91,8 +91,8 @@ def test_what_is_said_of_a_lost_store(first, has_ended, expected):
 def test_a_verdict_on_one_rank_has_its_stack_alone():
     told = verdicts.of_late([(process(2), beat(OUT))], 60.0)
     assert told == (
-        "no rank has moved for 60 s: rank 2 (node, process 102) is training at step 3 (step 3), for 100 s\n"
-        "  one\n  two"
+        "no rank has made progress for 60 s: rank 2 (node, process 102) is training at step 3 (step 3), for "
+        "100 s\n  one\n  two"
     )
 
 

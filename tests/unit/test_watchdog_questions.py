@@ -93,7 +93,7 @@ def test_a_hang_costs_as_many_questions_in_any_world(watched, monkeypatch) -> No
         counted.asked = 0
         rank._see_whether_anybody_moves()
         asked.append(counted.asked)
-        assert "no rank has moved" in told[0]
+        assert "no rank has made progress" in told[0]
     assert asked[0] == asked[1] <= 3
 
 

@@ -23,11 +23,12 @@ def connect(recorder: Recorder, mpu: str) -> None:
 
     @recorder.around(
         "megatron.training:setup_model_and_optimizer",
-        why="bigscience's hands deepspeed.initialize the configuration twice, as values and by the name of "
-        "its file, which DeepSpeed refuses since 0.7; and DeepSpeed 0.19.8 clips a pipeline's fp32 gradients "
-        "by a wrong norm, times its backward twice with wall_clock_breakdown, which is an assertion, and in "
-        "16 bits without ZeRO takes a step before the first, has the loss scale elsewhere, divides by it "
-        "without having multiplied, and steps from other weights than those it has loaded alone",
+        why="bigscience's tree passes the configuration to deepspeed.initialize twice, as values and as a "
+        "file name, which DeepSpeed rejects since 0.7; DeepSpeed 0.19.8 clips a pipeline's fp32 "
+        "gradients by a wrong norm; with wall_clock_breakdown it times the backward pass twice, which "
+        "fails an assertion; in 16 bits without ZeRO it takes a step before the first one, keeps the "
+        "loss scale elsewhere, divides by it without having multiplied, and after loading only the "
+        "weights steps from others",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``deepspeed.initialize`` without the configuration file's name, and fix the engine."""
@@ -67,12 +68,10 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
     # bigscience's tree has no --no-pipeline-parallel, from which deepspeedai's makes the other name
     if pipeline or not getattr(args, "ds_pipeline_enabled", True):
         return
-    remedy = (
-        "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Leave --deepspeed out."
-    )
+    remedy = "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Remove --deepspeed."
     raise UsageError(
-        "--deepspeed with a model that is not a pipeline, such as BERT or T5",
-        "a GPT, which upstream builds as a pipeline: its training loop calls the pipeline's engine",
+        "--deepspeed with a model that is not built as a pipeline, such as BERT or T5",
+        "a GPT, which upstream builds as a pipeline, because its training loop calls the pipeline engine",
         remedy,
     )
 

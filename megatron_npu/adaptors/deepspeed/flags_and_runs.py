@@ -39,14 +39,14 @@ def connect_start(recorder: Recorder) -> None:
         recorder: the checkout's recorder.
     """
     connect_old_tree(recorder)
-    recorder.around("megatron.training:train_step", why="the place to say once what was patched")(
-        announce_first
-    )
+    recorder.around(
+        "megatron.training:train_step", why="hook point for logging once which functions were patched"
+    )(announce_first)
     recorder.around(
         "megatron.initialize:_initialize_distributed",
-        why="DeepSpeed asks MPI who this process is unless a launcher says it, counts sockets as the devices "
-        "of a CPU, compiles a communication over shared memory for inference at the first start on one, and "
-        "waits for ever for an interrupted compilation, as of --cpu-optimizer",
+        why="DeepSpeed asks MPI for this process's rank unless a launcher has set it, counts CPU sockets as "
+        "devices, compiles shared-memory communication for inference at the first start on a CPU, and "
+        "waits forever for an interrupted compilation, such as that of --cpu-optimizer",
     )(meet)
 
 
@@ -66,7 +66,10 @@ def meet(original: Callable[..., None]) -> None:
 
 
 _TAG = "latest"  # the tracker of DeepSpeed's engine: the name of a folder beside it
-_REMEDY = f"Name an older one in {of_scripts.TRACKER}, or with --deepspeed in {_TAG}."
+_REMEDY = (
+    f"Write the iteration of an older checkpoint into {of_scripts.TRACKER}, or with --deepspeed its "
+    f"name into {_TAG}."
+)
 
 
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
@@ -83,14 +86,14 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     recorder.around(
         "megatron.checkpointing:get_checkpoint_tracker_filename",
-        why="upstream names a checkpoint as the newest before its checksums are there",
+        why="upstream marks a checkpoint as the newest before its checksums exist",
     )(of_scripts.tracker_to_write)
 
     @recorder.around(
         "megatron.checkpointing:load_checkpoint",
-        why="torch.load of today refuses argparse.Namespace, and upstream then ends the process with exit "
-        "code 0; DeepSpeed's engine, and torch.load of 2.5 and before, run whatever code the file holds; "
-        "files with flipped bits load without a word",
+        why="current torch.load rejects argparse.Namespace, and upstream then exits with code 0; "
+        "DeepSpeed's engine, and torch.load up to 2.5, execute any code in the file; files with flipped "
+        "bits load silently",
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
@@ -115,7 +118,8 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
 
     recorder.around(
         "megatron.checkpointing:save_checkpoint",
-        why="files are to be 640, folders 750, to have checksums, and to be named as the newest after that",
+        why="files get mode 640, folders mode 750, and checksums, and only then is the checkpoint marked as "
+        "the newest",
     )(save_privately)
 
 
@@ -183,8 +187,8 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
 
     @recorder.around(
         "megatron.arguments:parse_args",
-        why="what DeepSpeed or this tree does not do with these flags is an assertion of every rank, after "
-        "the model is built",
+        why="flag combinations that DeepSpeed or this tree does not support fail an assertion on every rank "
+        "after the model is built",
         order=2,  # what this checkout is fixed of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
@@ -197,12 +201,12 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
 
 # Flags that we add to the other Megatrons, and what does a similar thing here.
 _OF_OTHER_TREES = {
-    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE instead: MiB for the buffers of every group.",
-    "--swap-optimizer": "Let DeepSpeed's configuration say zero_optimization.offload_optimizer instead.",
-    "--reuse-fp32-param": "Share the optimizer's state out instead: --zero-stage 1.",
-    "--fine-grained-activation-offloading": "Compute again instead: --checkpoint-activations.",
-    "--offload-modules": "Compute again instead: --checkpoint-activations.",
-    "--cross-entropy-fusion-impl": "Leave it out: this tree's loss has its logits whole.",
+    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE instead, the buffer size of every group in MiB.",
+    "--swap-optimizer": "Set zero_optimization.offload_optimizer in DeepSpeed's configuration instead.",
+    "--reuse-fp32-param": "Shard the optimizer states instead, with --zero-stage 1.",
+    "--fine-grained-activation-offloading": "Recompute activations instead, with --checkpoint-activations.",
+    "--offload-modules": "Recompute activations instead, with --checkpoint-activations.",
+    "--cross-entropy-fusion-impl": "Remove it, because this tree's loss needs the full logits.",
 }
 
 
@@ -218,7 +222,7 @@ def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
     for word in words:
         flag = word.partition("=")[0]
         if remedy := _OF_OTHER_TREES.get(flag):
-            expected = "flags of this tree: Megatron-LM and megatron-core alone have it"
+            expected = "a flag of this tree; only Megatron-LM and megatron-core have this one"
             raise UsageError(f"{flag} with Megatron-DeepSpeed", expected, remedy)
 
 
@@ -239,15 +243,15 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
     if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
         raise UsageError(
             f"ZeRO stage {stage} with --deepspeed and a pipeline model",
-            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, also in the configuration: DeepSpeed's "
-            "pipeline engine shards only the optimizer states",
+            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, also in the configuration, because "
+            "DeepSpeed's pipeline engine shards only the optimizer states",
             remedy,
         )
     if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
         raise UsageError(
             "fp16 with --deepspeed on a CPU",
-            "bf16 or fp32: DeepSpeed does not support fp16 on a CPU",
-            "Train with --bf16, or without --deepspeed: Megatron-DeepSpeed's own fp16 runs on a CPU.",
+            "bf16 or fp32, because DeepSpeed does not support fp16 on a CPU",
+            "Train with --bf16, or without --deepspeed, because Megatron-DeepSpeed's own fp16 runs on a CPU.",
         )
 
 
@@ -262,7 +266,10 @@ def read_configuration(path: str | None) -> dict[str, Any]:
     Raises:
         UsageError: the file does not exist or is not a JSON object.
     """
-    expected, remedy = "a file with a JSON object", "Name DeepSpeed's configuration with --deepspeed_config."
+    expected, remedy = (
+        "a file with a JSON object",
+        "Pass DeepSpeed's configuration file with --deepspeed_config.",
+    )
     if not path or not Path(path).is_file():
         raise UsageError(f"--deepspeed_config {path}: no such file", expected, remedy)
     try:
@@ -270,5 +277,5 @@ def read_configuration(path: str | None) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise UsageError(f"--deepspeed_config {path}: {error}", expected, remedy) from error
     if not isinstance(config, dict):
-        raise UsageError(f"--deepspeed_config {path}: a {type(config).__name__}", expected, remedy)
+        raise UsageError(f"--deepspeed_config {path} contains a {type(config).__name__}", expected, remedy)
     return config

@@ -9,7 +9,7 @@ from megatron_npu.adaptors.shared import decorators
 from megatron_npu.patching.patch import NotAsked
 
 WITHOUT_CUDA, installed = decorators.WITHOUT_CUDA, decorators.installed
-NOT_FIXED = "no version up to 0.19.2 has the fix, and no issue has been filed upstream"  # ``until`` of a bug
+NOT_FIXED = "not fixed up to 0.19.2, and no issue has been filed upstream"  # ``until`` of a bug
 
 records = decorators.recorder("megatron_core")
 replace, around, wrap = records.replace, records.around, records.wrap

@@ -17,7 +17,7 @@ activation_offloading.connect(records)
 @around(
     "megatron.model.transformer:ParallelTransformer.__init__",
     devices=("npu", "cuda"),
-    why="--fine-grained-activation-offloading and --offload-modules, which are younger",
+    why="--fine-grained-activation-offloading and --offload-modules, which are newer than this version",
 )
 def move_what_layers_save(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Attach offloading to the layers' modules if it is enabled."""

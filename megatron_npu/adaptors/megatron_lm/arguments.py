@@ -22,7 +22,8 @@ around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_fla
 
 @around(
     "megatron.arguments:_add_training_args",
-    why="--cross-entropy-fusion-impl, which is younger: linear keeps the logits out of memory",
+    why="--cross-entropy-fusion-impl, which is newer than this version: linear avoids storing the full "
+    "logits",
 )
 def add_linear_loss(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
@@ -33,18 +34,18 @@ def add_linear_loss(
         "--cross-entropy-fusion-impl",
         choices=["native", "linear"],
         default="native",
-        help="linear: fuse the loss with the output layer and compute it in blocks of the vocabulary, so "
-        "that the full logits are never in memory",
+        help="implementation of the cross-entropy; linear: fuse the loss with the output layer and compute "
+        "it block by block over the vocabulary, so that the full logits are never stored",
     )
     return parser
 
 
 around(
     "megatron.arguments:_add_training_args",
-    why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
+    why="--swap-optimizer, the flag that Ascend users know for moments in host memory",
 )(declaring(memory_flags.add_swap_optimizer))
 
-_WHY_BUFFERS = "--hccl-group-buffer-adaptive, the name that users of Ascend know for HCCL's buffers by group"
+_WHY_BUFFERS = "--hccl-group-buffer-adaptive, the flag that Ascend users know for per-group HCCL buffers"
 
 around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl_buffers.add))
 
@@ -75,7 +76,7 @@ def tell_adam(
     return original(args, *rest, **named)
 
 
-_WHY_OFFLOADING = f"{memory_flags.OFFLOADING} and --offload-modules, which are younger"
+_WHY_OFFLOADING = f"{memory_flags.OFFLOADING} and --offload-modules, which are newer than this version"
 
 around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
     declaring(memory_flags.add_activation_offloading)
@@ -94,13 +95,13 @@ def check_activation_offloading(
 
 around(
     "megatron.arguments:_add_distributed_args",
-    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
+    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream defines only --local_rank",
 )(accept_local_rank_with_a_dash)
 
 
 @around(
     "megatron.arguments:validate_args",
-    why="it demands CUDA_DEVICE_MAX_CONNECTIONS=1: nothing but CUDA's driver reads it, which has not started",
+    why="it requires CUDA_DEVICE_MAX_CONNECTIONS=1, which only CUDA's driver reads, and that is not in use",
 )
 def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
     """Set the variable if the user has not set it."""
@@ -110,9 +111,9 @@ def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: A
 
 @around(
     "megatron.arguments:validate_args",
-    why="T5 with --num-layers alone, as in upstream's examples, has no number of decoder layers and fails",
+    why="T5 with only --num-layers, as in upstream's examples, has no number of decoder layers and fails",
     upstream_bug=True,
-    until="285068c8 is frozen: for ever",
+    until="never: 285068c8 is frozen",
 )
 def complete_decoder_layers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
     """Default the number of decoder layers to the number of encoder layers."""

@@ -20,7 +20,7 @@ core_attention.connect(records)
 
 @replace(
     f"{_MODULE}:FlashSelfAttention",
-    why="upstream's needs the packages flash-attn and einops, half precision and CUDA",
+    why="upstream's version needs the packages flash-attn and einops, half precision and CUDA",
 )
 class FlashSelfAttention(torch.nn.Module):
     """Fused attention with upstream's interface, and the window and layout set by flags when it is built.
@@ -63,7 +63,8 @@ class FlashSelfAttention(torch.nn.Module):
 
 @around(
     f"{_MODULE}:ParallelAttention.__init__",
-    why="--use-flash-attn asks for two packages and takes a path that ignores masks; CoreAttention is fused",
+    why="--use-flash-attn requires two packages and uses a path that ignores masks; CoreAttention is fused "
+    "anyway",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
     """Build the layer without upstream's flash path, which is not needed because CoreAttention is fused."""
@@ -76,7 +77,7 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
 
 @around(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
-    why="it takes a view of the gradient, which fused attention leaves in its own order of dimensions (the "
+    why="it takes a view of the gradient, which fused attention returns in its own order of dimensions (the "
     "query of cross-attention)",
     order=1,  # what keeps weights lies inside
 )

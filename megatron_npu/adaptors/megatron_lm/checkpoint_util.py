@@ -15,7 +15,7 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
     why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
     "parallel_state itself",
     upstream_bug=True,
-    until="the tool calls mpu.set_... (by megatron-core 0.12); 285068c8 is frozen",
+    until="the tool calls mpu.set_... (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Set ``mpu.parallel_state`` to ``mpu`` for the tool, which uses it next."""
@@ -27,10 +27,10 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 @around(
     "megatron.core.parallel_state:get_data_parallel_group",
-    why="every transformer asks for the group, for fp8 alone; tools/checkpoint_util.py builds models in a "
-    "process without groups, and fails",
+    why="every transformer requests the group, which only fp8 needs; tools/checkpoint_util.py builds models "
+    "in a process without groups and fails",
     upstream_bug=True,
-    until="transformers ask for a group with fp8 only (by megatron-core 0.12); 285068c8 is frozen",
+    until="transformers request a group only with fp8 (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
     """Return None, meaning a group of only this process, if torch.distributed is not initialized."""

@@ -28,8 +28,8 @@ around(
 
 @around(
     "megatron.checkpointing:_load_base_checkpoint",
-    why="torch.load of today refuses argparse.Namespace and numpy's RNG state, and upstream then ends the "
-    "process with exit code 0; torch.load of 2.5 and before runs whatever code the file holds",
+    why="current torch.load rejects argparse.Namespace and numpy's RNG state, and upstream then exits with "
+    "code 0; torch.load up to 2.5 executes any code in the file",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
     """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
@@ -47,7 +47,7 @@ around("megatron.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(
     why="without the optimizer's state upstream refreshes its fp32 weights for fp16 only: with bf16 the "
     "first step puts the initial weights back",
     upstream_bug=True,
-    until="upstream refreshes them with --bf16, too (by megatron-core 0.12); 285068c8 is frozen",
+    until="upstream refreshes them with --bf16 too (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def refresh_main_weights(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
@@ -66,10 +66,10 @@ def refresh_main_weights(
 
 @around(
     "megatron.checkpointing:load_checkpoint",
-    why="a task or the text server whose --load holds no checkpoint goes on with random weights, and its "
-    "figures end with exit code 0",
+    why="a task or the text server whose --load contains no checkpoint continues with random weights, and "
+    "reports its results with exit code 0",
     upstream_bug=True,
-    until="upstream has --exit-on-missing-checkpoint (by megatron-core 0.12); 285068c8 is frozen",
+    until="upstream has --exit-on-missing-checkpoint (since megatron-core 0.12); 285068c8 is frozen",
 )
 def require_what_is_evaluated(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
@@ -78,9 +78,9 @@ def require_what_is_evaluated(
     load_arg, directory = _directory(*rest, **kwargs)
     if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
-            f"--{load_arg.replace('_', '-')} {directory}: no checkpoint there (no {of_scripts.TRACKER})",
+            f"--{load_arg.replace('_', '-')} {directory} contains no checkpoint (no {of_scripts.TRACKER})",
             "a folder that a training run wrote with --save",
-            "Correct the path; without weights there is nothing to evaluate.",
+            "Correct the path, because without weights there is nothing to evaluate.",
         )
     return original(model, optimizer, *rest, **kwargs)
 
@@ -100,7 +100,7 @@ def _directory(
 
 around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_FLAGS)(of_scripts.add_flags)
 # The iteration that --load-last-good has chosen, while load_checkpoint runs.
-_CHOSEN: ContextVar[int | None] = ContextVar("the iteration that is loaded", default=None)
+_CHOSEN: ContextVar[int | None] = ContextVar("selects the iteration to load", default=None)
 
 
 @around("megatron.checkpointing:load_checkpoint", why=of_scripts.WHY)
@@ -132,7 +132,7 @@ def compare_checksums(
 
 @around(
     "megatron.checkpointing:read_metadata",
-    why="--load-last-good: this tree has no --ckpt-step, the tracker alone says which checkpoint is loaded",
+    why="--load-last-good: this tree has no --ckpt-step; only the tracker selects the checkpoint to load",
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
     """Return the chosen iteration, and False because it is not a release."""
@@ -142,16 +142,16 @@ def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename:
 
 around(
     "megatron.checkpointing:get_checkpoint_tracker_filename",
-    why="upstream opens the tracker for writing in place: killed then, it leaves an empty one",
+    why="upstream rewrites the tracker in place: if killed meanwhile, it leaves an empty tracker",
     upstream_bug=True,
-    until="285068c8 is frozen: for ever (0.16 still writes it in place)",
+    until="never: 285068c8 is frozen (0.16 still writes it in place)",
 )(of_scripts.tracker_to_write)
 
 
 @around(
     "megatron.checkpointing:save_checkpoint",
-    why="files are to be 640, folders 750, to have checksums, and the tracker to appear at once; the last "
-    "iteration is saved twice, the second time over the files that the tracker names",
+    why="files get mode 640, folders mode 750, and checksums, and the tracker appears atomically; upstream "
+    "saves the last iteration twice, the second time over the files that the tracker names",
 )
 @watchdog.phase(watchdog.SAVING)
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:

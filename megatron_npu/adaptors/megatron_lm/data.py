@@ -11,15 +11,15 @@ from megatron_npu.adaptors.shared import data, questions
 data.connect(
     records,
     ("gpt_dataset", "dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"),
-    until="285068c8 is frozen: for ever (0.16 still passes allow_pickle=True)",
+    until="never: 285068c8 is frozen (0.16 still passes allow_pickle=True)",
 )
-questions.connect(records, "tasks.orqa.unsupervised.nq", until="285068c8 is frozen: for ever")
+questions.connect(records, "tasks.orqa.unsupervised.nq", until="never: 285068c8 is frozen")
 
 
 @around(
     "megatron.training:build_train_valid_test_data_iterators",
-    why="a run that has ended and is started again, as after a kill in its last save, validates on samples "
-    "behind those of its last validation, and ends in StopIteration when there are none",
+    why="a finished run that is started again, as after being killed during its last save, validates on the "
+    "samples after those of its last validation, and raises StopIteration if there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let a finished run that is started again validate on the samples of its last validation."""

@@ -32,7 +32,7 @@ def embedding_forward(self: Any, input_: Tensor) -> Tensor:
 
 
 _TARGET = "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy"
-_WHY = "upstream holds an fp32 softmax of the whole logits from forward to backward; ours O(tokens)"
+_WHY = "upstream keeps an fp32 softmax of all logits from forward to backward; ours keeps O(tokens)"
 
 
 @replace(f"{_TARGET}.forward", why=_WHY)
@@ -61,7 +61,7 @@ def cross_entropy_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None,
 @replace(
     "megatron.model.gpt_model:post_language_model_processing",
     why="upstream copies 16-bit logits to fp32, and their gradient back; our cross-entropy needs neither, "
-    "and no logits on a cpu or with --cross-entropy-fusion-impl linear",
+    "and on a cpu or with --cross-entropy-fusion-impl linear not even the logits",
 )
 def post_language_model_processing(
     lm_output: Tensor,

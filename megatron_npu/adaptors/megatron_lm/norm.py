@@ -13,12 +13,12 @@ from megatron_npu.ops import norm, residual_norm
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 
 
-around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forward below does without")(
+around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which our forward does not need")(
     initialise_without_kernel
 )
 
 
-@replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension that it compiles at start")
+@replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension, which it compiles at start")
 def forward(self: Any, input: Tensor) -> Tensor:
     """Normalize ``[..., h]``; the result has the weight's dtype, as with upstream's CUDA kernel."""
     from megatron.core.utils import make_viewless_tensor

@@ -15,7 +15,7 @@ from megatron_npu.ops.optimizers import multi_tensor
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies bf16 tensor by tensor: a launch for each parameter of the model" + LAUNCHES_COUNTED,
+    why="upstream copies bf16 tensor by tensor, with one launch per parameter" + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 for _target in (

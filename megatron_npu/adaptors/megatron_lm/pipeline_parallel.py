@@ -14,8 +14,8 @@ from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 @around(
     "megatron.core.tensor_parallel.utils:gather_split_1d_tensor",
     devices=WITHOUT_CUDA,
-    why="while the input requires grad, autograd refuses gloo's writing into views of the gathered tensor, "
-    "and with HCCL takes the result for that of a function without gradient",
+    why="while the input requires grad, autograd rejects gloo's writes into views of the gathered tensor, "
+    "and with HCCL treats the result as having no gradient",
 )
 def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
     """Gather the values without autograd; the callers mark the result as a leaf themselves."""
@@ -24,8 +24,8 @@ def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
 
 @around(
     "megatron.p2p_communication:_communicate",
-    why="with one tensor-parallel rank it gathers what it has received from the group of that rank alone: a "
-    "collective and a copy for each tensor, and a communicator, for the same bits; counted on the simulated "
+    why="with one tensor-parallel rank it gathers received tensors from a group of that rank alone: a "
+    "collective and a copy per tensor, and a communicator, for identical bits; counted on the simulated "
     "NPU, no time measured",
 )
 def send_whole_tensors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,13 +13,13 @@ keep_fusers(records)
 
 around(
     "megatron.schedules:get_forward_backward_func",
-    why="asked for before each step: the place to say once what was patched",
+    why="called before each step; hook point for logging once which functions were patched",
 )(announce_first)
 
 
 @around(
     "megatron.initialize:_initialize_distributed",
-    why="init_process_group asks for MASTER_ADDR and MASTER_PORT, which only a launcher sets",
+    why="init_process_group needs MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., None]) -> None:
     """Set a rendezvous address for a process that runs alone."""

@@ -8,7 +8,7 @@ watch(
 )
 watch(
     "megatron.data.gpt_dataset:_build_index_mappings",
-    why="megatron.data.helpers is ours (megatron_npu.standins.dataset_helpers), and so is the module's np",
+    why="megatron.data.helpers and the module's np are ours (megatron_npu.standins.dataset_helpers)",
 )
 watch(
     "megatron.model.transformer:ParallelMLP.__init__",
@@ -20,30 +20,30 @@ watch(
 )
 watch(
     "megatron.model.transformer:ParallelAttention.forward",
-    why="it splits heads and keeps the key-value cache; all arithmetic is in CoreAttention",
+    why="it splits heads and manages the key-value cache; all arithmetic is in CoreAttention",
 )
 watch(
     "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
-    why="amp_C's multi_tensor_l2norm and multi_tensor_scale are operations here, and a tensor's type() names "
-    "torch.cuda inside Megatron",
+    why="amp_C's multi_tensor_l2norm and multi_tensor_scale are operations here, and a tensor's type() "
+    "reports torch.cuda inside Megatron",
 )
 watch(
     "megatron.optimizer.distrib_optimizer:DistributedOptimizer.build_model_and_main_param_groups",
-    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+    why="it groups parameters by type(), which reports torch.cuda inside Megatron",
 )
 watch(
     "megatron.optimizer:Adam",
-    why="it is apex's FusedAdam: the real one where apex is installed, else our operation under that name",
+    why="it is apex's FusedAdam: the real one if apex is installed, else our operation under that name",
 )
 watch(
     "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-    why="it sorts parameters by type(), which names torch.cuda inside Megatron",
+    why="it groups parameters by type(), which reports torch.cuda inside Megatron",
 )
 watch(
     "megatron.schedules:backward_step",
-    why="an overflow is looked for once a step, in the schedules and the optimizer, not once a micro-batch",
+    why="overflow is checked once per step, in the schedules and the optimizer, not once per micro batch",
 )
 watch(
     "megatron.schedules:deallocate_output_tensor",
-    why="shrinking .data works on every device; a pending gloo send keeps the memory that it reads",
+    why="shrinking .data works on every device; a pending gloo send keeps the memory it reads alive",
 )

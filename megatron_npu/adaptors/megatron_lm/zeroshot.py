@@ -9,12 +9,12 @@ around(
     "zeroshot_gpt.datasets:_build_lambada_dataset",
     why=zeroshot.KEEPS_NO_END,
     upstream_bug=True,
-    until="285068c8 is frozen: for ever",
+    until="never: 285068c8 is frozen",
 )(zeroshot.keep_the_end)
 
 around(
     "zeroshot_gpt.evaluate:evaluate",
     why=zeroshot.COUNTS_TWICE,
     upstream_bug=True,
-    until="285068c8 is frozen: for ever",
+    until="never: 285068c8 is frozen",
 )(zeroshot.count_each_once)

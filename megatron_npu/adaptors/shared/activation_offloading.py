@@ -25,8 +25,8 @@ _PLACES = {
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 _WHY = (
-    "its backward reads main_grad off the weight, and marks there that the gradient is in it; hooks on what "
-    "autograd saves give back another object"
+    "its backward reads main_grad from the weight and marks there that the gradient has been added; "
+    "hooks on what autograd saves return a different object"
 )
 # Of the innermost hooks on what autograd saves, the functions; None without hooks. Older torches lack it.
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
@@ -106,7 +106,7 @@ def _module(layer: Any, name: str) -> torch.nn.Module:
         if isinstance(found, torch.nn.Module) and type(found).__name__ != "IdentityOp":
             return found
     raise UsageError(
-        f"--offload-modules {name}, and a layer of {type(layer).__name__} without such a module",
+        f"--offload-modules {name}, but {type(layer).__name__} has no such module",
         "modules that the layers have",
         f"Remove {name}.",
     )

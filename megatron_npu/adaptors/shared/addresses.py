@@ -35,14 +35,16 @@ def require_supported(args: Any) -> None:
 
 def _require_client(given: str, place: str) -> None:
     if not place.startswith("msc://"):
-        raise UsageError(given, "a directory, or msc://PROFILE/… of NVIDIA's multi-storage-client", _MOUNT)
+        raise UsageError(
+            given, "a directory, or an address msc://PROFILE/… for NVIDIA's multi-storage-client", _MOUNT
+        )
     module = sys.modules.get("megatron.core.msc_utils")
     if module is None:
-        raise UsageError(given, "a Megatron that reads msc:// (megatron-core from 0.13 on)", _MOUNT)
+        raise UsageError(given, "a Megatron that supports msc:// (megatron-core 0.13 or later)", _MOUNT)
     if not module.MultiStorageClientFeature.is_enabled():
         raise UsageError(
             given,
-            "the package multi-storage-client, and no --disable-msc",
+            "the package multi-storage-client, without --disable-msc",
             "Install it with the storage's extra: pip install multi-storage-client[boto3].",
         )
 
@@ -51,13 +53,13 @@ def _require_format(given: str, args: Any) -> None:
     if args.ckpt_format != "torch_dist":
         raise UsageError(
             f"{given} with --ckpt-format {args.ckpt_format}",
-            "--ckpt-format torch_dist, the one that upstream writes to addresses",
+            "--ckpt-format torch_dist, the only format that upstream writes to addresses",
             "Use that format.",
         )
     for name in _OURS:
         if getattr(args, name, False):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{given} with {flag}", "a directory", f"Leave {flag} out.")
+            raise UsageError(f"{given} with {flag}", "a directory", f"Remove {flag}.")
 
 
 def declare_whole(place: str) -> None:

@@ -20,12 +20,13 @@ from megatron_npu.base import files
 from megatron_npu.checkpoint_files import checksums, disks, shared_folder, trackers
 from megatron_npu.options.shared_flags import add_shared
 
-WHY = "upstream loads files with flipped bits without a word, and trains on with other weights"
+WHY = "upstream silently loads files with flipped bits, and continues training with wrong weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"
-WHY_FLAGS = f"{WHY_VERIFY}; --load-last-good: pass over damage"
+WHY_FLAGS = f"{WHY_VERIFY}; --load-last-good: skip damaged checkpoints"
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 REMEDY = (
-    "--load-last-good takes the newest one that is whole (`megatron-npu checkpoint verify` says which are)."
+    "--load-last-good loads the newest undamaged checkpoint (`megatron-npu checkpoint verify` shows "
+    "which are undamaged)."
 )
 
 
@@ -35,7 +36,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
     parser.add_argument(
         "--load-last-good",
         action="store_true",
-        help="load the newest checkpoint whose files match their checksums, and list those that do not",
+        help="load the newest checkpoint whose files match their checksums, and list the damaged ones",
     )
     return parser
 
@@ -87,7 +88,7 @@ class Save:
         return True
 
 
-_SAVE: ContextVar[Save | None] = ContextVar("the save that is under way", default=None)
+_SAVE: ContextVar[Save | None] = ContextVar("tracks the save that is in progress", default=None)
 
 
 def under_way() -> Save | None:

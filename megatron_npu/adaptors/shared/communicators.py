@@ -13,8 +13,8 @@ from megatron_npu.options import hccl_buffers
 logger = logging.getLogger(__name__)
 
 WHY = (
-    "HCCL holds 2 x 200 MiB of the device's memory for each group's communicator; "
-    f"{hccl_buffers.FLAG} asks for what its largest message needs"
+    f"HCCL reserves 2 x 200 MiB of device memory for each group's communicator; {hccl_buffers.FLAG} "
+    "requests only what its largest message needs"
 )
 
 
@@ -50,6 +50,6 @@ def _say_once(group: str, mebibytes: int, default: int) -> None:
     saved = 2 * (default - mebibytes)
     what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
     logger.warning(
-        "HCCL's buffers of group %s: 2 x %d MiB instead of 2 x %d MiB, %s of the device's memory",
+        "HCCL's buffers for group %s: 2 x %d MiB instead of 2 x %d MiB, %s of device memory",
         *(group, mebibytes, default, what),
     )

@@ -14,7 +14,7 @@ from megatron_npu.ops.attention import attention
 from megatron_npu.options.attention_flags import DEFAULTS, AttentionFlags
 from megatron_npu.patching.registry import Recorder
 
-_WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start"
+_WHY_SOFTMAX = "upstream's kernels are CUDA extensions, which it compiles at start"
 
 
 def connect(recorder: Recorder) -> None:
@@ -27,7 +27,7 @@ def connect(recorder: Recorder) -> None:
     """
     recorder.replace(
         "megatron.model.transformer:CoreAttention.forward",
-        why="upstream materialises the scores [b, n, sq, sk]; the device has fused attention",
+        why="upstream materializes the scores [b, n, sq, sk], but the device has fused attention",
     )(forward)
     softmax_class = "megatron.model.fused_softmax:FusedScaleMaskSoftmax"
     recorder.replace(f"{softmax_class}.is_kernel_available", why=_WHY_SOFTMAX)(is_kernel_available)

@@ -13,9 +13,7 @@ from megatron_npu.adaptors.shared.start import compile_no_helpers
 from megatron_npu.patching.registry import Recorder
 from megatron_npu.safe_files import lazy_index, safe_numpy, safe_pickle
 
-WHY_EMBEDDINGS = (
-    "upstream unpickles the embeddings of REALM's blocks, which runs whatever code the file holds"
-)
+WHY_EMBEDDINGS = "upstream unpickles the embeddings of REALM's blocks, which executes any code in the file"
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
@@ -30,7 +28,7 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
         recorder.constant(
             f"megatron.data.{module}:np",
             safe_numpy,
-            why="upstream loads index files with allow_pickle=True, which runs whatever code they hold, and "
+            why="upstream loads index files with allow_pickle=True, which executes any code in them, and "
             "writes them in place",
             upstream_bug=True,
             until=until,
@@ -44,8 +42,8 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
     )
     recorder.replace(
         "megatron.data.dataset_utils:compile_helper",
-        why="it runs make inside the checkout, for whichever python3 is first on the path, and ends the "
-        "process if that fails; megatron.data.helpers is compiled already or a stand-in",
+        why="it runs make inside the checkout, for the first python3 on the path, and exits if that fails; "
+        "megatron.data.helpers is already compiled, or a stub",
     )(compile_no_helpers)
     module = "megatron.data.indexed_dataset"
     private_files.keep_datasets(recorder, module, "IndexedDatasetBuilder", "MMapIndexedDatasetBuilder")
@@ -54,8 +52,9 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
 
 
 _WHY_LAZY = (
-    "upstream writes and opens datasets of --data-impl lazy and cached, and trains on none: its samplers "
-    "ask for sizes of 32 bits and for parts of a sequence, which its readers of these have not"
+    "upstream writes and opens datasets of --data-impl lazy and cached but cannot train on them: "
+    "its samplers need 32-bit sizes and parts of a sequence, which its readers for these formats do "
+    "not provide"
 )
 
 

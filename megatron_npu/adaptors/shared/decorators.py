@@ -46,7 +46,7 @@ def backports_not_wanted() -> str | None:
     variable = settings.BACKPORT
     if variable.enabled():
         return None
-    return NotAsked(f"wrong numbers are upstream's own; {variable.name}=1 cures them")
+    return NotAsked(f"the wrong results are upstream's own; {variable.name}=1 fixes them")
 
 
 def own_backports_not_wanted() -> str | None:

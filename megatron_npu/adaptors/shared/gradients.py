@@ -17,8 +17,8 @@ from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 WHY = (
-    "it adds the gradient of every bias and norm to the buffer in a launch, eight a layer, and the words' "
-    "table whole, mostly zeros" + LAUNCHES_COUNTED
+    "it adds the gradient of every bias and norm to the buffer in a separate launch, eight per layer, and "
+    "the full word embedding, which is mostly zeros" + LAUNCHES_COUNTED
 )
 
 _MAY_WAIT, _TAKES_ROWS = "megatron_npu_may_wait", "megatron_npu_takes_rows"

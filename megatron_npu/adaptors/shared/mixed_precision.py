@@ -12,11 +12,11 @@ from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
 from megatron_npu.patching.registry import Recorder
 
 WHY_DTYPE = (
-    "upstream compares with torch.cuda's tensor types as they were when it was imported; the dtype says it "
-    "on every device"
+    "upstream compares with torch.cuda's tensor types as they were at import; the dtype gives the "
+    "same answer on every device"
 )
-WHY_FLAG = "Ascend chips before 910B saturate instead of returning inf: only the overflow flag tells"
-WHY_CLEAR = "Ascend chips before 910B set a flag on overflow, which stays until it is cleared"
+WHY_FLAG = "Ascend chips before 910B saturate instead of returning inf: only the overflow flag reveals it"
+WHY_CLEAR = "Ascend chips before 910B set a flag on overflow, which remains set until it is cleared"
 SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops.optimizers.multi_tensor import CopiesTogether
 
-WHY = "upstream copies or casts in a launch for each parameter" + LAUNCHES_COUNTED
+WHY = "upstream copies or casts with one launch per parameter" + LAUNCHES_COUNTED
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from megatron_npu.base import files
 from megatron_npu.patching.registry import Recorder
 
-WHY_DATASET = "a dataset that `python tools/preprocess_data.py` writes is open to all"
+WHY_DATASET = "a dataset written by `python tools/preprocess_data.py` is readable by everyone"
 WHY = (
-    "checkpoints, curves and indices of a script that nobody started with `megatron-npu run` are open to all"
+    "checkpoints, curves and indices of a script that was not started with `megatron-npu run` are "
+    "readable by everyone"
 )
 
 

@@ -21,7 +21,8 @@ def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") 
     """
     recorder.replace(
         f"{module}:NQDataset.process_samples_from_single_path",
-        why="upstream evaluates the answers of --qa-data-dev and --qa-data-test, which runs what they hold",
+        why="upstream evaluates the answers of --qa-data-dev and --qa-data-test as Python, which executes "
+        "any code in them",
         upstream_bug=True,
         until=until,
         versions=versions,
@@ -48,8 +49,8 @@ def _sample(row: list[str], place: str) -> dict[str, Any]:
         answers = None
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise UsageError(
-            f"{place}: not a question with answers",
-            "a question, a tab, and a list of texts in Python's notation, ['Paris', 'the capital of France']",
+            f"{place} is not a question with answers",
+            "a question, a tab, and a list of strings in Python notation, ['Paris', 'the capital of France']",
             "Correct the file; nothing was evaluated.",
         )
     return {"question": row[0], "answers": answers}

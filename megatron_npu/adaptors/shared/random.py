@@ -32,8 +32,8 @@ def connect(recorder: Recorder, module: str) -> None:
     recorder.replace(
         f"{module}:_set_cuda_rng_state",
         devices=WITHOUT_CUDA,
-        why="upstream queues the change until CUDA is initialised, which never happens: fork() would neither "
-        "set nor restore a state, and nothing would fail",
+        why="upstream queues the change until CUDA is initialized, which never happens: fork() would "
+        "neither set nor restore a state, and nothing would fail",
     )(set_cuda_rng_state)
 
 
@@ -42,8 +42,8 @@ def connect_host(recorder: Recorder) -> None:
     recorder.around(
         "megatron.training:get_model",
         devices=("cpu",),
-        why="weights that are initialised on the host draw from the host's generator; on a cpu the default "
-        "one is the device's",
+        why="weights initialized on the host are drawn from the host's generator, but on a cpu the default "
+        "generator is the device's",
     )(build_on_host)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from megatron_npu.base.errors import UsageError
 
 WHY = (
-    "a run that goes on with another --train-iters, --lr or decay ends in an assertion without a flag or "
-    "a cure in it"
+    "a run that resumes with another --train-iters, --lr or decay fails an assertion that names neither "
+    "the flag nor a fix"
 )
 
 
@@ -45,7 +45,7 @@ def refuse_in_one_line(
     except AssertionError:
         raise UsageError(
             f"{name} is {cls_value} on the command line and {sd_value} in the checkpoint",
-            "the same schedule of learning rate and weight decay",
+            "the same learning-rate and weight-decay schedule",
             f"Pass --override-{flags} to use the command line's schedule (for example to train longer), "
             f"or --use-checkpoint-{flags} to keep the checkpoint's.",
         ) from None

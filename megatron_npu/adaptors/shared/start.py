@@ -21,7 +21,9 @@ from megatron_npu.patching import banner
 from megatron_npu.patching.registry import Recorder
 from megatron_npu.process import launchers
 
-WHY_WATCHED = "a rank that dies or hangs is 'Connection reset by peer' in the others, or nothing for long"
+WHY_WATCHED = (
+    "if a rank dies or hangs, the others report 'Connection reset by peer', or nothing for a long time"
+)
 
 
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ def connect_old_tree(recorder: Recorder) -> None:
     recorder.around(
         "megatron.initialize:initialize_megatron",
         devices=WITHOUT_CUDA,
-        why="its assertion that CUDA is available has an argument to turn it off",
+        why="it asserts that CUDA is available unless an argument turns the check off",
     )(allow_no_cuda)
     recorder.around("megatron.initialize:initialize_megatron", why=private_files.WHY)(
         private_files.tighten_umask
@@ -89,7 +91,7 @@ def connect_old_tree(recorder: Recorder) -> None:
     recorder.around("megatron.initialize:initialize_megatron", why=WHY_WATCHED)(_watch_old_tree)
     recorder.replace(
         "megatron.fused_kernels:load",
-        why="it compiles CUDA kernels with nvcc, inside the checkout; every one has an operation here",
+        why="it compiles CUDA kernels with nvcc inside the checkout; each of them has an operation here",
     )(load_no_kernels)
 
 
@@ -109,8 +111,8 @@ def keep_fusers(recorder: Recorder) -> None:
     """Record that TorchScript's fusers keep torch's defaults."""
     recorder.replace(
         "megatron.initialize:set_jit_fusion_options",
-        why="it switches TorchScript's own fusers off in favour of nvfuser, which torch 2.2 removed, and "
-        "warms up functions that are operations here",
+        why="it turns off TorchScript's own fusers in favor of nvfuser, which torch 2.2 removed, and warms "
+        "up functions that are operations here",
     )(set_jit_fusion_options)
 
 

@@ -10,12 +10,12 @@ import torch
 from megatron_npu.base.errors import UsageError
 
 KEEPS_NO_END = (
-    "a passage with more tokens than --seq-length is not cut, and its batch ends with an IndexError or a "
-    "RuntimeError"
+    "a passage with more tokens than --seq-length is not truncated, and its batch raises an "
+    "IndexError or a RuntimeError"
 )
 COUNTS_TWICE = (
-    "where data-parallel ranks cannot share the examples out evenly, the sampler repeats some, and the "
-    "figures count them again"
+    "if the examples cannot be divided evenly among data-parallel ranks, the sampler repeats "
+    "some, and the results count them twice"
 )
 
 
@@ -27,7 +27,8 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
         surplus = len(tokens) + len(answer) - 1 - dataset.seq_len
         if surplus >= max(len(tokens), 1):
             raise UsageError(
-                f"a passage whose last word has {len(answer)} tokens, with --seq-length {dataset.seq_len}",
+                f"a passage's last word has {len(answer)} tokens, which is too long for --seq-length "
+                f"{dataset.seq_len}",
                 "enough positions for the word and a token before it",
                 "Use a model with more positions.",
             )
@@ -36,8 +37,8 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
             longer += 1
     if longer and torch.distributed.get_rank() == 0:
         print(
-            f" > {longer} passages are longer than {dataset.seq_len} tokens and are truncated "
-            "to their last tokens"
+            f" > {longer} passages are longer than {dataset.seq_len} tokens; only their last "
+            f"{dataset.seq_len} tokens are used"
         )
     return dataset
 

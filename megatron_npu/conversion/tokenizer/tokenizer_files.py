@@ -22,7 +22,7 @@ from megatron_npu.pretrain.data import tokenizers
 
 KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 _UNPROVEN = 'transformers is not installed: the tokenizer was NOT compared (pip install "megatron_npu[hf]")'
-_LITERAL_END = f"{END_OF_TEXT} written inside a text is ordinary characters to it, as in Megatron"
+_LITERAL_END = f"{END_OF_TEXT} inside a text is read as ordinary characters, as in Megatron"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def choose(
     """
     names = carried_files.vocabularies(folder)
     if kind == "NullTokenizer" or (kind is None and not names):
-        reason = "as asked for" if kind else f"{source} has no tokenizer"
+        reason = "as requested" if kind else f"{source} has no tokenizer"
         said = f"NullTokenizer, {reason}: texts are numbers separated by spaces"
         return _numbers(folder, vocabulary, said)
     with _naming(source, folder):
@@ -101,7 +101,11 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
             with contextlib.suppress(UsageError):  # a byte-level BPE of others has these two files, too
                 return _gpt2(folder, theirs)
     elif kind == "GPT2BPETokenizer":
-        raise UsageError(f"{folder}: no vocab.json and merges.txt", "both for --tokenizer-type", "Remove it.")
+        raise UsageError(
+            f"{folder} lacks vocab.json or merges.txt",
+            "both files, for --tokenizer-type",
+            "Add the missing file, or remove --tokenizer-type.",
+        )
     return _hugging_face(folder, theirs)
 
 
@@ -173,7 +177,7 @@ def _settle_end(folder: Path, theirs: Any) -> None:
         return
     raise UsageError(
         f"{folder} does not define the end-of-text token (no eos_token in {hf.CONFIG})",
-        "its name",
+        "the token's name",
         "Pass it with --eos-token, or --tokenizer-type NullTokenizer to convert without a tokenizer.",
     )
 

@@ -53,13 +53,11 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
     found = difference(ours, theirs)
     if found is not None:
         raise UsageError(
-            f"the {type(ours).__name__} and that of transformers differ: {found}",
+            f"the {type(ours).__name__} and the tokenizer of transformers differ: {found}",
             "the same tokens on both sides",
-            "Nothing was written, because the model would read and write different text than in training.",
+            "Nothing was written, because the model would read and write different tokens than in training.",
         )
-    line = (
-        f"the tokenizers of both sides agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
-    )
+    line = f"both tokenizers agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
     return f"{line} tokens; a text ends with {theirs.eos_token} ({ours.eod})"
 
 
@@ -79,7 +77,7 @@ def difference(ours: Tokenizer, theirs: Any) -> str | None:
 def _differences(ours: Tokenizer, theirs: Any) -> Iterator[str]:
     yield from _other_tokens(ours.vocabulary, theirs.get_vocab())
     if ours.eod != theirs.eos_token_id:
-        yield f"a text ends with the token {ours.eod} here, with {theirs.eos_token_id} there"
+        yield f"a text ends with token {ours.eod} here and with token {theirs.eos_token_id} there"
     for text in _texts(ours, theirs):
         yield from _read_otherwise(ours, theirs, text)
     ids = list(ours.vocabulary.values())
@@ -104,13 +102,16 @@ def _added(ours: Tokenizer) -> Iterable[str]:
 def _other_tokens(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[str]:
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
-            yield f"the token {token!r} is {_shown(ours.get(token))} here, {_shown(theirs.get(token))} there"
+            yield (
+                f"the token {token!r} has id {_shown(ours.get(token))} here and "
+                f"{_shown(theirs.get(token))} there"
+            )
 
 
 def _read_otherwise(ours: Tokenizer, theirs: Any, text: str) -> Iterator[str]:
     here, there = ours.encode(text), theirs.encode(text)
     if here != there:
-        yield f"{_cut(text)!r} is {_numbers(here)} here, {_numbers(there)} there"
+        yield f"{_cut(text)!r} is encoded as {_numbers(here)} here and as {_numbers(there)} there"
     yield from _written_otherwise(ours, theirs, here)
 
 
@@ -119,7 +120,7 @@ def _written_otherwise(ours: Tokenizer, theirs: Any, ids: list[int]) -> Iterator
     here = ours.decode(ids)
     there = theirs.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if here != there:
-        yield f"{_numbers(ids)} means {_cut(here)!r} here, {_cut(there)!r} there"
+        yield f"{_numbers(ids)} is decoded as {_cut(here)!r} here and as {_cut(there)!r} there"
 
 
 def _shown(token: int | None) -> str:

@@ -24,7 +24,7 @@ def add_flag(add: Callable[..., Any]) -> None:
         type=whole,
         default=0,
         metavar="N",
-        help="skip up to N malformed rows and list them (0: stop at the first one)",
+        help="skip up to N malformed rows and list them in a file; 0: stop at the first one",
     )
 
 
@@ -50,8 +50,8 @@ class Skipped:
         if len(self._rows) > self._most:
             last = self._rows[self._most]
             raise UsageError(
-                f"{last.file}:{last.line}: {last.why}; it is bad row {self._most + 1}",
-                f"at most {self._most} of them ({FLAG})",
+                f"{last.file}:{last.line}: {last.why}; this is malformed row number {self._most + 1}",
+                f"at most {self._most} malformed rows ({FLAG})",
                 "Correct the files, or pass a larger number; nothing was written.",
             )
 

@@ -44,7 +44,13 @@ def parser() -> argparse.ArgumentParser:
         help="input files, folders or patterns: JSON lines, plain text (.txt, one document per file) or "
         "tables (.parquet, .arrow, .csv); .gz, .xz, .bz2 and .zst are decompressed",
     )
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of a row that hold text")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of a row whose values are text to tokenize",
+    )
     add(
         "--hf-dataset",
         metavar="NAME",
@@ -63,8 +69,8 @@ def _add_tokenizer(add: flags.Add) -> None:
     flags.add_tokenizer(
         add,
         tokenizer_files.KINDS,
-        "tokenizer: GPT-2's, a tokenizer.json, BERT's (lower case or cased), or none for texts "
-        "that are token ids",
+        "tokenizer: GPT-2's, a tokenizer.json, BERT's (lower case or cased), or NullTokenizer for texts "
+        "that are already token ids",
         vocab_file_aliases=["--vocab"],
         vocab_file="GPT-2's vocab.json or BERT's vocab.txt",
     )
@@ -99,10 +105,15 @@ def _add_shape(add: flags.Add) -> None:
         ),
     )
     add("--split-sentences", action="store_true", help="store each sentence as a sequence, for BERT and T5")
-    add("--keep-newlines", action="store_true", help="keep the white space that follows each sentence")
+    add("--keep-newlines", action="store_true", help="keep the whitespace that follows each sentence")
     add("--lang", default="english", metavar="LANGUAGE", help="language of the sentence splitter")
     add("--seq-length", type=positive, metavar="TOKENS", help="split documents into windows of N tokens")
-    add("--stride", type=positive, metavar="TOKENS", help="tokens between the starts of two windows")
+    add(
+        "--stride",
+        type=positive,
+        metavar="TOKENS",
+        help="number of tokens between the starts of two consecutive windows",
+    )
 
 
 def _add_work(add: flags.Add) -> None:
@@ -112,24 +123,25 @@ def _add_work(add: flags.Add) -> None:
         default=1,
         help="number of worker processes; it does not change the output",
     )
-    add("--chunk-size", type=positive, help="accepted for compatibility with Megatron's tool; has no effect")
+    add("--chunk-size", type=positive, help="no effect; accepted for compatibility with Megatron's tool")
     add(
         "--partitions",
         type=positive,
         default=1,
-        help="accepted for compatibility with Megatron's tool; the output always has the input's order",
+        help="no effect, because the output always keeps the input's order; accepted for compatibility with "
+        "Megatron's tool",
     )
     add(
         "--keep-sequential-samples",
         action="store_true",
-        help="accepted for compatibility; the output always has the input's order",
+        help="no effect, because the output always keeps the input's order; accepted for compatibility",
     )
     add(
         "--log-interval",
         type=positive,
         default=100_000,
         metavar="DOCUMENTS",
-        help="documents between two log lines when no progress bar is shown",
+        help="number of documents between two log lines when no progress bar is shown",
     )
 
 
@@ -179,7 +191,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UsageError(
             f"{error.filename or f'--output-prefix {arguments.output_prefix}'}: {error.strerror}",
-            "readable files, and enough disk space for the dataset",
+            "readable input files, and enough disk space for the dataset",
             "Free some space, or use another folder; nothing was written.",
         ) from error
 
@@ -234,7 +246,11 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
     if sentences is not None:
         sentences.splitter()
     elif arguments.keep_newlines:
-        raise UsageError("--keep-newlines without --split-sentences", "both or neither", "Remove it.")
+        raise UsageError(
+            "--keep-newlines without --split-sentences",
+            "both flags or neither",
+            "Remove it, or add --split-sentences.",
+        )
     cut, skips = windows.named_by(arguments), arguments.skip_bad_rows > 0
     return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, cut, skips)
 
@@ -242,8 +258,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
     if short := writer.count_shorter(cut.length):
         print(
-            f"windows of documents that are shorter than --seq-length {cut.length}: {short}; the "
-            "samples after each of them are no longer aligned with windows"
+            f"windows at the ends of documents are shorter than --seq-length {cut.length}: {short}; after "
+            "each of them, samples are no longer aligned with windows"
         )
 
 
@@ -287,7 +303,7 @@ def _check_place(prefix: str) -> None:
     directory = Path(prefix).parent
     if not directory.is_dir():
         raise UsageError(
-            f"--output-prefix {prefix}: no directory {directory}",
+            f"--output-prefix {prefix}: the directory {directory} does not exist",
             "an existing directory",
             "Create it first, or correct the path.",
         )
@@ -296,7 +312,7 @@ def _check_place(prefix: str) -> None:
 def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
     if not writer.tokens:
         raise UsageError(
-            f"--input: no text under {key!r} in any document",
+            f"--input: no document has text under the key {key!r}",
             "at least one document with text",
             "Check the files and --json-keys; nothing was written.",
         )

@@ -45,7 +45,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
         if (zstd := zstd_module()) is None:
             raise UsageError(
                 f"--input {path}",
-                "the package backports.zstd for .zst files",
+                "the package backports.zstd, which reads .zst files",
                 "Install it: pip install backports.zstd.",
             )
         return zstd.ZstdFile(raw)
@@ -65,7 +65,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
         return stream.read(size)
     except damage as error:
         raise UsageError(
-            f"--input {path}: {error}", "an undamaged file", "Fetch or compress the file again."
+            f"--input {path}: {error}", "an undamaged compressed file", "Fetch or compress the file again."
         ) from error
 
 

@@ -82,7 +82,7 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     plain = next(filter(plain_text.is_plain_text, files.paths), None) if len(keys) > 1 else None
     if plain is not None:
         raise UsageError(
-            f"--json-keys {' '.join(keys)} with the plain text {plain}",
+            f"--json-keys {' '.join(keys)} with the plain-text file {plain}",
             "one key, because plain text has no keys",
             "Pass one key, or only JSON-lines files.",
         )
@@ -108,7 +108,9 @@ def _paths(name: str) -> list[str]:
     found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
     if not found:
         reason = "not a file" if Path(name).exists() else "no such file"
-        raise UsageError(f"--input {name}: {reason}", "a file or a folder of text", "Correct the path.")
+        raise UsageError(
+            f"--input {name}: {reason}", "a text file, or a folder of text files", "Correct the path."
+        )
     return found
 
 
@@ -132,5 +134,5 @@ def _below(folder: Path) -> list[str]:
             f"Name the files themselves, for example {folder}/*.",
         )
     if others := len(files) - len(taken):
-        print(f"--input {folder}: ignored files of other types: {others}", file=sys.stderr)
+        print(f"--input {folder}: ignoring files of other types: {others}", file=sys.stderr)
     return taken

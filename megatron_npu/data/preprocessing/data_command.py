@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser("megatron-npu data", description=__doc__)
     parser.epilog = (
-        "inspect, count: --json; decode: --document N, --count N, the flags of a tokenizer "
+        "inspect and count: --json; decode: --document N, --count N and the tokenizer flags "
         "(--vocab-file, --merge-file, --tokenizer-type, --tokenizer-model); merge: "
-        "--output-prefix PREFIX. Exit code: 0; 1: verify found damage, or no checksums; 2: bad "
-        "usage"
+        "--output-prefix PREFIX. Exit codes: 0: success; 1: verify found damage or no "
+        "checksums; 2: bad usage"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (function, text) in _ACTIONS.items():
@@ -73,7 +73,7 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
             "--output-prefix",
             required=True,
             metavar="PREFIX",
-            help="prefix of the output files PREFIX.bin, .idx and .sums.json",
+            help="prefix of the output files: PREFIX.bin, .idx and .sums.json",
         )
     elif action == "decode":
         parser.add_argument(
@@ -209,7 +209,7 @@ def _merge(options: argparse.Namespace) -> int:
     if len(kinds) > 1:
         told = ", ".join(f"{part.prefix} ({part.summary.dtype.name})" for part in parts)
         raise UsageError(
-            f"datasets with different token dtypes: {told}",
+            f"the datasets have different token dtypes: {told}",
             "the same token dtype and tokenizer",
             "Preprocess them again with the same tokenizer.",
         )
@@ -229,7 +229,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
     place = Path(f"{prefix}.bin")
     if not place.parent.is_dir():
         raise UsageError(
-            f"--output-prefix {prefix}: no directory {place.parent}",
+            f"--output-prefix {prefix}: the directory {place.parent} does not exist",
             "an existing directory",
             "Create it first, or correct the path.",
         )
@@ -259,7 +259,11 @@ def verify(prefixes: Sequence[str]) -> int:
         try:
             indexed_dataset.validate(prefix)
             known = dataset_sums.require(prefix, whole=True)
-            told = "as it was written" if known else f"no checksums ({dataset_sums.path_of(prefix)})"
+            told = (
+                "unchanged since it was written"
+                if known
+                else f"no checksums ({dataset_sums.path_of(prefix)})"
+            )
         except UsageError as error:
             known, told = False, str(error)
         code |= not known
@@ -268,15 +272,18 @@ def verify(prefixes: Sequence[str]) -> int:
 
 
 _ACTIONS = {
-    "inspect": (_inspect, "print documents, tokens, their lengths and dtype, for one or more datasets"),
+    "inspect": (
+        _inspect,
+        "print the number of documents and tokens, their lengths and dtype, for one or more datasets",
+    ),
     "decode": (_decode, "print documents, as text if a tokenizer is given"),
     "count": (
         _count,
-        "print the numbers of documents, sequences and tokens, and their sums over several datasets",
+        "count documents, sequences and tokens, with totals over several datasets",
     ),
-    "merge": (_merge, "concatenate datasets of one tokenizer"),
+    "merge": (_merge, "concatenate datasets created with the same tokenizer"),
     "verify": (
         lambda options: verify([*map(_bare, options.prefix)]),
-        "compare all bytes with the stored checksums",
+        "compare every byte with the stored checksums",
     ),
 }

@@ -92,13 +92,14 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"{found} cannot be read ({error})", "the checksums of a dataset", f"Remove {found}."
+            f"{found} cannot be read ({error})", "the checksum file of a dataset", f"Remove {found}."
         ) from error
     if faults:
         raise UsageError(
-            f"the data are damaged: {'; '.join(faults)}",
-            f"files as they were written ({found})",
-            f"Copy or preprocess them again. Remove {found} if another program has rewritten them.",
+            f"the dataset is damaged: {'; '.join(faults)}",
+            f"the files as they were written ({found})",
+            f"Copy or preprocess the data again. Remove {found} if another program rewrote the files on "
+            "purpose.",
         )
     return True
 
@@ -106,7 +107,7 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
 def _read(path: Path) -> dict[str, Sums]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content["algorithm"], content["block"]) != (ALGORITHM, BLOCK):
-        raise ValueError(f"algorithm {content['algorithm']!r}")
+        raise ValueError(f"unknown checksum algorithm {content['algorithm']!r}")
     return {name: content["files"][name] for name in ("idx", "bin")}
 
 
@@ -120,7 +121,7 @@ def _faults(prefix: str | Path, ending: str, sums: Sums, whole: bool) -> Iterato
         for number in _numbers(len(sums["blocks"]), whole):
             stream.seek(number * BLOCK)
             if _digest(_block(stream)).hexdigest() != sums["blocks"][number]:
-                yield f"{path} has different content than was written, at or after byte {number * BLOCK}"
+                yield f"{path} differs from what was written, at or after byte {number * BLOCK}"
                 return
 
 

@@ -201,8 +201,8 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
     except BrokenProcessPool as error:
         raise UsageError(
             "a worker process was killed",
-            f"{workers} workers that keep running",
-            "If the machine is out of memory, pass fewer --workers; nothing was written.",
+            f"{workers} running worker processes",
+            "If the machine ran out of memory, lower --workers; nothing was written.",
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -110,7 +110,7 @@ class Rows:
         missing = [key for key in self.keys if key not in row]
         if missing:
             raise UsageError(
-                f"{self.flag} {self.name}: no column {missing[0]!r} (it has {', '.join(map(repr, row))})",
+                f"{self.flag} {self.name}: no column {missing[0]!r} (there are {', '.join(map(repr, row))})",
                 f"text under {', '.join(map(repr, self.keys))}",
                 "Name the columns with --json-keys; nothing was written.",
             )
@@ -139,7 +139,7 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
     if path.is_file():
         kind = _FORMATS.get(path.suffix)
         if kind is None:
-            raise ValueError(f"a file that ends in none of {', '.join(_FORMATS)}")
+            raise ValueError(f"the file name must end in one of {', '.join(_FORMATS)}")
         options = CSV if kind == "csv" else {}
         return datasets.load_dataset(
             kind, data_files={split: str(path)}, split=split, streaming=True, **options
@@ -156,8 +156,8 @@ def _refused(name: str, split: str, error: Exception, flag: str) -> UsageError:
     given = f"{flag} {name}" + (f" --hf-split {split}" if flag == "--hf-dataset" else "")
     return UsageError(
         f"{given}: {_first_line(error)}",
-        "a dataset of the hub, or a local file or folder of csv, json, parquet or arrow",
-        "Correct the name or the split; a dataset of the hub needs a connection to it (or HF_ENDPOINT).",
+        "a dataset on the hub, or a local csv, json, parquet or arrow file, or a folder of them",
+        "Correct the name or the split; a dataset on the hub needs a connection to it (or to HF_ENDPOINT).",
     )
 
 

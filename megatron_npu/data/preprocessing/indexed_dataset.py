@@ -215,9 +215,11 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
     with lazy_index.mapped(index) as opened:
         dtype, sequences, boundaries = _read_header(Path(opened))
         tokens = _check_index(Path(opened), dtype, sequences, boundaries)
-    _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, as its .idx says")
+    _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, the size given by its .idx")
     if not tokens:
-        raise UsageError(f"{data}: no tokens", "at least one token", "Preprocess files that contain text.")
+        raise UsageError(
+            f"{data} contains no tokens", "at least one token", "Preprocess files that contain text."
+        )
     dataset_sums.require(prefix)
     largest, sampled = _check_tokens(data, dtype, vocab_size)
     return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
@@ -240,8 +242,8 @@ def document_boundaries(prefix: str | Path) -> np.ndarray:
 
 def _require(path: Path, found: int, expected: int, what: str) -> None:
     if found != expected:
-        state = "truncated? " if found < expected else ""
-        raise UsageError(f"{path}: {state}{found} bytes", f"{expected} {what}", _REMEDY)
+        state = ", so it seems truncated" if found < expected else ""
+        raise UsageError(f"{path} has {found} bytes{state}", f"{expected} {what}", _REMEDY)
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
@@ -249,16 +251,20 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     with open(path, "rb") as stream:
         head = stream.read(HEADER.size)
     if not head.startswith(MAGIC):
-        raise UsageError(f"{path}: begins with {head[:9]!r}", f"{MAGIC!r}, an indexed dataset", _REMEDY)
+        raise UsageError(
+            f"{path}: the file begins with {head[:9]!r}", f"{MAGIC!r}, as in an indexed dataset", _REMEDY
+        )
     if len(head) < HEADER.size:
-        _require(path, len(head), HEADER.size, "bytes of header")
+        _require(path, len(head), HEADER.size, "bytes, the size of the header")
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise UsageError(f"{path}: version {version}", f"version {VERSION}", _REMEDY)
+        raise UsageError(f"{path}: unsupported version {version}", f"version {VERSION}", _REMEDY)
     if code not in CODES:
-        raise UsageError(f"{path}: token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY)
+        raise UsageError(
+            f"{path}: unknown token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY
+        )
     size = HEADER.size + 12 * sequences + 8 * boundaries
-    _require(path, path.stat().st_size, size, f"bytes for its {sequences} sequences")
+    _require(path, path.stat().st_size, size, f"bytes, for its {sequences} sequences")
     return np.dtype(CODES[code]).newbyteorder("<"), sequences, boundaries
 
 
@@ -270,15 +276,21 @@ def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -
     pointers = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
     documents = raw[at + 12 * sequences :].view("<i8")
     if sequences and lengths.min() < 0:
-        raise UsageError(f"{path}: a sequence of {lengths.min()} tokens", "lengths from 0", _REMEDY)
+        raise UsageError(
+            f"{path}: a sequence has the length {lengths.min()}", "lengths of at least 0", _REMEDY
+        )
     done = 0
     for expected in _sequence_pointers(lengths, dtype.itemsize):
         if not np.array_equal(pointers[done : done + len(expected)], expected):
-            raise UsageError(f"{path}: invalid sequence offsets", "the sums of their lengths", _REMEDY)
+            raise UsageError(
+                f"{path}: invalid sequence offsets", "the cumulative sums of the lengths", _REMEDY
+            )
         done += len(expected)
     ordered = boundaries and documents[0] == 0 and documents[-1] == sequences and _ascends(documents)
     if not ordered:
-        raise UsageError(f"{path}: invalid document boundaries", f"0 ascending to {sequences}", _REMEDY)
+        raise UsageError(
+            f"{path}: invalid document boundaries", f"ascending numbers from 0 to {sequences}", _REMEDY
+        )
     return int(lengths.sum(dtype=np.int64))
 
 
@@ -297,7 +309,7 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         raise UsageError(
             f"{path}: token id {smallest if smallest < 0 else largest}",
-            "ids from 0" + (f" to {vocab_size - 1}, the vocabulary's last" if vocab_size else ""),
+            "ids from 0" + (f" to {vocab_size - 1}, the last id of the vocabulary" if vocab_size else ""),
             "Pass the --vocab-file and --merge-file of the dataset, or preprocess it again.",
         )
     return largest, sampled

@@ -110,15 +110,19 @@ def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     except UnicodeDecodeError as error:
         raise _UnfitError(f"byte {error.start} is not UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise _UnfitError(f"broken JSON ({error})" if line.strip() else "an empty line") from error
+        raise _UnfitError(
+            f"it is not valid JSON ({error})" if line.strip() else "the line is empty"
+        ) from error
     if not isinstance(document, dict):
-        raise _UnfitError(f"JSON of type {type(document).__name__}")
+        raise _UnfitError(f"it is JSON of type {type(document).__name__}, not an object")
     return [_texts(document, key) for key in keys]
 
 
 def _texts(document: dict[str, object], key: str) -> list[str]:
     if key not in document:
-        raise _UnfitError(f"no key {key!r} (it has {', '.join(map(repr, list(document)[:8])) or 'none'})")
+        raise _UnfitError(
+            f"there is no key {key!r} (its keys are {', '.join(map(repr, list(document)[:8])) or 'none'})"
+        )
     value = document[key]
     texts: list[str] = []
     for text in value if isinstance(value, list) else [value]:

@@ -46,7 +46,7 @@ def batch(path: str, key: str) -> Batch:
     except UnicodeDecodeError as error:
         raise UsageError(
             f"--input {path}: byte {error.start} is not UTF-8",
-            "plain text in UTF-8",
+            "plain text encoded in UTF-8",
             "Convert it, for example with iconv; nothing was written.",
         ) from error
     return Batch(path, 1, json.dumps({key: text}).encode(), Path(path).stat().st_size)

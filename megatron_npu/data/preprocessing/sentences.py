@@ -34,7 +34,7 @@ class Sentences:
             raise UsageError(
                 f"--split-sentences --lang {self.language}: nltk has no sentence model for this "
                 "language here",
-                "a language of nltk's data punkt_tab, such as english",
+                "a language in nltk's punkt_tab data, such as english",
                 "Download the data: python -m nltk.downloader punkt_tab (set NLTK_DATA to its "
                 "folder if needed).",
             ) from error
@@ -61,6 +61,8 @@ def _with_blanks(punkt: Any) -> Any:
     after, between = "%(SentEndChars)s", r"\s+(?P<next_tok>"
     for part in (after, between):
         if part not in usual:
-            raise RuntimeError(f"nltk's rule for the end of a sentence has changed: no {part!r} in it")
+            raise RuntimeError(
+                f"nltk's rule for the end of a sentence has changed: it no longer contains {part!r}"
+            )
     changed = usual.replace(after, rf"\S*{after}\s*", 1).replace(between, "(?P<next_tok>", 1)
     return type("KeepingBlanks", (punkt.PunktLanguageVars,), {"_period_context_fmt": changed})()

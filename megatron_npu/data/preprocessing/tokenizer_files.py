@@ -117,7 +117,7 @@ def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
         if getattr(arguments, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} with --tokenizer-type {kind}",
-                f"it only with {NULL}",
+                f"this flag only with {NULL}",
                 "Remove it.",
             )
     if kind == HUGGING_FACE:
@@ -135,6 +135,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
     if missing:
         raise UsageError(
             f"--tokenizer-type {arguments.tokenizer_type} without {' and '.join(missing)}",
-            "the files of this tokenizer",
-            "Name it.",
+            "the files that this tokenizer reads",
+            "Pass them.",
         )

@@ -49,14 +49,15 @@ def named_by(arguments: argparse.Namespace) -> Windows | None:
         given, absent = ("--stride", "--seq-length") if length is None else ("--seq-length", "--stride")
         raise UsageError(
             f"{given} without {absent}",
-            "both",
+            "both flags",
             "Pass both the length of a window and the distance between windows.",
         )
     if stride > length:
         raise UsageError(
             f"--stride {stride}",
-            f"at most --seq-length {length}",
-            "Lower it: a larger stride loses tokens. Windows without overlap have a stride of --seq-length.",
+            f"a stride of at most --seq-length {length}",
+            "Lower the stride: a larger one loses tokens. For windows without overlap, pass the same value "
+            "to both.",
         )
     if arguments.split_sentences:
         raise UsageError(

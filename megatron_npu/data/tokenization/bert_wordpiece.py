@@ -126,7 +126,7 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     Raises:
         UsageError: the file is not a BERT vocabulary.
     """
-    remedy = "Give the vocab.txt of a BERT model with --vocab-file."
+    remedy = "Pass the vocab.txt of a BERT model with --vocab-file."
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -37,9 +37,9 @@ def is_used() -> bool:
 def said() -> str:
     """Return a line that names the encoder, with the reason if it is not gigatoken."""
     if is_used():
-        return f"GPT-2's tokens by gigatoken {version()}"
+        return f"tokenizing for GPT-2 with gigatoken {version()}"
     there = f"{version()} is installed" if version() else "it is not installed"
-    return f"GPT-2's tokens without gigatoken ({TRIED}), which is several times as fast: {there}"
+    return f"tokenizing for GPT-2 without gigatoken ({TRIED}), which is several times as fast: {there}"
 
 
 def encoder(tokenizer: GPT2Tokenizer) -> Callable[[str], np.ndarray]:

@@ -57,7 +57,7 @@ class GPT2Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UsageError(
                 f"--merge-file {merge_file} with --vocab-file {vocab_file}: {error}",
-                "merges whose parts and products are all in the vocabulary",
+                "merges whose parts and results are all in the vocabulary",
                 "Use the two files of the same model.",
             ) from error
         self._tokenizer = Tokenizer(model)
@@ -117,14 +117,14 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     Raises:
         UsageError: the file is not the vocabulary of a byte-level BPE.
     """
-    remedy = "Give the vocab.json of a GPT-2 model with --vocab-file."
+    remedy = "Pass the vocab.json of a GPT-2 model with --vocab-file."
     try:
         vocabulary: Any = json.loads(_read(path, "--vocab-file"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
         raise UsageError(
-            f"--vocab-file {path} is JSON of another form", "an object that maps tokens to ids", remedy
+            f"--vocab-file {path} is not a JSON object", "an object that maps tokens to ids", remedy
         )
     missing = [
         symbol for symbol in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT) if symbol not in vocabulary
@@ -132,13 +132,13 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     if missing:
         raise UsageError(
             f"--vocab-file {path} lacks {sorted(missing)[0]!r} ({len(missing)} missing)",
-            f"a symbol for each of the 256 bytes and {END_OF_TEXT}",
+            f"a token for each of the 256 bytes, and {END_OF_TEXT}",
             remedy,
         )
     if sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UsageError(
             f"--vocab-file {path}: {len(vocabulary)} entries with ids up to {max(vocabulary.values())}",
-            f"each id from 0 to {len(vocabulary) - 1} once",
+            f"each id from 0 to {len(vocabulary) - 1} exactly once",
             remedy,
         )
     return vocabulary
@@ -158,7 +158,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         elif pair:
             raise UsageError(
                 f"{path}:{number}: {line[:60]!r}",
-                "two symbols separated by a space",
+                "two tokens separated by a space",
                 "Pass the merges.txt of a GPT-2 model with --merge-file.",
             )
     return merges

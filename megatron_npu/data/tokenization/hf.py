@@ -34,7 +34,9 @@ class HuggingFaceTokenizer:
         path = Path(folder) / FILE
         if not path.is_file():
             raise UsageError(
-                f"--tokenizer-model {folder}: no tokenizer.json", "a folder that has one", "Correct the path."
+                f"--tokenizer-model {folder} contains no tokenizer.json",
+                "a folder that has one",
+                "Correct the path.",
             )
         self._model = _read(path)
         self.vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
@@ -44,8 +46,8 @@ class HuggingFaceTokenizer:
         eod = None if end is None else self._model.token_to_id(end)
         if eod is None:
             raise UsageError(
-                f"{folder}: tokenizer_config.json names {end!r} as eos_token",
-                "a token of tokenizer.json",
+                f"{folder}: tokenizer_config.json sets eos_token to {end!r}",
+                "a token that tokenizer.json contains",
                 "Set eos_token there to the end-of-text token.",
             )
         self.eod: int = eod
@@ -112,7 +114,7 @@ def _read(path: Path) -> Tokenizer:
     try:
         model = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise UsageError(f"{path}: {error}", "a tokenizer of Hugging Face", "Get a fresh copy.") from error
+        raise UsageError(f"{path}: {error}", "a Hugging Face tokenizer", "Get a fresh copy.") from error
     # lengths that somebody's training batches had, which transformers leaves aside as well
     model.no_truncation()
     model.no_padding()

@@ -29,7 +29,7 @@ class NullTokenizer:
             raise UsageError(
                 f"--null-tokenizer-eod-id {end} with --vocab-size {size}",
                 f"an id up to {size}",
-                "Change one.",
+                "Change one of the two flags.",
             )
 
     def encode(self, text: str) -> list[int]:
@@ -43,7 +43,7 @@ class NullTokenizer:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise UsageError(
                 f"the text {shown!r}",
-                f"numbers from 0 to {self.vocab_size - 1}, because the NullTokenizer has no words",
+                f"numbers from 0 to {self.vocab_size - 1}, because the NullTokenizer reads only ids",
                 "Pass ids, for example 5 17 3.",
             )
         return [int(word) for word in words]

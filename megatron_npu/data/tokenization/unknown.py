@@ -18,7 +18,6 @@ def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
     if unknown <= LIMIT * tokens:
         return ""
     return (
-        f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, so "
-        "the model cannot learn them. Check that the vocabulary belongs to this text and to this "
-        "type of tokenizer."
+        f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, so the "
+        "model cannot learn them. Check that the vocabulary fits this text and this type of tokenizer."
     )

@@ -36,7 +36,7 @@ def _said(said: Collection[tuple[str, str]], roles: Collection[str]) -> dict[str
     for role, name in said:
         if role not in roles:
             raise UsageError(
-                f"--columns {role}={name}",
+                f"--columns {role}={name}: the task has no role {role}",
                 f"roles of this task: {', '.join(roles)}",
                 "Correct the role, or remove it.",
             )
@@ -48,7 +48,7 @@ def _first(role: str, names: Collection[str], there: Collection[str]) -> str:
         if name in there:
             return name
     raise UsageError(
-        f"no column for the {role} (the data have {', '.join(map(repr, there))})",
+        f"there is no column for the {role} (the data has {', '.join(map(repr, there))})",
         f"one of {', '.join(map(repr, names))}",
         f"Name it: --columns {role}=NAME.",
     )
@@ -59,7 +59,8 @@ def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, 
         for role, name in columns.items():
             if name not in names:
                 raise UsageError(
-                    f"no column {name!r} in the part {part!r} (it has {', '.join(map(repr, names))})",
+                    f"there is no column {name!r} in the split {part!r} (it has "
+                    f"{', '.join(map(repr, names))})",
                     f"the {role} under the same name in every split",
                     f"Name it: --columns {role}=NAME.",
                 )

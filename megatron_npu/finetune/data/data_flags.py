@@ -33,7 +33,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         action="extend",
         default=[],
         metavar="ROLE=NAME",
-        help=f"map columns with unusual names to roles; the roles are {_roles()}",
+        help=f"which column has which role, if the names are unusual; the roles are {_roles()}",
     )
     bad_rows.add_flag(add)
     for flag in _flags():
@@ -77,11 +77,15 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
     for role, times in Counter(role for role, _ in columns).items():
         if times > 1:
             names = " ".join(f"{one}={name}" for one, name in columns if one == role)
-            raise UsageError(f"--columns {names}", f"one column for the {role}", "Remove the other columns.")
+            raise UsageError(
+                f"--columns {names}", f"only one column for the role {role}", "Remove the other columns."
+            )
     for name, times in Counter(name for _, name in columns).items():
         if times > 1:
             roles = " ".join(f"{role}={one}" for role, one in columns if one == name)
-            raise UsageError(f"--columns {roles}", "a column for each role", "Correct the column names.")
+            raise UsageError(
+                f"--columns {roles}", "a different column for each role", "Correct the column names."
+            )
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:

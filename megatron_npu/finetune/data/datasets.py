@@ -65,7 +65,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
     if "train" not in parts:
         raise UsageError(
             f"--data-path {name} has the splits {', '.join(map(repr, found))}",
-            "a split 'train'",
+            "a split named 'train'",
             "Pass a file to train on, or a folder that contains train.csv, train.jsonl, ...",
         )
     if "validation" not in parts:
@@ -151,7 +151,7 @@ def _require_configurations(name: str, config: str) -> None:
         raise UsageError(
             f"--data-name {config} with --data-path {name}, "
             f"{'a folder of save_to_disk' if saved else 'a file'}",
-            "a dataset with configurations",
+            "a dataset that has configurations",
             "Remove --data-name.",
         )
 
@@ -240,7 +240,7 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
         parts["train"] = every
     if not parts:
         raise UsageError(
-            f"--data-path {folder}: no file of a split",
+            f"--data-path {folder}: the folder has no file for a split",
             f"train, validation or test as {', '.join(_FORMATS)}",
             "Name the files train.csv and so on, or pass one file.",
         )
@@ -258,7 +258,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
     suffixes = sorted({path.suffix for path in every})
     if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
         raise UsageError(
-            f"--data-path: files that end in {' and '.join(suffixes) or 'nothing'}",
+            f"--data-path: the files have the extensions {' and '.join(suffixes) or 'none'}",
             f"files of one kind: {', '.join(_FORMATS)}",
             "Convert them to one kind.",
         )
@@ -274,9 +274,9 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         raise UsageError(
-            f"--data-path {name}: {count} rows to train on and none to validate on, with "
+            f"--data-path {name}: {count} rows are not enough for both training and validation with "
             f"--validation-fraction {fraction:g}",
-            "a split 'validation', or a fraction that leaves rows in both splits",
+            "a split named 'validation', or a fraction that leaves rows in both splits",
             "Add a file validation.csv, or pass a larger --validation-fraction.",
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})
@@ -302,7 +302,7 @@ def _refused(
     if "corresponds to no data" in reason or isinstance(error, IndexError):
         if empty := _without_rows(files, reason):
             return empty
-        reason = f"a part without rows ({reason})"
+        reason = f"a split has no rows ({reason})"
     given = f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}"
     return UsageError(given, *_expected_instead(Path(name), config))
 
@@ -313,7 +313,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
         return (
-            "a name of the hub, or a folder whose README.md names its configurations",
+            "the name of a dataset on the hub, or a folder whose README.md lists its configurations",
             f"Pass only --data-path {path / config}."
             if inside
             else "For a folder of files, remove --data-name.",
@@ -336,7 +336,7 @@ def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | 
     below = f" below {where}" if paths[0].suffix in (".csv", ".tsv") else ""
     return UsageError(
         f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}",
-        "at least one row",
+        "at least one row in each file",
         "Add rows, or remove the file.",
     )
 

@@ -159,7 +159,7 @@ def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
 def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str]) -> None:
     for row, label in pairs:
         if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
-            raise _odd(place("train", row), label, "a class: a whole number from 0 on, or a name")
+            raise _odd(place("train", row), label, "a class: a non-negative integer or a name")
 
 
 def _of_trained(
@@ -179,7 +179,7 @@ def _of_trained(
         return names, names
     if len(kinds) > 1:
         row, label = _first_text(pairs)
-        raise _odd(place("train", row), label, "only numbers or only names")
+        raise _odd(place("train", row), label, "either only numbers or only names")
     return _of_numbers({label for label in trained if isinstance(label, int)}, own)
 
 
@@ -198,12 +198,13 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
     absent = list(itertools.islice(left, _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
-            f"labels {_few(sorted(trained))}, without {_few(absent)}",
+            f"the labels are {_few(sorted(trained))}, but {_few(absent)} do not occur",
             f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
-            "Use all of them, write them as text, or name all in id2label of the model's config.json.",
+            "Use all of these numbers, write the labels as text, or name all classes in id2label of the "
+            "model's config.json.",
         )
     if absent:
-        line = "no row to train on has the label %s, of the model's %d"
+        line = "no training row has the label %s (the model has %d labels)"
         get_logger("labels").warning(line, _few(absent), len(own))
         return range(len(own)), list(own)
     names = list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
@@ -234,15 +235,15 @@ def _few(known: Sequence[Any]) -> str:
 
 def _single(known: Sequence[Any]) -> UsageError:
     return UsageError(
-        f"one label in all rows: {_few(known)}",
+        f"all rows have the same label: {_few(known)}",
         "at least two classes",
-        "If this is not the label column, name another: --columns label=NAME.",
+        "If this is not the label column, name the right one: --columns label=NAME.",
     )
 
 
 def _odd(place: str, label: Any, expected: str) -> UsageError:
     return UsageError(
-        f"the label {label!r} in {place}",
+        f"the label {label!r} in {place} is not usable",
         expected,
         "Correct the row, or name another column with --columns.",
     )

@@ -220,8 +220,8 @@ def require_length(dataset: Any, what: str) -> None:
             reason = f" whose length is invalid ({error})"
     raise UsageError(
         f"{what}: a {type(dataset).__name__}{reason}",
-        "a dataset with a length and indexed samples (torch.utils.data.Dataset)",
-        "Let the provider return one; save streamed data first.",
+        "a dataset with a length and indexable samples (torch.utils.data.Dataset)",
+        "Return such a dataset from the provider; write streamed data to a file first.",
     )
 
 
@@ -282,9 +282,9 @@ def _stacked(rows: list[Any]) -> Any:
         return default_collate(rows)
     except (TypeError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"samples that cannot be collated: {str(error).strip().splitlines()[0]}",
+            f"the samples cannot be collated into a batch: {str(error).strip().splitlines()[0]}",
             "tensors of equal shape, numbers, or dictionaries and tuples of them",
-            "Return a collate_fn that makes a batch from a list of samples.",
+            "Return a collate_fn that builds a batch from a list of samples.",
         ) from error
 
 

@@ -236,8 +236,8 @@ def _windows(
         _require_parts(prefix, summary.sequences, split, sizes)
         if summary.sequences > summary.documents and args.rank == 0:
             print(
-                f"megatron_npu: {prefix} is split into sentences, which megatron-core's windows would mix "
-                "in arbitrary order; preprocess without --split-sentences to keep documents whole",
+                f"megatron_npu: {prefix} is split into sentences, which megatron-core would combine into "
+                "samples in arbitrary order; preprocess without --split-sentences to keep documents whole",
                 flush=True,
             )
     config = GPTDatasetConfig(
@@ -271,7 +271,7 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
             "Create the data with `megatron-npu preprocess`.",
         )
     if not given:
-        raise UsageError("no --data-path", "the prefix of a .bin and .idx file", "Pass one.")
+        raise UsageError("no --data-path", "the path prefix of a .bin and .idx file", "Pass one.")
     weights, prefixes = blend([given] if isinstance(given, str) else list(given))
     tell_of_repeated(prefixes)
     return weights, [(prefix, indexed_dataset.validate(prefix, vocab_size)) for prefix in prefixes]
@@ -282,7 +282,7 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
     if found.sequences <= found.documents:
         raise UsageError(
             f"{prefix} has {found.documents} documents with one sequence each",
-            "documents of several sentences, from which sentence pairs are made",
+            "documents with several sentences, from which sentence pairs are built",
             "Create the data with `megatron-npu preprocess --split-sentences`.",
         )
 
@@ -293,8 +293,8 @@ def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) ->
     for name, share, part, size in zip(PARTS, shares, sizes_of_parts(shares, count), sizes, strict=True):
         if size and share and not part:
             raise UsageError(
-                f"--split {split!r} leaves no document of the {count} in {prefix} for {name}",
-                "a share of 0, or enough documents for it",
+                f"--split {split!r} leaves none of the {count} documents in {prefix} for {name}",
+                "enough documents for each nonzero share",
                 "Change --split.",
             )
 

@@ -27,7 +27,7 @@ def buckets(longest: int, multiple: int = 8) -> list[int]:
         UsageError: ``longest`` is not positive.
     """
     if longest < 1:
-        raise UsageError(f"a longest text of {longest} tokens", "at least 1", "Pass --seq-length.")
+        raise UsageError(f"the longest text has {longest} tokens", "at least 1 token", "Pass --seq-length.")
     lengths, length = [], 2 * multiple
     while length < longest:
         lengths.append(length)
@@ -93,6 +93,8 @@ def bucketed(
     """
     if not lengths or min(lengths) < 1:
         raise UsageError(
-            f"lengths {list(lengths)}", "positive numbers of tokens", "Use the lengths of buckets()."
+            f"the padded lengths are {list(lengths)}",
+            "positive numbers of tokens",
+            "Use the lengths returned by buckets().",
         )
     return Bucketed(collate_fn, sorted(lengths), pad_token_id, left)

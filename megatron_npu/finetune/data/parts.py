@@ -72,10 +72,10 @@ class Parts(dict[str, Any]):
         number = (row if numbers is None else int(numbers[row])) + 1
         files = self._files.get(source, ())
         if len(files) == 1:
-            head = "below the head of" if files[0].suffix in _WITH_HEAD else "of"
-            return f"row {number} {head} {files[0]} (part {part!r})"
+            head = "below the header of" if files[0].suffix in _WITH_HEAD else "of"
+            return f"row {number} {head} {files[0]} (split {part!r})"
         taken = f", used for {part!r}" if source != part else ""
-        return f"row {number} of the part {source!r}{taken}"
+        return f"row {number} of the split {source!r}{taken}"
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:

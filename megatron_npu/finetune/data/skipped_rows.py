@@ -49,8 +49,8 @@ class Skipped:
         self._rows.append(row)
         if len(self._rows) > self._most:
             raise UsageError(
-                f"{row.file}:{row.line}: {row.why}; it is bad row {len(self._rows)}",
-                f"at most {self._most} of them ({FLAG})",
+                f"{row.file}:{row.line}: {row.why}; this is malformed row number {len(self._rows)}",
+                f"at most {self._most} malformed rows ({FLAG})",
                 "Correct the files, or pass a larger number.",
             )
 
@@ -117,7 +117,7 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
                 kept.append(row)
             else:
                 place, number = parts.numbered(part, row)
-                skipped.add(BadRow(place, number, f"nothing in the column {missing!r}", ""))
+                skipped.add(BadRow(place, number, f"no value in the column {missing!r}", ""))
         if len(kept) < len(parts[part]):
             parts.keep(part, kept)
 
@@ -157,8 +157,8 @@ def _no_object(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return f"broken JSON ({error})"
-    return "" if isinstance(value, dict) else f"JSON of type {type(value).__name__}"
+        return f"it is not valid JSON ({error})"
+    return "" if isinstance(value, dict) else f"it is JSON of type {type(value).__name__}, not an object"
 
 
 def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
@@ -178,7 +178,7 @@ def _rows_of_a_table(rows: Any, width: int, separator: str) -> Iterator[Row]:
         if len(cells) != width:
             why = f"{len(cells)} cells, but the header has {width}"
         elif any("\udc80" <= letter <= "\udcff" for letter in text):
-            why = "a byte that is not UTF-8"
+            why = "it contains a byte that is not UTF-8"
         if why:
             text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         yield rows.line_num, text, why

@@ -36,16 +36,16 @@ def require(path: Path) -> None:
     for magic, tool in _PACKED.items():
         if begin.startswith(magic):
             raise UsageError(
-                f"--data-path: {path}, which is compressed",
+                f"--data-path: {path} is compressed",
                 "text in UTF-8",
-                f"Decompress it with {tool}, and pass the result.",
+                f"Decompress it with {tool} and pass the result.",
             )
     found = _first_stranger(path)
     if found is None:
         return
     line, byte = found
     marked = begin.startswith(_UTF_16)
-    what = "begins as a file in UTF-16 does" if marked else f"is not UTF-8: byte 0x{byte:02x} in line {line}"
+    what = "appears to be encoded in UTF-16" if marked else f"is not UTF-8: byte 0x{byte:02x} in line {line}"
     raise UsageError(
         f"--data-path: {path} {what}",
         "text in UTF-8",
@@ -66,7 +66,7 @@ def require_head(path: Path, separator: str) -> None:
     if twice:
         raise UsageError(
             f"--data-path: the header of {path} has the column {twice[0]!r} more than once",
-            "a name for each column",
+            "a different name for each column",
             "Rename one of them.",
         )
 

@@ -67,7 +67,7 @@ def _require_kind(feature: Any, part: str, role: str, column: str, expected: str
     if kind not in _STRINGS:
         holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"contains no {expected}"
         raise UsageError(
-            f"the column {column!r} of the part {part!r} {holds}",
+            f"the column {column!r} of the split {part!r} {holds}",
             expected,
             f"Use another column with --columns {role}=NAME, or convert its contents to {expected}.",
         )
@@ -79,7 +79,7 @@ def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
         row = _first_without(rows.select_columns([column])[:][column])
         if row is not None:
             raise UsageError(
-                f"no {role} in {parts.place(part, row)}, column {column!r}",
+                f"there is no {role} in {parts.place(part, row)}, column {column!r}",
                 "a value in every row",
                 "Correct the row, or remove it.",
             )

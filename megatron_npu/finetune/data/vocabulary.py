@@ -67,7 +67,7 @@ def require_known_column(dataset: Any, size: int | None, what: str) -> None:
 
 def _unknown(what: str, token: int, size: int) -> UsageError:
     return UsageError(
-        f"{what} with the token id {token} for a model with {size} tokens",
+        f"{what} contains the token id {token}, but the model has {size} tokens",
         f"token ids from 0 to {size - 1}",
         "Use the tokenizer that the model was trained with, or resize_token_embeddings(len(tokenizer)).",
     )

@@ -52,8 +52,8 @@ def word_pieces(args: Namespace) -> WordPieces:
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
             raise UsageError(
-                f"--tokenizer-type {args.tokenizer_type}",
-                "--vocab-file with it",
+                f"--tokenizer-type {args.tokenizer_type} without --vocab-file",
+                "both flags",
                 "Add --vocab-file vocab.txt.",
             )
         ids = bert_wordpiece.read_vocabulary(args.vocab_file)
@@ -67,7 +67,7 @@ def word_pieces(args: Namespace) -> WordPieces:
     if None in special.values() or not any(piece.startswith("##") for piece in ids):
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type}",
-            "word pieces with [CLS], [SEP], [MASK] and [PAD], which masked sentence pairs need",
+            "a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD], which masked sentence pairs need",
             "Pass --tokenizer-type BertWordPieceLowerCase and --vocab-file vocab.txt.",
         )
     pieces = {number: piece for piece, number in ids.items()}
@@ -85,6 +85,6 @@ def _of_transformers(args: Namespace) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type} without a tokenizer in {name}",
-            "the tokenizer with which the data were created",
+            "the tokenizer that the data was created with",
             "Pass --tokenizer-model DIR, or --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.",
         ) from error

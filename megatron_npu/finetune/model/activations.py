@@ -24,7 +24,7 @@ def checkpoint_activations(model: nn.Module) -> str:
         inner = inner.get_base_model()
     if getattr(inner, "supports_gradient_checkpointing", False):
         _transformers_own(inner)
-        return f"activations: {type(inner).__name__} recomputes those of its blocks (with its own switch)"
+        return f"activations: {type(inner).__name__} uses its own switch to recompute those of its blocks"
     blocks = repeated_blocks(model)
     for _, block in blocks:
         block.forward = _checkpointed(block)  # type: ignore[method-assign]

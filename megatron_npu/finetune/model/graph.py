@@ -53,10 +53,8 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     options = {"fallback_random": True} if devices.current().is_host else None
     for _, block in blocks or [("", model)]:
         block.compile(dynamic=dynamic or None, options=options)  # None: only what differs between batches
-    what = f"{len(blocks)} blocks, one graph" if blocks else "the whole model"
-    lengths = (
-        "for all lengths of a batch" if dynamic else "for the first length of a batch, one for all others"
-    )
+    what = f"{len(blocks)} blocks, which share one graph" if blocks else "the whole model"
+    lengths = "for all batch lengths" if dynamic else "for the first batch length, and one for all others"
     return f"graphs: torch.compile of {what} {lengths}"
 
 
@@ -71,7 +69,7 @@ def attention_outside(model: nn.Module) -> str:
     drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
     if not drops or not devices.current().is_host:
         return ""
-    return "graphs: attention is not part of them, because its dropout masks are generated tile by tile"
+    return "graphs: they exclude attention, because its dropout masks are generated tile by tile"
 
 
 def count_graphs() -> int:

@@ -69,8 +69,8 @@ def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
     ]
     if sides and rank >= max(sides):
         raise UsageError(
-            f"--lora-rank {rank} with matrices of rank {max(sides)} at most",
-            "a lower rank: usually 4 to 64",
+            f"--lora-rank {rank} with matrices of rank at most {max(sides)}",
+            "a lower rank, usually 4 to 64",
             "Use a lower rank, or train all weights.",
         )
 

@@ -210,11 +210,13 @@ def prepare(
     wrapped, module, line = _distribute(model, switches, device)
     ledger.append(line)
     if switches.mixed_precision:
-        ledger.append(f"mixed precision: products in {switches.mixed_precision}, main weights in fp32")
+        ledger.append(f"mixed precision: matmuls in {switches.mixed_precision}, main weights in fp32")
     weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not weights:
         raise UsageError(
-            "a model without weights to train", "a parameter that requires a gradient", "Use another model."
+            "the model has no weights to train",
+            "at least one parameter that requires a gradient",
+            "Use another model.",
         )
     main_weights, line = _main_weights(weights, switches, device)
     if main_weights is not None:
@@ -282,10 +284,9 @@ def optimizer_of(
         known = {id(parameter) for parameter in before.values()}
         if not any(id(parameter) in known for group in given.param_groups for parameter in group["params"]):
             raise UsageError(
-                f"an optimizer that was already created ({type(given).__name__}) for another "
-                "model's parameters",
-                "an optimizer of the trained model's parameters, or a function that creates one "
-                "from parameters",
+                f"the returned optimizer ({type(given).__name__}) was created for another model's parameters",
+                "an optimizer for the trained model's parameters, or a function that creates one from "
+                "parameters",
                 "Return, for example, functools.partial(torch.optim.AdamW, lr=...).",
             )
         rebind(given, before, weights)
@@ -301,17 +302,18 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
     """
     if not callable(function):
         raise UsageError(
-            f"a {type(function).__name__} instead of a function that creates the {what}",
-            "a function, or None",
-            "Correct it.",
+            f"the {what} was returned as a {type(function).__name__}",
+            "a function that creates it, or None",
+            "Return such a function.",
         )
     _require_argument(function, what)
     made = function(of)
     if not hasattr(made, has):
         raise UsageError(
-            f"a function for the {what} that returned {'nothing' if made is None else type(made).__name__}",
+            f"the function that creates the {what} returned "
+            f"{'nothing' if made is None else type(made).__name__}",
             f"the {what}",
-            "Let the function return the object.",
+            "Return the created object from the function.",
         )
     return made
 
@@ -323,7 +325,9 @@ def _require_argument(function: Callable[..., Any], what: str) -> None:
     except TypeError as error:
         takes = "parameters" if what == "optimizer" else "optimizer"
         raise UsageError(
-            f"a function for the {what}: {error}", f"one argument, the {takes}", "Correct its parameters."
+            f"the function that creates the {what} cannot be called: {error}",
+            f"one argument, the {takes}",
+            "Correct its parameters.",
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return
@@ -364,7 +368,7 @@ def _main_weights(
     if not shared and not switches.cpu_offload:
         return None, ""
     what = f"optimizer states are sharded over {ranks} ranks" if shared else "optimizer states"
-    where = " in host memory, where the optimizer runs" if switches.cpu_offload else ""
+    where = "are kept in host memory, where the optimizer runs" if switches.cpu_offload else ""
     name = "zero-1: " if shared else "cpu offload: "
     mesh = mesh_of(device) if shared else None
     return MainWeights(weights, mesh, host=switches.cpu_offload), name + what + where

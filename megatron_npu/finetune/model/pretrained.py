@@ -133,13 +133,13 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     entries = getattr(config.get_text_config(), "vocab_size", None)
     if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
         raise UsageError(
-            f"{_FLAG} {name}: a tokenizer without vocabulary",
-            "tokenizer.json, or the tokenizer files of this kind of model",
-            "Put them into the folder in the form that save_pretrained writes.",
+            f"{_FLAG} {name}: its tokenizer has no vocabulary",
+            "tokenizer.json, or the tokenizer files that this kind of model uses",
+            "Add these files to the folder, as save_pretrained writes them.",
         )
     if entries is not None and len(found) > entries:
         raise UsageError(
-            f"{_FLAG} {name}: a tokenizer of {len(found)} tokens and a model of {entries}",
+            f"{_FLAG} {name}: its tokenizer has {len(found)} tokens, but its model only {entries}",
             "a model with an embedding for every token",
             "Use the tokenizer that the model was trained with.",
         )
@@ -186,7 +186,7 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
     if asked and asked <= around:
         raise UsageError(
             f"--seq-length {asked} with {name}",
-            f"more than the {around} special tokens of a text",
+            f"more than the {around} special tokens around each text",
             "Pass a larger --seq-length.",
         )
     limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
@@ -233,7 +233,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 def _reason_of(name: str, error: Exception) -> str:
     """Return the reason why a model could not be loaded, in a single line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
-        return "it is neither a folder nor in the hub's cache, and the hub cannot be reached"
+        return "it is neither a folder nor in the local hub cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
@@ -257,15 +257,15 @@ def _require_own_shards(name: str, index: Path) -> None:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         stranger = next((shard for shard in shards if Path(shard).name != shard), None)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _refused(name, f"{index.name} is not an index of shards") from error
+        raise _refused(name, f"{index.name} is not an index of weight files") from error
     if stranger is not None:
-        raise _refused(name, f"{index.name} names {stranger}, which is not in the folder")
+        raise _refused(name, f"{index.name} lists {stranger}, which is not in the folder")
 
 
 def _refused(name: str, reason: str) -> UsageError:
     return UsageError(
         f"{_FLAG} {name}: {reason.rstrip('.')}",
-        "a folder with config.json, a tokenizer and model.safetensors, or a name of the hub",
+        "a folder with config.json, a tokenizer and model.safetensors, or the name of a model on the hub",
         "Correct the name; a model on the hub needs a connection, or must be in the cache "
         "(HF_HUB_OFFLINE=1 uses only the cache).",
     )

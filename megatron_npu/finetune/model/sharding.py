@@ -71,12 +71,16 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
         fully_shard(block, reshard_after_forward=reshard, **options)
     same_everywhere(model, device)
     fully_shard(model, reshard_after_forward=None if reshard else False, **options)
-    units = f"{len(blocks)} blocks and the rest" if blocks else "no repeated blocks: the model as a whole"
-    kept = "" if reshard else ", gathered from the forward to the backward pass"
+    units = (
+        f"{len(blocks)} blocks and the rest"
+        if blocks
+        else "the model as a whole, because it has no repeated blocks"
+    )
+    kept = "" if reshard else ", kept gathered from the forward to the backward pass"
     where = ", stored in host memory" if switches.cpu_offload else ""
     return (
-        f"{switches.sharding}: parameters, gradients and optimizer states over {mesh.size()} ranks by "
-        f"fully_shard ({units}{kept}{where})"
+        f"{switches.sharding}: fully_shard shards parameters, gradients and optimizer states over "
+        f"{mesh.size()} ranks ({units}{kept}{where})"
     )
 
 

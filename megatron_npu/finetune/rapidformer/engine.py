@@ -103,7 +103,7 @@ class RapidformerEngine:
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
                 "--mixed-precision fp16 with engine.compose",
-                "bf16, or a template: fp16 needs loss scaling, which a custom loop does not provide",
+                "bf16 or a template, because fp16 needs loss scaling, which a custom loop does not provide",
                 "Pass --mixed-precision bf16, or train with a Finetuner.",
             )
         prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)
@@ -224,7 +224,7 @@ class RapidformerEngine:
         if not self._told_lengths:
             self._told_lengths = True
             state.get_logger().info(
-                "dynamic shape: batches are padded to one of these lengths in tokens: %s", lengths
+                "dynamic shape: batches are padded to one of these lengths (in tokens): %s", lengths
             )
         tokenizer = getattr(collate, "tokenizer", None)
         return bucketed(
@@ -286,8 +286,8 @@ def join(args: Namespace) -> None:
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(
             f"rank {args.rank} cannot connect to the others: {str(error).partition(chr(10))[0]}",
-            f"{args.world_size} ranks that can connect to each other",
-            "Check the messages of the other ranks.",
+            f"all {args.world_size} ranks to connect to each other",
+            "See the other ranks' messages for the cause.",
         ) from error
     watchdog.begin()
     save_folder.require_shared(args)

@@ -41,7 +41,7 @@ class AdamW(torch.optim.Optimizer):
             raise UsageError(
                 f"AdamW with lr {lr}, betas {betas}, eps {eps}",
                 "lr, eps >= 0; betas in [0, 1)",
-                "Correct it.",
+                "Correct the values.",
             )
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**values, "correct_bias": correct_bias})

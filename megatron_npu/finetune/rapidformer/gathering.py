@@ -23,7 +23,11 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
         UsageError: ``tensor`` is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Pass torch.tensor(...) of it.")
+        raise UsageError(
+            f"gather was called with a {type(tensor).__name__}",
+            "a tensor",
+            "Convert the value with torch.tensor(...).",
+        )
     tensor = tensor.detach()
     if tensor.dim() == 0:
         tensor = tensor[None]

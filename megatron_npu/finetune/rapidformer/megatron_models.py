@@ -80,7 +80,9 @@ def session(template: PreTrainer) -> Iterator[None]:
     missing = [name for name in _MODEL if getattr(args, name) is None]
     if missing:
         flag = f"--{missing[0].replace('_', '-')}"
-        raise UsageError(f"a Megatron model without {flag}", "the sizes of the model", f"Add {flag}.")
+        raise UsageError(
+            f"a Megatron model is trained without {flag}", "flags with the sizes of the model", f"Add {flag}."
+        )
     run = state.current()
     asked = driver_flags(args)
     asked.calculate_per_token_loss = template.counts_labels()
@@ -131,11 +133,11 @@ def train(
         raise UsageError(
             f"a {type(module).__name__} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
             "a model of megatron-core, which supports model parallelism",
-            "Return one (for example megatron_gpt()), or remove the flags.",
+            "Return such a model (for example megatron_gpt()), or remove the flags.",
         )
     if optimizer is not None or scheduler is not None:
         raise UsageError(
-            "a custom optimizer or scheduler for a Megatron model",
+            "a custom optimizer or scheduler was returned for a Megatron model",
             "model, None, None: megatron-core creates its own from the flags",
             "Return None for both.",
         )
@@ -168,7 +170,8 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
         own, asked = getattr(config, name), getattr(ours, name)
         if own != asked:
             raise UsageError(
-                f"a model whose configuration has {name} {own}, with --{name.replace('_', '-')} {asked}",
+                f"the model's configuration has {name} {own}, but the flags have --{name.replace('_', '-')} "
+                f"{asked}",
                 "the same value in both",
                 "Build the model with megatron_config(), or change the flag.",
             )
@@ -260,9 +263,9 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
         return end.output, None
     if not last:
         raise UsageError(
-            f"{type(template).__name__}.run_forward_step has not called model(...) on a pipeline stage",
+            f"{type(template).__name__}.run_forward_step did not call model(...) on a pipeline stage",
             "a call of the model, whose output the next stage needs",
-            "Call it, or pass --pipeline-model-parallel-size 1.",
+            "Call the model, or pass --pipeline-model-parallel-size 1.",
         )
     loss = providers.loss(template, returned, training=torch.is_grad_enabled())
     return loss, _mean_of_ranks if counts is None else counts.weighed
@@ -319,9 +322,9 @@ def flags() -> Flags:
     run = state.run()
     if run is None or run.driver is None:
         raise UsageError(
-            "a Megatron model created outside of a template's train(), or without its flags",
-            "one created in model_optimizer_lr_scheduler_provider of a PreTrainer, with --num-layers and the "
-            "other sizes",
-            "Create it in that method, and import its class at the top of the script.",
+            "a Megatron model was created outside a template's train(), or without its flags",
+            "a model created in the model_optimizer_lr_scheduler_provider of a PreTrainer, with "
+            "--num-layers and the other size flags",
+            "Create the model in that method, and import its class at the top of the script.",
         )
     return run.driver

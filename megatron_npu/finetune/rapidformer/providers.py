@@ -47,7 +47,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
     found = Datasets(*returned, *[None] * (4 - len(returned)))
     if found.collate_fn is not None:
         if not callable(found.collate_fn):
-            expected = "a function as the fourth value, which makes a batch of samples"
+            expected = "a function that collates samples into a batch as the fourth value"
             raise _wrong(method, found.collate_fn, expected)
         _require_one_argument(method, found.collate_fn)
     for name in ("train", "valid", "test"):
@@ -71,9 +71,9 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
     if not isinstance(found, nn.Module):
         raise _wrong(method, found, "a torch.nn.Module as the first value", "first value")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
-        raise _wrong(method, optimizer, "an optimizer, a function that makes one, or None", "second value")
+        raise _wrong(method, optimizer, "an optimizer, a function that creates one, or None", "second value")
     if scheduler is not None and not is_scheduler(scheduler) and not callable(scheduler):
-        raise _wrong(method, scheduler, "a scheduler, a function that makes one, or None", "third value")
+        raise _wrong(method, scheduler, "a scheduler, a function that creates one, or None", "third value")
     return found, optimizer, scheduler
 
 
@@ -85,11 +85,11 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
     """
     method = template.run_forward_step
     if not isinstance(returned, torch.Tensor):
-        raise _wrong(method, returned, "the loss: a tensor of one number (output.loss, say)")
+        raise _wrong(method, returned, "the loss as a tensor with one element, such as output.loss")
     if returned.numel() != 1:
-        raise _wrong(method, returned, "the loss: one number, such as the mean of these")
+        raise _wrong(method, returned, "the loss as a single value, such as the mean of these")
     if not returned.is_floating_point():
-        raise _wrong(method, returned.dtype, "the loss: a real number")
+        raise _wrong(method, returned.dtype, "the loss as a floating-point tensor")
     if training and not returned.requires_grad:
         raise _wrong(
             method, returned, "a loss that depends on the model's weights (without .item() or .detach())"
@@ -114,7 +114,10 @@ def losses(
     if number is None:
         return (loss(template, returned, training=training),)
     if not isinstance(returned, tuple) or len(returned) != number:
-        method, what = template.run_forward_step, f"{number} losses, as many as label_counts returns numbers"
+        method, what = (
+            template.run_forward_step,
+            f"{number} losses, one for each number that label_counts returns",
+        )
         raise _wrong(method, returned, what)
     return tuple(loss(template, one, training=training) for one in returned)
 
@@ -132,7 +135,7 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in named.items() if value is not None}
     except (TypeError, ValueError):
-        raise _wrong(method, returned, "a dictionary of names and numbers") from None
+        raise _wrong(method, returned, "a dictionary that maps names to numbers") from None
 
 
 def as_module(given: Any) -> nn.Module:
@@ -143,16 +146,16 @@ def as_module(given: Any) -> nn.Module:
     """
     if not isinstance(given, nn.Module):
         raise UsageError(
-            f"engine.compose(model_obj=...) of a {type(given).__name__}",
+            f"engine.compose(model_obj=...) was given a {type(given).__name__}",
             "a torch.nn.Module",
             "Pass the model.",
         )
     empty = next((name for name, weight in given.named_parameters() if weight.is_meta), None)
     if empty is not None:
         raise UsageError(
-            f"a {type(given).__name__} whose weight {empty!r} is on the meta device and has no values",
-            "a model with initialized weights, usually on the host",
-            "Build it outside of torch.device('meta').",
+            f"the weight {empty!r} of the {type(given).__name__} is on the meta device and has no values",
+            "a model with initialized weights",
+            "Build the model outside torch.device('meta').",
         )
     return given
 
@@ -167,8 +170,8 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
         return given
     if getattr(given, "optimizer", None) is not optimizer:
         raise UsageError(
-            f"a scheduler that was already created ({type(given).__name__}) for another optimizer",
-            "a scheduler of the returned optimizer, or a function that creates one for an optimizer",
+            f"the returned scheduler ({type(given).__name__}) was created for another optimizer",
+            "a scheduler for the returned optimizer, or a function that creates one from an optimizer",
             "Return, for example, functools.partial(get_linear_schedule_with_warmup, ...).",
         )
     return lambda made: given
@@ -182,7 +185,7 @@ def is_scheduler(value: Any) -> bool:
 def missing(template: Any, name: str, returns: str) -> UsageError:
     """Return the error for a method that a template lacks."""
     return UsageError(
-        f"{type(template).__name__} has no {name}", f"a method that returns {returns}", "Write it."
+        f"{type(template).__name__} has no {name}", f"a method that returns {returns}", "Define this method."
     )
 
 
@@ -215,8 +218,8 @@ def _require_one_argument(method: Any, collate: Any) -> None:
     except TypeError as error:
         raise UsageError(
             f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}",
-            "one argument, the samples of a batch",
-            "Bind other arguments with functools.partial.",
+            "a function of one argument, the list of samples",
+            "Bind the other arguments with functools.partial.",
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return
@@ -234,7 +237,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return f"a tensor of {value}"
     if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)}"
+        return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple | list):
         return f"{len(value)} value{'s' * (len(value) != 1)}"
     return f"a {type(value).__name__}"

@@ -36,9 +36,9 @@ class Metric:
         """
         if not self._predictions:
             raise UsageError(
-                "compute() of a metric without batches",
+                "compute() was called on a metric without batches",
                 "add_batch before compute",
-                "Call add_batch with evaluated data first.",
+                "Call add_batch with predictions and references first.",
             )
         predictions, references = np.concatenate(self._predictions), np.concatenate(self._references)
         self._predictions, self._references = [], []

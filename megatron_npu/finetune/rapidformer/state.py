@@ -96,8 +96,8 @@ def current() -> Run:
     """
     if _process.run is None:
         raise UsageError(
-            "get_args() outside a run",
-            "a process that `megatron-npu train` has started",
+            "get_args() was called outside a run",
+            "a process that `megatron-npu train` started",
             "Start the script with `megatron-npu train --user-script FILE ...`.",
         )
     return _process.run

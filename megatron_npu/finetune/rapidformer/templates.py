@@ -78,9 +78,10 @@ class Template:
         engine = getattr(self, "engine", None)
         if not hasattr(engine, "args"):
             raise UsageError(
-                f"{type(self).__name__} with {'no' if engine is None else type(engine).__name__} engine",
-                "a RapidformerEngine, passed by its __init__: super().__init__(engine=engine)",
-                "Create it like this: Mine(engine=RapidformerEngine()).",
+                f"{type(self).__name__} was created with "
+                f"{'no' if engine is None else type(engine).__name__} engine",
+                "a RapidformerEngine, which its __init__ passes on with super().__init__(engine=engine)",
+                "Create it as in MyTrainer(engine=RapidformerEngine()).",
             )
         self.engine.used = True
 
@@ -258,7 +259,7 @@ class PreTrainer(Template):
         if args.epochs is not None and layout.is_cut(args):
             raise UsageError(
                 f"--epochs {args.epochs} with a model-parallel model",
-                "only --train-iters N",
+                "--train-iters N instead",
                 "Remove --epochs.",
             )
         if args.train_iters is None:

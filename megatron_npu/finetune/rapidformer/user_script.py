@@ -53,7 +53,7 @@ def run(script: str) -> None:
     finally:
         sys.argv, sys.path[:] = arguments, places
     if engine.used() == used:
-        none = "creates no RapidformerEngine" if engine.made() == made else "trains nothing"
+        none = "does not create a RapidformerEngine" if engine.made() == made else "trains nothing"
         raise UsageError(
             f"--user-script {script} {none}",
             "a call of a template's train(), or of engine.compose",
@@ -68,7 +68,7 @@ def _require_python(path: Path) -> None:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise UsageError(
-            f"--user-script {path.name}: {reason}{line}", "a valid Python file", "Correct it there."
+            f"--user-script {path.name}: {reason}{line}", "a valid Python file", "Correct the script."
         ) from None
 
 
@@ -88,11 +88,11 @@ def _supplied(path: Path) -> dict[str, Any]:
     log = state.get_logger()
     if former:
         log.info(
-            "--user-script %s: supplied, because newer versions lack it: %s", path.name, ", ".join(former)
+            "--user-script %s: providing names that newer versions lack: %s", path.name, ", ".join(former)
         )
     if names:
         log.info(
-            "--user-script %s: supplied, because the script does not import them: %s",
+            "--user-script %s: providing names that the script does not import: %s",
             path.name,
             ", ".join(names),
         )
@@ -109,7 +109,7 @@ def _told(path: Path, error: BaseException) -> BaseException:
     return UsageError(
         f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
         "a script that runs without an exception",
-        "Correct it there; --log-level debug prints the whole traceback.",
+        "Correct the script there; --log-level debug prints the whole traceback.",
     )
 
 
@@ -125,7 +125,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
     if frame.f_code.co_name != "embedding" or not (isinstance(asked, Tensor) and isinstance(rows, Tensor)):
         return None
     strange = int(asked.max()) if asked.max() >= rows.shape[0] else int(asked.min())
-    return f"an embedding of {rows.shape[0]} rows was given the index {strange}"
+    return f"an embedding with {rows.shape[0]} rows was indexed with {strange}"
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:

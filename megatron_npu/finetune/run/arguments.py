@@ -33,14 +33,14 @@ _TOKENIZERS = (
 )
 _DECAYS = ("linear", "cosine", "constant")
 _fraction = Number("a number from 0 to 1", float, 0.0, 1.0, metavar="X")
-_rate = Number("a number from 0 on", float, 0.0, metavar="X")
-_above_0 = Number("a number above 0", float, math.nextafter(0.0, 1.0), metavar="X")
+_rate = Number("a non-negative number", float, 0.0, metavar="X")
+_above_0 = Number("a positive number", float, math.nextafter(0.0, 1.0), metavar="X")
 
 _USAGE = """%(prog)s --task TASK --pretrained-model-name-or-path NAME_OR_DIR --data-path PATH [FLAG...]
        %(prog)s --user-script FILE [FLAG...]"""
 _DESCRIPTION = (
-    "Train a Transformers model, or your own model, with accelerations that are each enabled "
-    "by\none flag. The command starts one process per device of this machine."
+    "Train a Transformers model, or your own model, with accelerations that are enabled by one "
+    "flag each. The command starts one process per device of this machine."
 )
 
 
@@ -87,8 +87,8 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
             f"{place.world_size} processes with --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}",
-            f"a number of processes that {model_parallel} divides",
-            "Start that number with --nproc-per-node.",
+            f"a number of processes that is a multiple of {model_parallel}",
+            "Start such a number with --nproc-per-node.",
         )
     args.data_parallel_size = place.world_size // model_parallel
     together = args.micro_batch_size * args.data_parallel_size
@@ -116,11 +116,11 @@ def _derive(args: argparse.Namespace) -> None:
 def _require_folders(args: argparse.Namespace) -> None:
     """Check that checkpoint flags are given together with the folder that they need."""
     if args.load_last_good and not args.load:
-        raise UsageError("--load-last-good", "--load DIR with it", "Add --load.")
+        raise UsageError("--load-last-good without --load", "both flags", "Add --load DIR.")
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval without --save", "both", "Add --save DIR.")
+        raise UsageError("--save-interval without --save", "both flags", "Add --save DIR.")
     if args.save_per_machine and not args.save:
-        raise UsageError("--save-per-machine", "--save DIR with it", "Add --save.")
+        raise UsageError("--save-per-machine without --save", "both flags", "Add --save DIR.")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -140,7 +140,9 @@ def _check(args: argparse.Namespace) -> None:
     data_flags.refuse_repeated_columns(args.columns)
     if args.min_lr > args.lr:
         raise UsageError(
-            f"--min-lr {args.min_lr:g} above --lr {args.lr:g}", "at most --lr", "Correct one of the two."
+            f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}",
+            "a value of at most --lr",
+            "Correct one of the two.",
         )
 
 
@@ -148,7 +150,7 @@ def _check_task(args: argparse.Namespace) -> None:
     for name in ("pretrained_model_name_or_path", "data_path"):
         if getattr(args, name) is None:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--task {args.task} without {flag}", "both", f"Add {flag}.")
+            raise UsageError(f"--task {args.task} without {flag}", "both flags", f"Add {flag}.")
     if layout.is_cut(args):
         raise layout.cannot_be_cut(args, f"--task {args.task}")
 
@@ -165,7 +167,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
     if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
         raise UsageError(
             f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
-            "a warm-up that ends before the decay does",
+            "a warm-up that is shorter than the decay",
             "Correct one of the two.",
         )
 
@@ -174,9 +176,9 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
     """Reject a blank argument, which a shell passes if a backslash is not the last character of its line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
-            "a backslash with a blank or a comment behind it",
-            "a backslash as the last character of a continued line",
-            "Remove the characters after it, because the shell ends the command there.",
+            "a backslash is followed by a space or a comment",
+            "a backslash as the last character of a line that continues",
+            "Remove what follows the backslash, because the shell ends the command there.",
         )
 
 
@@ -186,8 +188,8 @@ def _refuse_empty(args: argparse.Namespace) -> None:
         if name != "source_prefix" and value in ("", [""]):
             raise UsageError(
                 f"--{name.replace('_', '-')} with an empty value",
-                "a value, or not this flag",
-                "A shell variable in the command may not be set.",
+                "a value",
+                "Add a value or remove the flag; a shell variable in the command may be unset.",
             )
 
 
@@ -196,8 +198,8 @@ def _task(add: Add) -> None:
     add(
         "--user-script",
         metavar="FILE",
-        help="run this Python file, which subclasses a template (Finetuner, PreTrainer) or "
-        "calls engine.compose",
+        help="Python file to run, which subclasses a template (Finetuner, PreTrainer) or calls "
+        "engine.compose",
     )
     add(
         "--pretrained-model-name-or-path",
@@ -212,7 +214,12 @@ def _task(add: Add) -> None:
         help="training data: a dataset on the hub, a csv, json, jsonl, parquet or txt file or a folder "
         "of them; with --task pretraining the prefix of .bin and .idx files",
     )
-    add("--data-name", "--dataset-name", metavar="NAME", help="configuration of the dataset, such as mrpc")
+    add(
+        "--data-name",
+        "--dataset-name",
+        metavar="NAME",
+        help="configuration of the dataset, such as mrpc of the dataset glue",
+    )
 
 
 def _model(add: Add) -> None:
@@ -302,26 +309,28 @@ def _data(add: Add) -> None:
         "--data-impl",
         choices=["mmap", "lazy", "cached", "infer"],
         default="mmap",
-        help="format of the .bin and .idx files, which is detected from the files",
+        help="no effect, because the format of the .bin and .idx files is detected; accepted for "
+        "compatibility",
     )
     add(
         "--mmap-warmup",
         action="store_true",
-        help="accepted for compatibility; has no effect, because the operating system reads ahead",
+        help="no effect, because the operating system reads ahead; accepted for compatibility",
     )
     add(
         "--split",
         metavar="A,B[,C]",
         default="969,30,1",
-        help="proportions of the --task pretraining data for training, validation and test",
+        help="proportions in which the data of --task pretraining is split into training, validation and "
+        "test data",
     )
     add(
         "--mask-prob",
         type=_fraction,
         default=0.15,
-        help="fraction of the tokens that are masked in a masked language model",
+        help="fraction of the tokens to mask for masked language modeling",
     )
-    add("--short-seq-prob", type=_fraction, default=0.1, help="fraction of the samples that are shortened")
+    add("--short-seq-prob", type=_fraction, default=0.1, help="fraction of the samples to shorten")
     add_shared(add, "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
     add("--num-workers", type=whole, default=0, help="number of data-loading processes per rank")
 
@@ -337,7 +346,7 @@ def _logging(add: Add) -> None:
         "--log-level",
         choices=["debug", "info", "warning"],
         default="info",
-        help="level of the loggers that get_logger() returns",
+        help="log level of the loggers that get_logger() returns",
     )
     add(
         "--eval-interval",
@@ -354,7 +363,7 @@ def _logging(add: Add) -> None:
     add_shared(
         add,
         "--plot",
-        help="PNG file for a plot of loss and learning rate (default: written with --save or "
+        help="PNG file for the plot of loss and learning rate (default: written with --save or "
         "--tensorboard-dir, if matplotlib is installed)",
     )
 

@@ -50,10 +50,10 @@ _OF_OWN_OPTIMIZER = (
 )
 _AT_ONCE = (
     ("clip_grad", "applies from the next update on"),
-    ("train_iters", "changes the end of the run, and without --lr-decay-iters also that of the schedule"),
+    ("train_iters", "changes the end of the run and, without --lr-decay-iters, the end of the schedule"),
     ("micro_batch_size", "changes memory and speed; results differ in their last digits"),
-    ("mixed_precision", "uses other matrix products from the next iteration on"),
-    ("max_length", "splits samples at other positions"),
+    ("mixed_precision", "changes the precision of matmuls from the next iteration on"),
+    ("max_length", "splits the data into samples at other positions"),
 )
 
 
@@ -98,11 +98,13 @@ def require_there(args: Namespace) -> None:
     of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
     begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--load {folder} is a file", "the --save folder of a run", "Use another.")
+        raise UsageError(
+            f"--load {folder} is a file", "the folder that a run wrote with --save", "Use another path."
+        )
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
-            f"--load {folder}: no checkpoint there",
-            f"a folder with {checkpoint_files.TRACKER}, or the folder of --save",
+            f"--load {folder} contains no checkpoint",
+            f"a folder with the file {checkpoint_files.TRACKER}, or the --save folder of this run",
             "Correct the path, or remove --load; pass initial weights with --pretrained-model-name-or-path.",
         )
 
@@ -171,7 +173,7 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
         if name in saved and saved[name] != getattr(args, name):
             raise UsageError(
                 f"{flag} {getattr(args, name)}, but {saved[name]} in {place}",
-                "the same values, because they determine the samples of an iteration",
+                "the same value, because it determines the samples of each iteration",
                 "Pass the flags of the original run, or start again from the trained weights.",
             )
 
@@ -180,7 +182,7 @@ def _changes(args: Namespace, saved: dict[str, Any], place: Path, *, own_optimiz
     """Return what differs from the run that saved, a line a flag, and what that does."""
     own = _OF_OWN_OPTIMIZER if own_optimizer else ()
     lines = [
-        f"  --{name.replace('_', '-')} {getattr(args, name)} (the checkpoint: {saved[name]}): {effect}"
+        f"  --{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]}): {effect}"
         for name, effect in (*((name, _RATES) for name in own), *_AT_ONCE)
         if name in saved and hasattr(args, name) and saved[name] != _plain(getattr(args, name))
     ]
@@ -210,10 +212,10 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
     if differing:
         name = differing[0]
         raise UsageError(
-            f"{place} contains another model: {name} is {saved.get(name, 'missing')} there and "
+            f"{place} contains a different model: {name} is {saved.get(name, 'missing')} there and "
             f"{wanted.get(name, 'missing')} here",
             "the model and the switches of the run that saved it",
-            "Pass its flags, or another --load.",
+            "Pass the flags of that run, or load another checkpoint.",
         )
 
 
@@ -239,7 +241,7 @@ def _reading(place: Path) -> Iterator[None]:
         raise refused or UsageError(
             f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}",
             "a complete checkpoint of the same model",
-            f"Write the iteration of an older one into {place.parent / checkpoint_files.TRACKER}.",
+            f"Write the iteration of an older checkpoint into {place.parent / checkpoint_files.TRACKER}.",
         ) from error
     finally:
         if guards:

@@ -110,6 +110,7 @@ def _refuse(args: Namespace, *, tells: bool = False) -> None:
     if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
         raise UsageError(
             f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
-            "replicas to compare: with this sharding each rank has a different part of every weight",
+            "replicas that can be compared, but with this sharding each rank has a different part of every "
+            "weight",
             "Remove it, or use --zero-1-memory-optimization.",
         )

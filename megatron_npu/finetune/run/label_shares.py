@@ -164,9 +164,9 @@ class MicroBatches:
             self._totals = self._all_labels(number, counts)
         elif self._each != number:
             raise UsageError(
-                f"run_forward_step took {self._each} batches for a loss, and {number} for the next one",
-                "the same number for each loss, because the labels of a global batch are counted before "
-                "it is trained on",
+                f"run_forward_step used {self._each} batches for one loss and {number} for the next",
+                "the same number of batches for each loss, because the labels of a global batch are counted "
+                "in advance",
                 "Use one batch per loss.",
             )
         shares = zip(self._totals, counts, strict=True)

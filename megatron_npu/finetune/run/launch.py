@@ -58,7 +58,7 @@ def machines() -> int:
         raise UsageError(
             f"NNODES={count} without MASTER_ADDR and MASTER_PORT",
             "all three, and NODE_RANK on each machine",
-            "Export the address and port that the first machine listens on.",
+            "Export the address and port of the first machine.",
         )
     return count
 
@@ -104,7 +104,7 @@ def start(argv: Sequence[str], processes: int) -> int:
         reason = str(error).partition("\n")[0]
         raise UsageError(
             f"MASTER_ADDR:MASTER_PORT {place}: {reason}",
-            "an address of the first machine, and a port that is free there",
+            "an address of the first machine and a free port on it",
             "Export another MASTER_PORT.",
         ) from None
     return 0
@@ -161,7 +161,7 @@ def _exit_code(failed: object) -> int:
     code = first.exitcode
     if code == -signal.SIGKILL:
         print(
-            f"megatron-npu train: rank {first.local_rank} was killed; the machine may be out of memory",
+            f"megatron-npu train: rank {first.local_rank} was killed; the machine may have run out of memory",
             file=sys.stderr,
         )
     return code if code >= 0 else 128 - code

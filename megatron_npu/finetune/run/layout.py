@@ -22,6 +22,7 @@ def cannot_be_cut(args: Namespace, what: str) -> UsageError:
     return UsageError(
         f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
         f"{args.pipeline_model_parallel_size} with {what}",
-        "1 for both: with these switches each rank has all layers, or a shard of each weight (--zero-3-...)",
-        "Model parallelism is for Megatron models: those of `megatron-npu pretrain`, or of a PreTrainer.",
+        "1 for both, because with these switches each rank has all layers, or a shard of each weight "
+        "(--zero-3-...)",
+        "Use model parallelism only with Megatron models: `megatron-npu pretrain`, or a PreTrainer.",
     )

@@ -223,7 +223,7 @@ class Loop:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not "
                 "depend on the model",
-                "a loss computed with the model that it is given",
+                "a loss computed with the model that was passed to it",
                 "Compute the loss with that model.",
             )
 
@@ -305,7 +305,7 @@ class Loop:
         else:
             return False
         if self.iteration < self.plan.iterations:
-            self.report.say(f" ending at iteration {self.iteration}: {self.outcome.ended_by}")
+            self.report.say(f" stopping at iteration {self.iteration}: {self.outcome.ended_by}")
         return True
 
     def _finish(self) -> None:

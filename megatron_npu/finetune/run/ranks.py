@@ -47,7 +47,7 @@ def require_as_many(asked: int | None) -> None:
     if asked is not None and there is not None and there != str(asked):
         raise UsageError(
             f"--nproc-per-node {asked}, but a launcher has already started {there} on this machine",
-            "only one of them to start the ranks",
+            "only one of the two to start the ranks",
             "Remove --nproc-per-node.",
         )
 
@@ -64,6 +64,6 @@ def from_environment(name: str, default: int, *, least: int = 0, most: int | Non
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         upward = "on" if most is None else f"to {most}"
         raise UsageError(
-            f"{name}={text}", f"a whole number from {least} {upward}", f"Correct it, or unset {name}."
+            f"{name}={text}", f"an integer from {least} {upward}", f"Correct it, or unset {name}."
         )
     return int(text)

@@ -57,10 +57,10 @@ class Report(Sinks):
         for line in ledger:
             self.say(f" {line}")
         self.say(
-            f" {args.train_iters} iterations of {args.global_batch_size} samples: "
-            f"{args.num_microbatches} x {args.micro_batch_size} on {args.data_parallel_size} "
-            f"rank{'s' * (args.data_parallel_size > 1)} ({devices.current().title}); "
-            f"{args.epoch_iters} iterations are an epoch"
+            f" {args.train_iters} iterations of {args.global_batch_size} samples: {args.num_microbatches} x "
+            f"{args.micro_batch_size} on {args.data_parallel_size} "
+            f"rank{'s' * (args.data_parallel_size > 1)} ({devices.current().title}); {args.epoch_iters} "
+            "iterations per epoch"
         )
 
     def __enter__(self) -> Report:

@@ -26,7 +26,9 @@ def every() -> dict[str, type[Declaration]]:
                 continue
             if kind.__module__ == module.__name__ and "name" in vars(kind):
                 if kind.name in found:
-                    raise ValueError(f"two classes have the name {kind.name}: {found[kind.name]}, {kind}")
+                    raise ValueError(
+                        f"two task classes have the name {kind.name}: {found[kind.name]}, {kind}"
+                    )
                 found[kind.name] = kind
     return found
 

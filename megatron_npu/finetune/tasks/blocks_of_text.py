@@ -26,7 +26,7 @@ class BlocksOfText(Task):
         Flag(
             "--append-eod",
             action="store_true",
-            help="append the end token to each text of a language-modeling dataset",
+            help="append the end-of-text token to each text of a language-modeling dataset",
         ),
     )
     marked = False  # whether special tokens are put around each text, and a mask says where they are
@@ -58,7 +58,7 @@ class BlocksOfText(Task):
         if not len(blocks):
             count = sum(map(len, tokens["input_ids"]))
             raise UsageError(
-                f"the part {part!r} has {count} tokens",
+                f"the split {part!r} has {count} tokens",
                 f"at least one block of {self.longest} tokens",
                 "Provide more text, or a smaller --seq-length.",
             )

@@ -31,7 +31,7 @@ class CausalLM(BlocksOfText):
         if args.seq_length == 1:
             raise UsageError(
                 "--seq-length 1",
-                "at least 2: a token and its successor",
+                "at least 2, for a token and the next one",
                 "Pass a larger --seq-length.",
             )
 
@@ -41,8 +41,8 @@ class CausalLM(BlocksOfText):
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
             raise UsageError(
-                f"--task {self.name} with {name}, a {config.model_type} whose attention sees the tokens "
-                "that it should predict",
+                f"--task {self.name} with {name}, a {config.model_type} whose attention sees the tokens it "
+                "should predict",
                 "a decoder-only model",
                 "Pass --task masked_lm, or a model such as GPT-2.",
             )

@@ -41,7 +41,9 @@ class MaskedLM(BlocksOfText):
         """Reject a mask probability of 0."""
         if not args.mask_prob:
             raise UsageError(
-                "--mask-prob 0", "a number above 0, so that tokens are masked", "Pass, for example, 0.15."
+                "--mask-prob 0",
+                "a positive number, so that some tokens are masked",
+                "Pass, for example, 0.15.",
             )
 
     @functools.cached_property
@@ -51,7 +53,7 @@ class MaskedLM(BlocksOfText):
         if self.tokenizer.mask_token is None:
             raise UsageError(
                 f"--task masked_lm with {self.args.pretrained_model_name_or_path}",
-                "a tokenizer with a mask token",
+                "a model whose tokenizer has a mask token",
                 "Pass --task causal_lm, or a model such as BERT.",
             )
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)

@@ -48,7 +48,7 @@ class PreTraining(Declaration):
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} with --task pretraining",
-                "only --train-iters N: the number of samples is computed from it",
+                "--train-iters N, because the number of samples is computed from it",
                 "Pass --train-iters instead.",
             )
 
@@ -88,7 +88,7 @@ class PreTraining(Declaration):
         known = self._config[0].get_text_config().vocab_size
         if vocabulary.vocab_size > known:
             raise UsageError(
-                f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model of {known} tokens, with a "
+                f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model with {known} tokens, for a "
                 f"vocabulary of {vocabulary.vocab_size}",
                 "a model with an embedding for every token",
                 "Use the vocabulary that the model was trained with, or another model.",
@@ -101,7 +101,7 @@ class PreTraining(Declaration):
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
         auto = getattr(transformers, self._auto)
         if differs or not _has_weights(name):
-            self._say(f"{name}: new weights" + (f" ({', '.join(differs)})" if differs else ""))
+            self._say(f"{name}: newly initialized weights" + (f" ({', '.join(differs)})" if differs else ""))
             return auto.from_config(config, dtype=torch.float32), None, None
         return pretrained.loaded(name, auto, config), None, None
 
@@ -144,7 +144,7 @@ class PreTraining(Declaration):
         if not (causal or masked) or config.is_encoder_decoder:
             raise UsageError(
                 f"--task pretraining with {self.args.pretrained_model_name_or_path}, a {config.model_type}",
-                "a BERT, another masked model, or a causal model such as GPT-2",
+                "a BERT or another masked language model, or a causal model such as GPT-2",
                 "Use another model.",
             )
         return masked and not getattr(config, "is_decoder", False)

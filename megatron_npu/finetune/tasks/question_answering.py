@@ -47,7 +47,7 @@ class QuestionAnswering(Task):
             "--doc-stride",
             type=positive,
             default=128,
-            help="number of tokens shared by two consecutive windows of a context",
+            help="number of tokens that two consecutive windows of a context share",
         ),
         Flag("--max-answer-length", type=positive, default=30, help="maximum number of tokens in an answer"),
     )
@@ -96,8 +96,8 @@ class QuestionAnswering(Task):
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
         if free < 2:
             raise UsageError(
-                f"a question of {own} tokens in the part {part!r}",
-                f"fewer than the {self.longest} of --seq-length, so that there is space for the context",
+                f"a question in the split {part!r} has {own} tokens",
+                f"fewer than the {self.longest} tokens of --seq-length, to leave space for the context",
                 "Remove the question, or pass a larger --seq-length.",
             )
         return min(self.args.doc_stride, free // 2)
@@ -293,7 +293,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
         raise UsageError(
             f"the answer {text!r} to {question!r}",
-            "a part of the context at the given position",
+            "text that occurs in the context at the given position",
             "Correct the row.",
         )
 
@@ -315,6 +315,6 @@ def _are(kind: type, given: Any) -> bool:
 def _unreadable(given: Any, question: str) -> UsageError:
     return UsageError(
         f"the answers {given!r} to {question!r}",
-        'the form of SQuAD, {"text": ["Rome"], "answer_start": [17]}, or one text',
+        'the SQuAD form, {"text": ["Rome"], "answer_start": [17]}, or a single string',
         "Correct the row.",
     )

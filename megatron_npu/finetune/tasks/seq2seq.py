@@ -39,8 +39,13 @@ class Seq2Seq(Task):
     flags = (
         Flag("--source-prefix", default="", metavar="TEXT", help="text to prepend to each source"),
         Flag("--max-target-length", type=positive, default=128, help="maximum number of tokens in an output"),
-        Flag("--predict-with-generate", action="store_true", help="generate outputs during evaluation too"),
-        Flag("--num-beams", type=positive, default=1, help="number of beams for generated outputs"),
+        Flag("--predict-with-generate", action="store_true", help="also generate outputs during evaluation"),
+        Flag(
+            "--num-beams",
+            type=positive,
+            default=1,
+            help="number of beams for beam search when generating outputs",
+        ),
     )
 
     @classmethod
@@ -49,7 +54,7 @@ class Seq2Seq(Task):
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams without --predict-with-generate",
-                "both flags, because beams are used for generated outputs",
+                "both flags, because beams are used only for generated outputs",
                 "Add --predict-with-generate, or remove --num-beams.",
             )
 

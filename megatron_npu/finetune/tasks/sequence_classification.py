@@ -145,7 +145,7 @@ def columns_of_texts(
     given = dict(said)
     if "pair" in given and "text" not in given:
         raise UsageError(
-            "--columns pair=… without text=…", "text=… too", "Name the column of the first text too."
+            "--columns pair=… without text=…", "text=… as well", "Also name the column of the first text."
         )
     both = next((two for two in _PAIRS if {*two} <= {*there["train"]} and label not in two), None)
     if both is not None and not given:
@@ -154,7 +154,9 @@ def columns_of_texts(
     found = columns.find(there, {"text": usual, "pair": ()}, said)
     if label in found.values():
         raise UsageError(
-            f"the column {label!r} as the text and as its label", "separate columns", "Correct --columns."
+            f"the column {label!r} is used both as the text and as its label",
+            "separate columns",
+            "Correct --columns.",
         )
     return found["text"], found.get("pair")
 

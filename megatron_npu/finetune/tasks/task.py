@@ -50,7 +50,7 @@ class Task(Declaration):
             "--validation-fraction",
             type=_fraction,
             default=0.1,
-            help="fraction of the training split to validate on if the data has no validation split",
+            help="fraction of the training split to use for validation if the data has no validation split",
         ),
     )
 
@@ -142,7 +142,8 @@ class Task(Declaration):
             ]
             raise UsageError(
                 f"--task {self.name} with {name}, a {config.model_type}",
-                f"a task for which the model has a head: {', '.join(fitting) or 'it has none'}",
+                "a task for which Transformers has a head for this model: "
+                f"{', '.join(fitting) or 'there is none'}",
                 "Use another task or another model.",
             )
 
@@ -240,7 +241,7 @@ class Task(Declaration):
         """
         if not self.tokenizer.is_fast:
             raise UsageError(
-                f"the tokenizer of {self.args.pretrained_model_name_or_path}",
+                f"the tokenizer of {self.args.pretrained_model_name_or_path} is not a fast tokenizer",
                 "a fast tokenizer, which returns the position of each token",
                 "Use a model with a tokenizer.json.",
             )

@@ -43,8 +43,8 @@ class Options:
             ("--out-seq-length", self.longest, self.longest is None or self.longest > 1, "at least 2"),
             ("--temperature", self.temperature, self.temperature >= 0, "at least 0"),
             ("--top-k", self.top_k, self.top_k >= 0, "at least 0"),
-            ("--top-p", self.top_p, 0 <= self.top_p <= 1, "from 0 to 1"),
-            ("--seed", self.seed, 0 <= self.seed < 1 << 62, "from 0 to 2^62"),
+            ("--top-p", self.top_p, 0 <= self.top_p <= 1, "a number from 0 to 1"),
+            ("--seed", self.seed, 0 <= self.seed < 1 << 62, "an integer from 0 to 2^62"),
         ):
             if not fits:
                 raise UsageError(f"{flag} {value}", expected, "Change it.")

@@ -146,7 +146,7 @@ class Sampler:
         self._require_known(text)
         if len(text) > self.positions + 1:
             raise UsageError(
-                f"a text of {len(text)} tokens",
+                f"the text has {len(text)} tokens",
                 f"at most {self.positions + 1}: the model has {self.positions} positions",
                 "Shorten the text.",
             )
@@ -154,14 +154,14 @@ class Sampler:
     def _require_known(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UsageError(
-                "an empty prompt",
+                "the prompt is empty",
                 "at least one token",
-                "For unconditional text, start with the end-of-text token.",
+                "To generate unconditional text, start with the end-of-text token.",
             )
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             raise UsageError(
-                f"a prompt with ids from {min(prompt)} to {max(prompt)}",
-                f"from 0 to {self.vocabulary - 1}, the ids of the model",
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}",
+                f"ids from 0 to {self.vocabulary - 1}, the model's vocabulary",
                 "Use the tokenizer that the model was trained with.",
             )
 
@@ -174,7 +174,7 @@ class Sampler:
         self._require_known(prompt)
         if len(prompt) >= self.positions:
             raise UsageError(
-                f"a prompt of {len(prompt)} tokens",
+                f"the prompt has {len(prompt)} tokens",
                 f"at most {self.positions - 1}: the model has {self.positions} positions",
                 "Shorten the prompt.",
             )

@@ -28,6 +28,6 @@ def not_numbers() -> UsageError:
     """Return the error for logits that are NaN or infinite."""
     return UsageError(
         "the model's logits are NaN or infinite",
-        "a model whose training did not diverge, in sufficient precision",
+        "finite logits: a model whose training did not diverge, computed in sufficient precision",
         "Load an earlier checkpoint, or compute in another precision.",
     )

@@ -91,7 +91,7 @@ def gelu_and_slope(
     return output, slope
 
 
-@reference.bias_gelu.on("cpu", note="our kernel⁴ computes output and derivative at once; fp16 with `exp2`")
+@reference.bias_gelu.on("cpu", note="a kernel of ours⁴ for forward and backward at once; fp16 with `exp2`")
 def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
     # whether gradients are asked for decides nothing: activations that are computed again are the same bits
     worth = input.dtype.itemsize <= 2 or compiled.usable(input)

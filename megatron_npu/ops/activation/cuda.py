@@ -16,7 +16,7 @@ def _beyond(input: Tensor, bias: Tensor | None) -> str | None:
     if not input.dim():
         return "the input has no dimension"
     if bias is not None and bias.shape != input.shape[-1:]:
-        return f"the bias {tuple(bias.shape)} is not of the columns of {tuple(input.shape)}"
+        return f"the bias {tuple(bias.shape)} does not match the last dimension of {tuple(input.shape)}"
     return None
 
 
@@ -29,7 +29,11 @@ def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
 
 def _beyond_halves(input: Tensor, bias: Tensor | None) -> str | None:
     reason = _beyond(input, bias)
-    return f"no halves of {input.size(-1)} columns" if reason is None and input.size(-1) % 2 else reason
+    return (
+        f"{input.size(-1)} columns cannot be split into halves"
+        if reason is None and input.size(-1) % 2
+        else reason
+    )
 
 
 @reference.swiglu.on("cuda", note=_NOTE.format("`F.silu`"))

@@ -39,10 +39,10 @@ def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) 
 
 def _headless(query_size: int, key_size: int, layout: str, heads: int | None) -> tuple[int, int]:
     if not heads or not query_size or query_size % heads:
-        raise ValueError(f"layout {layout} needs num_heads dividing {query_size}, given {heads}")
+        raise ValueError(f"layout {layout} needs a num_heads that divides {query_size}, given {heads}")
     size = query_size // heads
     if key_size % size:
-        raise ValueError(f"keys of size {key_size} are not heads of size {size}")
+        raise ValueError(f"keys of size {key_size} cannot be split into heads of size {size}")
     return heads, key_size // size
 
 
@@ -60,11 +60,13 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
     if value.dim() != key.dim():
-        raise ValueError(f"key and value differ in dimensions: {tuple(key.shape)}, {tuple(value.shape)}")
+        raise ValueError(
+            f"key and value have different numbers of dimensions: {tuple(key.shape)}, {tuple(value.shape)}"
+        )
     q = bnsd_shape(query.shape, layout, heads)
     k, v = (bnsd_shape(t.shape, layout, key_heads) for t in (key, value))
     if q[0] != k[0] or q[3] != k[3] or k[:3] != v[:3]:
-        raise ValueError(f"shapes do not fit, as [b, n, s, d]: {q}, {k}, {v}")
+        raise ValueError(f"the shapes do not match, as [b, n, s, d]: {q}, {k}, {v}")
 
 
 def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
@@ -72,7 +74,7 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
     if any(limit is not None and limit < 0 for limit in window):
         raise ValueError(f"window must not be negative (None means no limit), given {window}")
     if mask is not None and (mask.dtype is not torch.bool or mask.dim() > 4):
-        raise ValueError(f"mask must be boolean of at most 4 dimensions, given {mask.dtype} {mask.shape}")
+        raise ValueError(f"mask must be boolean with at most 4 dimensions, given {mask.dtype} {mask.shape}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), given {dropout_p}")
 
@@ -81,7 +83,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
     """Raise a ValueError for a sink that does not hold one value per query head."""
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ValueError(
-            f"a sink has the shape ({heads},), one score for each head, given {tuple(sink.shape)}"
+            f"sink must have the shape ({heads},), one score per head, given {tuple(sink.shape)}"
         )
 
 
@@ -89,22 +91,22 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
     """Raise a ValueError unless TND comes with ``packed``, and ``packed`` without another mask."""
     if packed is None:
         if layout == "TND":
-            raise ValueError("layout TND needs packed, the lengths of its sequences")
+            raise ValueError("layout TND needs packed, which gives the lengths of its sequences")
         return
     if mask is not None:
-        raise ValueError("packed sequences take no mask: their lengths say what is visible")
+        raise ValueError("mask must be None for packed sequences, whose lengths define what is visible")
     if len(packed.query_lengths) != len(packed.key_lengths):
         raise ValueError(
-            f"{len(packed.query_lengths)} sequences of queries, {len(packed.key_lengths)} of keys"
+            f"packed has {len(packed.query_lengths)} query lengths but {len(packed.key_lengths)} key lengths"
         )
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
     """Raise a ValueError unless the sequences cover the tokens."""
     if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
-        raise ValueError("a sequence has a negative length")
+        raise ValueError("packed contains a negative length")
     if sum(packed.query_lengths) != queries or sum(packed.key_lengths) != keys:
         raise ValueError(
-            f"sequences of {sum(packed.query_lengths)} queries and {sum(packed.key_lengths)} keys, "
-            f"given {queries} and {keys} tokens"
+            f"packed describes {sum(packed.query_lengths)} queries and {sum(packed.key_lengths)} keys, but "
+            f"the tensors have {queries} and {keys}"
         )

@@ -107,7 +107,7 @@ def choose(
     if spec.dropout_p:
         return Unsupported("dropout with a window or packed sequences needs flash-attn")
     if sizes[0] != sizes[2] or sizes[0] not in _FLEX_SIZES:
-        return Unsupported(f"FlexAttention with head sizes {sizes[0]} and {sizes[2]}")
+        return Unsupported(f"FlexAttention does not support head sizes {sizes[0]} and {sizes[2]}")
     return CudaCall(Kernel.FLEX)
 
 
@@ -221,7 +221,11 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, spec.dropout_p, causal, grouped)
     if torch.backends.cuda.can_use_cudnn_attention(asked):
         return True
-    note_slower("attention", "this torch or cuDNN has no kernel for a call", "is not cuDNN's, but flash")
+    note_slower(
+        "attention",
+        "this version of torch or cuDNN has no kernel for the call",
+        "runs on torch's flash kernel instead of cuDNN's",
+    )
     return False
 
 

@@ -106,13 +106,14 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
         return mode, UNLIMITED, UNLIMITED
     window = window_from_end(spec.segments)
     if window is None:
-        return Unsupported("sequences whose windows lie differently towards their ends")
+        return Unsupported("the windows of the sequences end at different offsets from the sequence end")
     left, right = (UNLIMITED if limit is None else limit for limit in window)
     for s in spec.segments:
         queries, keys = s.q1 - s.q0, s.k1 - s.k0
         if not _band_meets(left, right, queries, keys):
             return Unsupported(
-                f"a band of {left} tokens before and {right} behind the end, {queries}×{keys} pairs"
+                f"a band of {left} tokens before and {right} after the end, for {queries}×{keys} pairs, is "
+                "not supported"
             )
     return BAND, left, right
 
@@ -131,7 +132,7 @@ def _limits(
     if reason := unsupported_dtype("npu_fusion_attention", dtype):
         return reason
     if key != value:
-        return f"keys {tuple(key)} and values {tuple(value)} of different shapes"
+        return f"keys {tuple(key)} and values {tuple(value)} have different shapes"
     batch, heads, queries, size = bnsd_shape(query, spec.layout, spec.heads)
     keys = bnsd_shape(key, spec.layout, spec.key_heads)[2]
     for what, number, largest in (
@@ -142,7 +143,7 @@ def _limits(
         ("head size", size, 768),
     ):
         if not 1 <= number <= largest:
-            return f"{what} {number}, 1 to {largest} are supported"
+            return f"{what} {number} is outside the supported 1 to {largest}"
     return None
 
 
@@ -150,9 +151,9 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
     if not spec.packed:
         return None
     if len(spec.segments) > _K:
-        return f"{len(spec.segments)} packed sequences, {_K} are supported"
+        return f"{len(spec.segments)} packed sequences exceed the supported {_K}"
     if any(s.has_fully_masked_rows() for s in spec.segments):
-        return "packed queries that see no key"
+        return "some packed queries see no key"
     return None
 
 

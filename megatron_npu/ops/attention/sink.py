@@ -93,13 +93,13 @@ class _Absorbed(torch.autograd.Function):
 def _beyond_blocks(*arguments: Any) -> str | None:
     _, key, value, _, spec, mask = arguments
     if mask is not None:
-        return "a sink with a mask"
+        return "a sink together with a mask is not supported"
     if any(segment.has_fully_masked_rows() for segment in spec.segments):
-        return "a sink and queries that see no key"
+        return "a sink with queries that see no key is not supported"
     if bnsd_shape(key.shape, spec.layout, spec.key_heads) != bnsd_shape(
         value.shape, spec.layout, spec.key_heads
     ):
-        return "a sink with keys and values of different head sizes"
+        return "a sink with keys and values of different head sizes is not supported"
     return None
 
 

@@ -210,7 +210,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
     """Both ``[n, ...]``: an fp32 total with contiguous rows, and a bf16 part."""
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
     address = _contiguous("part", part, _BFLOAT, part.shape)
-    _check(has_contiguous_rows(total), "total", total, "with rows that are contiguous, and apart")
+    _check(has_contiguous_rows(total), "total", total, "with contiguous rows that do not overlap")
     _call(
         "accumulate_bfloat16",
         _strided("total", total, _FLOAT, part.shape),
@@ -241,7 +241,7 @@ def product(
     """
     count, rows, inner = _shape("left", left, 3)
     columns = right.size(-1)
-    _check(inner > 0, "left", left, "with something to multiply")  # nothing would be written
+    _check(inner > 0, "left", left, "with at least one column")  # nothing would be written
     precise = out.dtype is _FLOAT
     where = _strided("result", out, _FLOAT if precise else _BFLOAT, (count, rows, columns), written=True)
     _check(columns < 2 or out.stride(-1) == 1, "result", out, "with contiguous rows")
@@ -347,12 +347,12 @@ def _call_of(factors: tuple[Tensor, Tensor, Tensor], weighting: Weighting, dtype
     _, keys, value_size = _shape("value", value, 3)
     begin = -_FURTHEST if weighting.begin is None else weighting.begin
     end = _FURTHEST if weighting.end is None else weighting.end
-    _check(heads > 0 and size > 0, "query", query, "with heads that are not empty")
+    _check(heads > 0 and size > 0, "query", query, "with a head size of at least 1")
     repeats, keep = weighting.repeats, weighting.keep
     if repeats < 1 or rows % repeats or not 1 <= keep <= LEVELS or max(abs(begin), abs(end)) > _FURTHEST:
         raise ValueError(
-            f"attention of {rows} rows takes repeats that divide them, keep from 1 to {LEVELS}, and limits "
-            f"of at most {_FURTHEST} keys, given {weighting}"
+            f"attention with {rows} rows needs repeats that divide them, a keep from 1 to {LEVELS}, and "
+            f"limits of at most {_FURTHEST} keys, given {weighting}"
         )
     return _Call(
         _rows("query", query, dtype, (heads, rows, size)),
@@ -397,10 +397,10 @@ def _strided(
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
         _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
     if written and overlaps(tensor):
-        _refuse(what, tensor, "memory that is written to, and no value shares with another")
+        _refuse(what, tensor, "a tensor whose values do not share memory, because it is written to")
     address = tensor.data_ptr()
     if not address and tensor.numel():
-        _refuse(what, tensor, "memory that is there, not a storage that was resized to nothing")
+        _refuse(what, tensor, "a tensor whose storage was not resized to 0")
     return address
 
 
@@ -408,8 +408,13 @@ def _bits(bits: Tensor | None, most: int, count: int) -> tuple[int | None, int]:
     if bits is None:
         return None, 0
     if not -(1 << 15) <= most < 1 << 15:
-        raise ValueError(f"dropout keeps what has 16 bits of at most a number of int16, given {most}")
-    _check(bits.dim() == 1 and 4 * bits.numel() >= count, "bits", bits, f"16 bits for each of {count} values")
+        raise ValueError(f"the dropout threshold must be an int16 value, given {most}")
+    _check(
+        bits.dim() == 1 and 4 * bits.numel() >= count,
+        "bits",
+        bits,
+        f"16 random bits for each of {count} values",
+    )
     return _contiguous("bits", bits, torch.int64, bits.shape), most
 
 
@@ -424,7 +429,7 @@ def _rows_of(tensor: Tensor) -> int:
 
 def _name_of(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
-        raise ValueError(f"compiled kernels take torch.float32 and torch.bfloat16, given {dtype}")
+        raise ValueError(f"compiled kernels support torch.float32 and torch.bfloat16, given {dtype}")
     return _NAMES[dtype]
 
 
@@ -442,8 +447,9 @@ def _refuse(what: str, tensor: Tensor, expected: str) -> None:
     if tensor.layout is torch.strided:
         found += f" with strides {tensor.stride()}"
     raise ValueError(
-        f"a compiled kernel takes as its {what} {expected}, given {type(tensor).__name__} {found}; "
-        "call the operation of megatron_npu.ops instead, which leaves to torch what no kernel takes"
+        f"a compiled kernel expects as its {what} {expected}, given {type(tensor).__name__} {found}; call "
+        "the operation in megatron_npu.ops instead, which falls back to torch for calls that no kernel "
+        "supports"
     )
 
 
@@ -456,12 +462,14 @@ def _call(name: str, *arguments: object) -> None:
     """
     loaded = library()
     if loaded is None:
-        raise RuntimeError(f"there is no compiled kernel {name}: ask megatron_npu.ops.compiled.available()")
+        raise RuntimeError(
+            f"there is no compiled kernel {name}: check megatron_npu.ops.compiled.available() first"
+        )
     status = _declared(loaded)[name](*arguments, torch.get_num_threads())
     if status == _NO_MEMORY:
-        raise MemoryError(f"the compiled kernel {name} has not enough memory; make the batch smaller")
+        raise MemoryError(f"the compiled kernel {name} ran out of memory; use a smaller batch")
     if status:
-        raise RuntimeError(f"the compiled kernel {name} failed, status {status}; its results are not whole")
+        raise RuntimeError(f"the compiled kernel {name} failed, status {status}; its results are incomplete")
 
 
 @functools.lru_cache(maxsize=2)
@@ -475,8 +483,8 @@ def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
         size = getattr(loaded, name, lambda: 0)()
         if size != ctypes.sizeof(own):
             raise RuntimeError(
-                f"{loaded._name} is not of this version's kernels: {name}() is {size}, expected "
-                f"{ctypes.sizeof(own)}; delete that file, and it is compiled again"
+                f"{loaded._name} was not compiled from this version's kernels: {name}() is {size}, expected "
+                f"{ctypes.sizeof(own)}; delete the file to have it compiled again"
             )
     kernels: dict[str, Callable[..., int]] = {}
     for family, (variants, arguments) in _KERNELS.items():

@@ -90,8 +90,8 @@ def _openmp() -> Path:
     found = _file_of(torch[0], "GOMP_parallel") if torch else ""
     if "gomp" not in Path(found).name:
         raise UsageError(
-            f"torch uses the threads of {found or 'an unknown library'}, not of libgomp",
-            "a torch that is linked to libgomp, as its wheels for Linux are",
+            f"torch uses threads from {found or 'an unknown library'} instead of libgomp",
+            "a torch that is linked to libgomp, like its Linux wheels",
             f"Install such a torch, or {_WITHOUT}",
         )
     return Path(found)

@@ -22,8 +22,8 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 class Arithmetic(enum.Enum):
     """How our kernel multiplies bf16 on this processor."""
 
-    WIDENED = "by fp32's multiply-adds: the fastest where the processor has nothing as fast for bf16"
-    PAIRED = "by AVX-512's instruction for bf16, at twice the rate of fp32's: as fast as oneDNN"
+    WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
+    PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
 
 
 @torch.compiler.assume_constant_result

@@ -67,7 +67,8 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
     fits = 0 < chosen <= groups and not logits.size(1) % groups and routing.topk // chosen > 0
     if chosen and not (fits and routing.topk <= chosen * (logits.size(1) // groups)):
         raise ValueError(
-            f"{routing.topk} experts from {chosen} of {groups} groups of {logits.size(1)} experts do not fit"
+            f"{routing.topk} experts cannot be selected from {chosen} of {groups} groups with "
+            f"{logits.size(1)} experts in total"
         )
     return _route(logits, routing, None if routing.score == "softmax" else bias)
 
@@ -103,9 +104,11 @@ def balancing_loss(scores: Tensor, tokens_per_expert: Tensor, factor: float | Te
 
 def _check(logits: Tensor, topk: int, score: str) -> None:
     if score not in ("softmax", *_ELEMENTWISE):
-        raise ValueError(f"score {score!r}: expected softmax, sigmoid or sqrtsoftplus")
+        raise ValueError(f"score is {score!r}; expected softmax, sigmoid or sqrtsoftplus")
     if logits.dim() != 2 or not 0 < topk <= logits.size(1):
-        raise ValueError(f"[t, e] with 1 to e experts of a token do not fit: {tuple(logits.shape)}, {topk}")
+        raise ValueError(
+            f"logits must be [t, e] with 1 to e experts per token, given {tuple(logits.shape)}, {topk}"
+        )
 
 
 def _wide(logits: Tensor) -> torch.dtype:
@@ -289,7 +292,7 @@ def _loss_torch(scores: Tensor, tokens_per_expert: Tensor, factor: float | Tenso
     return torch.dot(scores.sum(0), weights.to(scores.dtype))
 
 
-_route.on("cpu", "cuda", note="one joint gradient for selection, weights and their sum")(_route_torch)
+_route.on("cpu", "cuda", note="one backward pass for selection, weights and their sum")(_route_torch)
 _scores.on("cpu", "cuda", "npu", note="as `route_tokens`")(_scores_torch)
 _loss.on("cpu", "cuda", "npu", note="`torch.dot`")(_loss_torch)
 
@@ -357,7 +360,9 @@ class _SoftmaxByKernel(torch.autograd.Function):
         return torch._softmax_backward_data(grad.contiguous(), scores, -1, scores.dtype).to(ctx.dtype), None
 
 
-@_route.on("npu", note="`npu_moe_gating_top_k`; softmax over selected experts and sqrtsoftplus: as cpu")
+@_route.on(
+    "npu", note="`npu_moe_gating_top_k`; softmax over the selected experts and sqrtsoftplus: as on cpu"
+)
 def _route_npu(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     if not _kernel_takes(logits, routing):
         return _route_torch(logits, routing, bias)

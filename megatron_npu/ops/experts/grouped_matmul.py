@@ -30,9 +30,14 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Source: ``grouped_gemm.ops.gmm`` of the package grouped_gemm 1.1.4, which Megatron uses.
     """
     if input.dim() != 2 or weight.dim() != 3 or input.size(1) != weight.size(1):
-        raise ValueError(f"[t, k] and [e, k, n] do not fit: {tuple(input.shape)}, {tuple(weight.shape)}")
+        raise ValueError(
+            f"input and weight must be [t, k] and [e, k, n], given {tuple(input.shape)}, "
+            f"{tuple(weight.shape)}"
+        )
     if counts.shape != weight.shape[:1]:
-        raise ValueError(f"{weight.size(0)} experts need as many counts, given {tuple(counts.shape)}")
+        raise ValueError(
+            f"{weight.size(0)} experts need the same number of counts, given {tuple(counts.shape)}"
+        )
     return _GroupedMatmul.apply(input, weight, counts)
 
 
@@ -61,7 +66,10 @@ def grouped_linear(
     counts = torch.as_tensor(counts)
     if len(weights) != len(counts) or input.dim() != 2 or {w.size(-1) for w in weights} != {input.size(1)}:
         shapes = [tuple(weight.shape) for weight in weights]
-        raise ValueError(f"{len(counts)} experts and [t, i] do not fit: {tuple(input.shape)}, {shapes}")
+        raise ValueError(
+            f"the input must be [t, i] with one [o, i] weight for each of {len(counts)} experts, given "
+            f"{tuple(input.shape)}, {shapes}"
+        )
     output = _GroupedLinear.apply(input, counts, *weights)
     if biases is None:
         return output
@@ -148,9 +156,9 @@ def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
     if not isinstance(other, Tensor):
         return None
     if rows.dtype is not torch.bfloat16:
-        return f"torch's grouped_mm on cuda takes bf16, not {rows.dtype}"
+        return f"torch's grouped_mm on cuda supports bf16, not {rows.dtype}"
     if rows.size(1) % 8 or other.size(-1) % 8:
-        return f"torch's grouped_mm takes sizes in multiples of 8, not {rows.size(1)} and {other.size(-1)}"
+        return f"torch's grouped_mm supports sizes in multiples of 8, not {rows.size(1)} and {other.size(-1)}"
     return None
 
 
@@ -161,7 +169,7 @@ def _ends(counts: Tensor, device: torch.device) -> Tensor:
 @_by_row.on(
     "cuda",
     supports=_beyond_cuda,
-    note="`F.grouped_mm`; with separate weights one matmul per expert",
+    note="`F.grouped_mm`; with separate weights, one matmul per expert",
     limits="bf16, sizes in multiples of 8",
 )
 def _by_row_cuda(rows: Tensor, weight: Weights, counts: Tensor) -> Tensor:
@@ -180,8 +188,8 @@ def _by_expert_cuda(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 # torch_npu 2.13, npu_grouped_matmul: sizes of the last dimensions, and number of experts; of a list, too
 _NPU_SIZE, _NPU_EXPERTS, _NPU_WEIGHTS = 65536, 1024, 128
 _NPU_LIMITS = (
-    f"sizes below {_NPU_SIZE:,}, at most {_NPU_EXPERTS:,} experts ({_NPU_WEIGHTS} with weights one by one), "
-    "at least one row"
+    f"sizes below {_NPU_SIZE:,}, at most {_NPU_EXPERTS:,} experts ({_NPU_WEIGHTS} with separate "
+    "weights), at least one row"
 )
 
 
@@ -189,11 +197,11 @@ def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
     """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds, or None."""
     experts, factor = (_NPU_EXPERTS, other) if isinstance(other, Tensor) else (_NPU_WEIGHTS, other[0])
     if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
-        return f"npu_grouped_matmul takes sizes below {_NPU_SIZE}"
+        return f"npu_grouped_matmul supports sizes below {_NPU_SIZE}"
     if len(counts) > experts:
-        return f"npu_grouped_matmul takes {experts} experts, not {len(counts)}"
+        return f"npu_grouped_matmul supports at most {experts} experts, not {len(counts)}"
     if not rows.size(0):
-        return "npu_grouped_matmul is given no row"
+        return "npu_grouped_matmul needs at least one row"
     return unsupported_dtype("npu_grouped_matmul", rows.dtype)
 
 

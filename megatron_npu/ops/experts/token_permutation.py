@@ -37,8 +37,8 @@ def permute_tokens(
         or not 0 < copies <= routing_map.size(1)
     ):
         raise ValueError(
-            f"[t, h] and [t, e] with 1 to e copies do not fit: {tuple(tokens.shape)}, "
-            f"{tuple(routing_map.shape)}, {copies}"
+            "tokens and routing_map must be [t, h] and [t, e], with 1 to e copies, given "
+            f"{tuple(tokens.shape)}, {tuple(routing_map.shape)}, {copies}"
         )
     rows, kept, positions = _permute(tokens, routing_map, probs, copies)
     return rows, None if probs is None else kept, positions
@@ -90,7 +90,7 @@ _permute = Operation("permute_tokens", _permute_reference)
 _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 
 
-@_permute.on("cpu", "cuda", note="counts rows instead of sorting them")
+@_permute.on("cpu", "cuda", note="rows counted, not sorted")
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _permute_torch(
     return tokens.index_select(0, token), kept, rows.to(torch.int32)
 
 
-@_unpermute.on("cpu", "cuda", note="gathers rows and adds them up")
+@_unpermute.on("cpu", "cuda", note="gathered and summed")
 def _unpermute_torch(
     rows: Tensor, positions: Tensor, tokens: int, probs: Tensor | None, routing_map: Tensor | None
 ) -> Tensor:
@@ -118,14 +118,16 @@ def _unpermute_torch(
 
 # torch_npu 2.13, npu_moe_token_permute_with_routing_map: experts of a token
 _NPU_COPIES = 512
-_LIMITS = f"fewer than {_NPU_COPIES} experts of a token, probabilities of the tokens' dtype or fp32 with bf16"
+_LIMITS = (
+    f"fewer than {_NPU_COPIES} experts per token, probabilities in the tokens' dtype or in fp32 with bf16"
+)
 
 
 def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int) -> str | None:
     """Return which limit of ``npu_moe_token_permute_with_routing_map`` the call exceeds, or None."""
     kernel = "npu_moe_token_permute_with_routing_map"
     if copies >= _NPU_COPIES:
-        return f"{kernel} takes fewer than {_NPU_COPIES} experts of a token, not {copies}"
+        return f"{kernel} supports fewer than {_NPU_COPIES} experts per token, not {copies}"
     return unsupported_dtype(kernel, tokens.dtype) or _beyond_probs(kernel, tokens, probs)
 
 
@@ -134,7 +136,7 @@ def _beyond_probs(kernel: str, rows: Tensor, probs: Tensor | None) -> str | None
         return None
     if (rows.dtype, probs.dtype) == (torch.bfloat16, torch.float32):
         return None
-    return f"{kernel} takes no probabilities in {probs.dtype} for rows in {rows.dtype}"
+    return f"{kernel} does not support probabilities in {probs.dtype} for rows in {rows.dtype}"
 
 
 def _back_beyond_npu(

@@ -63,7 +63,7 @@ def _cpu(
     return way.LinearCrossEntropy.apply(hidden, weight, bias, target, part)
 
 
-@_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, computed again in backward")
+@_linear_cross_entropy.on("cuda", note="blocks of the vocabulary, recomputed in backward")
 def _in_blocks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
@@ -71,7 +71,7 @@ def _in_blocks(
 
 
 @_linear_cross_entropy.on(
-    "npu", note="`npu_fused_linear_online_max_sum` and related kernels; fp32 in blocks as on cuda"
+    "npu", note="`npu_fused_linear_online_max_sum` and related operations; fp32 in blocks, as on cuda"
 )
 def _npu(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool

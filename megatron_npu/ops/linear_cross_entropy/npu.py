@@ -21,12 +21,15 @@ def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
     import torch_npu
 
     if not hasattr(torch_npu, _NAME) or not torch_npu.npu.utils.is_support_inf_nan():
-        return f"{_NAME} is for Ascend 910B and later, and torch_npu 2.13"
+        return f"{_NAME} needs Ascend 910B or later, and torch_npu 2.13"
     if hidden.dtype not in _HALVES or weight.dtype is not hidden.dtype:
-        return f"{_NAME} takes no {hidden.dtype} with {weight.dtype}"
+        return f"{_NAME} does not support {hidden.dtype} with {weight.dtype}"
     if weight.size(0) < _FEWEST_WORDS or weight.size(1) > _MOST_HIDDEN:
-        return f"{_NAME} takes {_FEWEST_WORDS} words and more of up to {_MOST_HIDDEN} values"
-    return None if hidden.numel() else f"{_NAME} is given no row"
+        return (
+            f"{_NAME} supports vocabularies of at least {_FEWEST_WORDS} tokens and hidden sizes of at "
+            f"most {_MOST_HIDDEN}"
+        )
+    return None if hidden.numel() else f"{_NAME} needs at least one row"
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -107,7 +107,7 @@ class FusedAdam(FusedOptimizer):
         options = {"amsgrad": amsgrad, "capturable": capturable, **others}
         refused = [name for name, value in options.items() if value]
         if refused:
-            raise ValueError(f"FusedAdam does not have {', '.join(sorted(refused))}")
+            raise ValueError(f"FusedAdam does not support {', '.join(sorted(refused))}")
         self._dtypes = {
             "exp_avg": exp_avg_dtype,
             "exp_avg_sq": exp_avg_sq_dtype,
@@ -115,7 +115,7 @@ class FusedAdam(FusedOptimizer):
         }
         for name, dtype in self._dtypes.items():
             if dtype not in _DTYPES[name]:
-                raise ValueError(f"FusedAdam keeps {name} in {_DTYPES[name]}, not in {dtype}")
+                raise ValueError(f"FusedAdam stores {name} in {_DTYPES[name]}, not in {dtype}")
         self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
         self._known = {}
         self.adam_w_mode = adam_w_mode
@@ -343,7 +343,7 @@ class FusedAdam(FusedOptimizer):
         super().load_state_dict(state_dict)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if group.get("amsgrad"):
-                raise ValueError("FusedAdam does not have amsgrad, which the state dict was saved with")
+                raise ValueError("FusedAdam does not support amsgrad, with which the state dict was saved")
             states = [self.state[p] for p in group["params"] if p in self.state]
             steps = {int(state.pop("step")) for state in states if "step" in state}
             if len(steps) > 1:

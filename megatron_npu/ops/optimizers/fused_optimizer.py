@@ -54,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         given = sorted(name for name, value in moved.items() if value is not None)
         if given:
-            raise ValueError(f"step() takes nothing but a closure, given {', '.join(given)}")
+            raise ValueError(f"step() accepts only a closure, given {', '.join(given)}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         grad = self._gradient(parameter)
         if grad is None or grad.is_sparse:
-            raise ValueError(f"{type(self).__name__} does not take sparse gradients")
+            raise ValueError(f"{type(self).__name__} does not support sparse gradients")
         return grad
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

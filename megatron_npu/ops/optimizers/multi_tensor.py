@@ -245,4 +245,4 @@ def _scale_example(make: Make) -> None:
     overflow = torch.zeros(1, dtype=torch.int, device=source.device)
     multi_tensor_scale(0, overflow, [[source], [torch.empty_like(source)]], 0.5)
     if overflow.item():
-        raise ArithmeticError("finite values were taken for inf or nan")
+        raise ArithmeticError("finite values were mistaken for inf or NaN")

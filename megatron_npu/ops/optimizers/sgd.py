@@ -66,9 +66,9 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening):
-            raise ValueError("nesterov needs a momentum and no dampening")
+            raise ValueError("nesterov needs a nonzero momentum and zero dampening")
         if not materialize_master_grads:
-            raise ValueError("FusedSGD does not have materialize_master_grads=False")
+            raise ValueError("FusedSGD does not support materialize_master_grads=False")
         self.wd_after_momentum = wd_after_momentum
         defaults = {
             "lr": lr,

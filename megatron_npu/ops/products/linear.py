@@ -76,7 +76,8 @@ _linear.on("cuda", "npu", note="`F.linear`")(_reference)
 
 @_linear.on(
     "cpu",
-    note="`F.linear`; fp32: oneDNN if MKL is slow³; bf16: ours if oneDNN is slow⁵; only rows with a gradient",
+    note="`F.linear`; fp32 with oneDNN where MKL is slow³, bf16 with ours where oneDNN is slow⁵; only rows "
+    "with a gradient",
 )
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     if faster_than_torch(input.dtype) or looks_for_dead_rows(weight.size(1 if transposed else 0)):

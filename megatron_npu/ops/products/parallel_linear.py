@@ -32,12 +32,18 @@ def beyond(weight: Tensor, ranks: int) -> str | None:
         ranks: number of ranks that share the layer.
     """
     if ranks not in RANKS:
-        return f"products that communicate are for 2, 4 or 8 ranks, not {ranks}"
+        return f"fused matmul-communication kernels support 2, 4 or 8 ranks, not {ranks}"
     if weight.dtype not in _HALVES:
-        return f"products that communicate take bf16 and fp16, not {str(weight.dtype).removeprefix('torch.')}"
+        return (
+            "fused matmul-communication kernels support bf16 and fp16, not "
+            f"{str(weight.dtype).removeprefix('torch.')}"
+        )
     if any(size not in _SIZES for size in weight.shape):
         sides = " x ".join(map(str, weight.shape))
-        return f"products that communicate take sides from {_SIZES[0]} to {_SIZES[-1]}, not {sides}"
+        return (
+            f"fused matmul-communication kernels support dimensions from {_SIZES[0]} to {_SIZES[-1]}, "
+            f"not {sides}"
+        )
     return None
 
 

@@ -38,12 +38,13 @@ _weight_gradient = Operation("weight_gradient", _reference)
 
 _weight_gradient_on_cpu = _weight_gradient.on(
     "cpu",
-    note="one accumulating matmul; 16 bits into an fp32 buffer: matmul, then sum⁴ (bf16: ours⁵ in one)",
+    note="one accumulating matmul; 16 bits into an fp32 buffer: matmul, then sum⁴, but for bf16 a single "
+    "kernel of ours⁵",
 )
 
 
 @_weight_gradient_on_cpu
-@_weight_gradient.on("cuda", note="one accumulating matmul, also 16 bits into an fp32 buffer (torch 2.8)")
+@_weight_gradient.on("cuda", note="one accumulating matmul, also for 16 bits into an fp32 buffer (torch 2.8)")
 def _accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     if input.dtype is torch.float32:
         main_grad.addmm_(grad_output.t(), input)
@@ -64,20 +65,20 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     if not hasattr(torch_npu, "npu_grouped_matmul_add_"):
         return "this torch_npu has no npu_grouped_matmul_add_"
     if not torch_npu.npu.utils.is_support_inf_nan():
-        return "npu_grouped_matmul_add_ is for Ascend 910B and later"
+        return "npu_grouped_matmul_add_ needs Ascend 910B or later"
     if input.dtype not in _HALVES or main_grad.dtype is not torch.float32:
-        return f"npu_grouped_matmul_add_ adds no {input.dtype} to {main_grad.dtype}"
+        return f"npu_grouped_matmul_add_ does not support adding {input.dtype} to {main_grad.dtype}"
     if max(main_grad.shape) >= _NPU_SIZE:
-        return f"npu_grouped_matmul_add_ takes sizes below {_NPU_SIZE}"
+        return f"npu_grouped_matmul_add_ supports sizes below {_NPU_SIZE}"
     if not input.size(0):
-        return "npu_grouped_matmul_add_ is given no row"
+        return "npu_grouped_matmul_add_ needs at least one row"
     return None
 
 
 @_weight_gradient.on(
     "npu",
     supports=_beyond_npu,
-    note="16 bits into an fp32 buffer: `npu_grouped_matmul_add_`; otherwise as cpu",
+    note="16 bits into an fp32 buffer: `npu_grouped_matmul_add_`; otherwise as on cpu",
     limits="sizes below 65,536",
 )
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

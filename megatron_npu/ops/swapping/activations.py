@@ -42,7 +42,7 @@ def recognise(module: nn.Module) -> Found:
     if curve == "gelu":
         return Replacement("activation", "gelu", _exact)
     if curve == "gelu_tanh":
-        return Replacement("activation", "bias_gelu (the tanh form)", _tanh)
+        return Replacement("activation", "bias_gelu (tanh form)", _tanh)
     if curve == "silu" or isinstance(module, (nn.MultiheadAttention, nn.Softmax)):
         return None  # one kernel of torch's as it is
     return Left("activation", f"{type(module).__name__} is neither form of GELU") if _wavy(module) else None
@@ -80,10 +80,10 @@ def recognise_gated(module: Any) -> Found:
         return None
     gate, up, down, curve = parts
     if curve not in ("silu", "gelu_tanh"):
-        return Left("gated MLP", f"there is no operation for its curve ({curve or 'unknown'})")
+        return Left("gated MLP", f"there is no operation for its activation function ({curve or 'unknown'})")
     weight = module.get_submodule(gate).weight
     if weight.device.type == "meta":
-        return Left("gated MLP", "its weights are not there yet (meta)")
+        return Left("gated MLP", "its weights are not initialized yet (meta device)")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     was_training = module.training
@@ -91,7 +91,7 @@ def recognise_gated(module: Any) -> Found:
         with torch.no_grad():
             actual = module.eval()(x)
     except Exception as error:  # it takes something else, too
-        return Left("gated MLP", f"it does not take [n, h] alone ({type(error).__name__})")
+        return Left("gated MLP", f"it cannot be called with [n, h] alone ({type(error).__name__})")
     finally:
         module.train(was_training)
     for first, second in ((gate, up), (up, gate)):
@@ -102,7 +102,7 @@ def recognise_gated(module: Any) -> Found:
         if agrees(actual, expected, 1e-5 if weight.dtype is torch.float32 else 3e-2):
             operation = "swiglu" if curve == "silu" else "geglu"
             return Replacement("gated MLP", operation, _gated, {"_swapped_parts": (*names, curve)})
-    return Left("gated MLP", "its parts are put together in another way")
+    return Left("gated MLP", "its parts are combined in a different way")
 
 
 def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:

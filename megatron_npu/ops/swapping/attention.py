@@ -147,7 +147,7 @@ def attend(
     reason = _not_ours(query, attention_mask, others)
     if reason is not None:
         calls_left.setdefault(module, reason)
-        report_fallback(f"attention of {type(module).__name__}", reason, "stays Transformers' own")
+        report_fallback(f"attention of {type(module).__name__}", reason, "keeps Transformers' implementation")
         return _of_transformers(module, query, key, value, attention_mask, is_causal=is_causal, **further)
     query, key, value = _as_autocast_wants(query, key, value)
     if query.size(0) != key.size(0):  # learned queries, the same for all batches
@@ -180,7 +180,9 @@ def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None
     return bool(causal if mask is None else getattr(mask, "_triangle", causal))
 
 
-_outside_the_graph = torch.compiler.disable(attend, reason="blockwise attention with dropout is no graph")
+_outside_the_graph = torch.compiler.disable(
+    attend, reason="blockwise attention with dropout cannot be part of a graph"
+)
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
@@ -194,11 +196,11 @@ def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str
         if others.get(name) is not None:
             return what
     if others.get("output_attentions"):
-        return "the attention weights are asked for"
+        return "the attention weights are requested"
     if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 4):
-        return f"its mask is {mask.dtype} in {mask.dim()} dimensions"
+        return f"its mask is {mask.dtype} with {mask.dim()} dimensions"
     if query.device.type != devices.current().name:
-        return f"it is on {query.device.type}, the operations on {devices.current().name}"
+        return f"it is on {query.device.type}, but the operations run on {devices.current().name}"
     return None
 
 

@@ -143,10 +143,10 @@ class Unmade(Tensor):
             put_away = not weight.untyped_storage().size()  # a shard
             if put_away or self._seen != _changes(weight, bias):
                 raise RuntimeError(
-                    "the logits of this training step were not asked for, and are no longer to be had: the "
-                    "weights have changed since. Read them before optimizer.step()."
+                    "the logits of this training step were not computed, and the weights have changed since "
+                    "then. Read the logits before optimizer.step()."
                 )
-            calls_left.setdefault(self._layer, "a training step asks for its logits, or changes them")
+            calls_left.setdefault(self._layer, "a training step reads or changes its logits")
             with torch.enable_grad():
                 self._made = F.linear(self._hidden, weight, bias)
         return self._made
@@ -205,14 +205,14 @@ def recognise(model: Any) -> tuple[str, Found]:
     if layer is None:
         return "", None
     if not has_forward_of(layer, nn.Linear):
-        return path, Left(_WHAT, f"{type(layer).__name__} is no plain linear layer")
+        return path, Left(_WHAT, f"{type(layer).__name__} is not a plain linear layer")
     if layer.bias is not None and not devices.current().is_host:
-        return path, Left(_WHAT, "it has a bias, which the loss of a CPU alone adds")
+        return path, Left(_WHAT, "it has a bias, which only the CPU implementation of the loss supports")
     if layer.weight.size(0) < _FEWEST_WORDS:
-        return path, Left(_WHAT, f"fewer than {_FEWEST_WORDS} words")
+        return path, Left(_WHAT, f"its vocabulary has fewer than {_FEWEST_WORDS} tokens")
     fast = isinstance(linears.recognise(layer), Replacement)
     forward = _of_linear_operation if fast else _of_torch
-    return path, Replacement(_WHAT, "linear_cross_entropy, with the loss", forward)
+    return path, Replacement(_WHAT, "linear_cross_entropy, fused with the loss", forward)
 
 
 def has_taken(module: nn.Module) -> bool:
@@ -252,6 +252,6 @@ def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
     if not learns or bound_elsewhere(given[0]) or torch.jit.is_tracing():
         return False
     if module._forward_pre_hooks or module._forward_hooks:  # DeepSpeed's ZeRO-3 puts the weight away in one
-        calls_left.setdefault(module, "it has hooks, which want its output, or its weight after it")
+        calls_left.setdefault(module, "it has hooks, which may use its output or its weight")
         return False
     return True

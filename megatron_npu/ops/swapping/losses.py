@@ -23,7 +23,7 @@ from megatron_npu.ops.swapping.found import (
 )
 
 _SMALLEST = 256  # classes; below, torch's own is as good
-_BY = f"cross_entropy, of {_SMALLEST} classes and more"
+_BY = f"cross_entropy, for {_SMALLEST} or more classes"
 
 
 def recognise(module: Any) -> Found:
@@ -35,7 +35,7 @@ def recognise(module: Any) -> Found:
     if names & {"CrossEntropyLoss", "cross_entropy"}:
         classes = getattr(module, "num_labels", None)  # of a head of Transformers
         if isinstance(classes, int) and classes < _SMALLEST and "split" not in names:  # into starts and ends
-            return Left("loss", f"its classes are {classes}, and below {_SMALLEST} torch's own is as good")
+            return Left("loss", f"it has {classes} classes, and below {_SMALLEST} torch's own is as fast")
         return Replacement("loss", _BY, _with_our_loss)
     return None
 
@@ -48,7 +48,7 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
     ours = _BY_NAME.get(getattr(theirs, "__name__", ""))
     if ours is not None and theirs.__module__ == "transformers.loss.loss_utils":
         return ours
-    return f"{getattr(theirs, '__name__', theirs)} is not over a vocabulary"
+    return f"{getattr(theirs, '__name__', theirs)} is not a loss over a vocabulary"
 
 
 def is_ours(model: nn.Module) -> bool:
@@ -148,5 +148,5 @@ def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
 
 def _beyond(weight: Tensor | None, reduction: str, label_smoothing: float) -> str | None:
     if weight is not None:
-        return "its classes have weights"
-    return "it smooths labels" if label_smoothing else None
+        return "it has class weights"
+    return "it uses label smoothing" if label_smoothing else None

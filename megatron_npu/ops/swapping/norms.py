@@ -40,7 +40,9 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
     if weight is None or (isinstance(module, nn.LayerNorm) and bias is None):
         return Left("norm", "it has no weight, or no bias")
     if weight.dim() != 1:
-        return Left("norm", f"it is over {weight.dim()} dimensions, the operation over the last")
+        return Left(
+            "norm", f"it normalizes over {weight.dim()} dimensions, but the operation only over the last one"
+        )
     return replacement
 
 
@@ -48,7 +50,7 @@ def _by_behaviour(module: nn.Module) -> Found:
     """Recognize an RMS norm by its output for a small input, with a weight chosen by the probe."""
     parameters, eps = dict(module.named_parameters()), _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or eps is None:
-        return Left("norm", f"{type(module).__name__} is not one vector of weights and an epsilon")
+        return Left("norm", f"{type(module).__name__} does not consist of one weight vector and an epsilon")
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
@@ -58,7 +60,9 @@ def _by_behaviour(module: nn.Module) -> Found:
         with torch.no_grad():
             actual = functional_call(module, {"weight": weight}, (x,))
     except Exception as error:  # whatever a user's module does with an input that it does not expect
-        return Left("norm", f"{type(module).__name__} does not take [n, h] alone ({type(error).__name__})")
+        return Left(
+            "norm", f"{type(module).__name__} cannot be called with [n, h] alone ({type(error).__name__})"
+        )
     for zero_centered, forward in ((False, _rms_norm), (True, _rms_norm_plus_one)):
         factor = 1 + weight if zero_centered else weight
         if agrees(actual, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * factor, 1e-5):

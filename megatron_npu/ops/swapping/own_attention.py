@@ -38,8 +38,8 @@ def recognise(module: nn.Module) -> Found:
 
 def _beyond(module: Any) -> str | None:
     if module.bias_k is not None or module.add_zero_attn:
-        return "it adds keys of its own (add_bias_kv, add_zero_attn)"
-    return None if module._qkv_same_embed_dim else "keys and values are of another width than queries"
+        return "it adds extra keys (add_bias_kv, add_zero_attn)"
+    return None if module._qkv_same_embed_dim else "keys and values have a different width than queries"
 
 
 def _multihead(
@@ -57,15 +57,15 @@ def _multihead(
     padding, pairs = _forbidden(key_padding_mask), _forbidden(attn_mask)
     reason = None
     if need_weights:
-        reason = "the attention weights are asked for (need_weights)"
+        reason = "the attention weights are requested (need_weights)"
     elif isinstance(padding, str) or isinstance(pairs, str):
-        reason = "its mask adds to the scores"
+        reason = "its mask is added to the scores"
     elif query.dim() != 3:
-        reason = "there is no batch"
+        reason = "there is no batch dimension"
     if reason is not None or bound_elsewhere(query):
         if reason is not None and not torch.compiler.is_compiling():
             calls_left.setdefault(module, reason)
-            report_fallback("attention of MultiheadAttention", reason, "stays torch's own")
+            report_fallback("attention of MultiheadAttention", reason, "keeps torch's implementation")
         return own_forward(
             module,
             query,
@@ -154,9 +154,11 @@ def sdpa(
     same = four and query.size(0) == key.size(0) and (enable_gqa or query.size(1) == key.size(1))
     if not same or isinstance(forbidden, str) or query.device.type != devices.current().name:
         reason = (
-            "its mask adds to the scores" if isinstance(forbidden, str) else "not [b, n, s, d] throughout"
+            "its mask is added to the scores"
+            if isinstance(forbidden, str)
+            else "its tensors are not all [b, n, s, d]"
         )
-        report_fallback("scaled_dot_product_attention", reason, "stays torch's own")
+        report_fallback("scaled_dot_product_attention", reason, "keeps torch's implementation")
         return theirs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     output = attention(
         *(t.transpose(1, 2) for t in (query, key, value)),

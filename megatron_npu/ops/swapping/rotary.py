@@ -27,10 +27,12 @@ def recognise(module: nn.Module) -> Found:
         function = inspect.unwrap(forward).__globals__.get(name)
         if callable(function) and _takes_tables(function):
             if not turns_halves(function):
-                return Left("rotary", f"{name} computes something other than rotary embedding of halves")
+                return Left(
+                    "rotary", f"{name} computes something other than a rotary embedding of the two halves"
+                )
             changed = _with_our_rotary(forward, name, function)
             if changed is None:
-                return Left("rotary", "its forward is wrapped by a function that calls it in another way")
+                return Left("rotary", "its forward is wrapped by a function with a different call signature")
             return Replacement("rotary", "rotary", changed)
     return None
 

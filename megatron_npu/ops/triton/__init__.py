@@ -41,7 +41,7 @@ def absence() -> str | None:
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < _OLDEST:
-        return f"the GPU has compute capability {major}.{minor}, before {_OLDEST[0]}.{_OLDEST[1]}"
+        return f"the GPU has compute capability {major}.{minor}, older than {_OLDEST[0]}.{_OLDEST[1]}"
     return _trouble()
 
 
@@ -63,9 +63,9 @@ def refusal(*tensors: Tensor | None) -> str | None:
         if tensor is None:
             continue
         if tensor.dtype not in _DTYPES:
-            return f"kernels of ours take no {tensor.dtype}"
+            return f"our kernels do not support {tensor.dtype}"
         if hasattr(tensor, "to_local"):
-            return f"kernels of ours take no {type(tensor).__name__}"
+            return f"our kernels do not support a {type(tensor).__name__}"
         if tensor.device.type != "cuda":
-            return f"kernels of ours take tensors of a GPU, not of {tensor.device.type}"
+            return f"our kernels support GPU tensors, not tensors on {tensor.device.type}"
     return absence()

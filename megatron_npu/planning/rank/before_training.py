@@ -109,4 +109,4 @@ def _require_bytes(path: str, count: int) -> None:
     """
     size = os.stat(path).st_size
     if size < count:
-        raise OSError(f"{path} has {size} bytes, and the checkpoint's description expects {count} or more")
+        raise OSError(f"{path} has {size} bytes, but the checkpoint's description implies at least {count}")

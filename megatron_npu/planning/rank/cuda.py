@@ -150,9 +150,9 @@ def _fused_attention(plain: list[str]) -> Iterator[None]:
         if attn_mask is not None:
             why = "a mask is given"
         elif query.dtype not in (torch.float16, torch.bfloat16):
-            why = f"{query.dtype}"
+            why = f"dtype {query.dtype}"
         elif query.shape[-1] > 256 or value.shape[-1] != query.shape[-1]:
-            why = "channels of a head"
+            why = "size of a head"
         if why is not None or query.device.type != "cuda":
             if query.device.type == "cuda":
                 plain.append(str(why))

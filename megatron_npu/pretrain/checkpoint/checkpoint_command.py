@@ -57,10 +57,10 @@ def _parser() -> Parser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
-        ("list", "list the checkpoints: iteration, bytes, state"),
-        ("inspect", "show one checkpoint: position, layout, model, files"),
+        ("list", "list the checkpoints with iteration, size and state"),
+        ("inspect", "show the position, layout, model and files of one checkpoint"),
         ("verify", "compare files with their checksums"),
-        ("sum", "write checksums for checkpoints without them, such as a stock script's"),
+        ("sum", "write checksums for checkpoints that lack them, such as those of stock scripts"),
         ("prune", "remove old checkpoints"),
     ):
         action = actions.add_parser(name, help=text, description=text)
@@ -95,7 +95,7 @@ def _add_gather(actions: Any) -> None:
         "directories",
         nargs="+",
         metavar="DIR",
-        help="folder given to --save, once per machine (mounted or copied)",
+        help="one folder per machine, as passed to --save there (mounted or copied)",
     )
     action.add_argument(
         "--into", required=True, metavar="DIR", help="folder to create for the joined checkpoint"
@@ -160,7 +160,7 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
             f"{description}: {error}",
-            "the description that `megatron-npu train` writes",
+            "the description file that `megatron-npu train` writes",
             "Use another checkpoint.",
         ) from error
     return checkpoint_description.CheckpointInfo(
@@ -207,7 +207,7 @@ def _gather(args: Namespace) -> int:
         place = checkpoint_files.newest(directory, args.ckpt_step) if Path(directory).is_dir() else None
         if place is None:
             raise UsageError(
-                f"{directory}: no checkpoint there",
+                f"{directory} contains no checkpoint",
                 "the folder that was passed to --save",
                 "Correct the path.",
             )
@@ -215,7 +215,7 @@ def _gather(args: Namespace) -> int:
     place, count = gather.join(parts, Path(args.into))
     name = place.name.removeprefix("iter_")
     files.write(Path(args.into) / checkpoint_files.TRACKER, f"{int(name) if name.isdecimal() else name}\n")
-    print(f"{place}: complete, {count} files of {len(parts)} parts, {_size(place):,} bytes")
+    print(f"{place}: complete, {count} files from {len(parts)} parts, {_size(place):,} bytes")
     return 0
 
 
@@ -234,11 +234,11 @@ def _prune(args: Namespace) -> int:
         faults = _faults(path)
         if faults:
             damaged.append(path)
-            print(f"{path.name} is damaged and is not counted: {'; '.join(faults)}")
+            print(f"{path.name} is damaged and is not counted toward --keep: {'; '.join(faults)}")
         return not faults
 
     for path in whole_checkpoints.surplus(args.directory, args.keep, args.keep_every, is_whole):
-        link = f"  a link; {path.resolve()} stays" if path.is_symlink() else ""
+        link = f"  only the link; {path.resolve()} is kept" if path.is_symlink() else ""
         size = 0 if link else _size(path)
         print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
         if not args.dry_run:

@@ -19,7 +19,7 @@ _SAME_MODEL = (
     ("num_query_groups", "--num-query-groups"),
     ("kv_channels", "--kv-channels"),
     ("ffn_hidden_size", "--ffn-hidden-size"),
-    ("tokenizer_vocab_size", "the vocabulary's size"),
+    ("tokenizer_vocab_size", "the vocabulary size"),
     ("position_embedding_type", "--position-embedding-type"),
     ("normalization", "--normalization"),
     ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
@@ -86,13 +86,13 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
         names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
     saved = _BEFORE | found.arguments
     differing = [
-        f"{flag} {_shown(getattr(args, name))} (the checkpoint: {_shown(saved.get(name))})"
+        f"{flag} {_shown(getattr(args, name))} (checkpoint: {_shown(saved.get(name))})"
         for name, flag in names
         if saved.get(name) != getattr(args, name)
     ]
     if differing:
         raise UsageError(
-            f"--load {found.path} contains another model: {', '.join(differing)}",
+            f"--load {found.path} contains a different model: {', '.join(differing)}",
             "the checkpoint's values",
             "Pass the flags that it was trained with, or load another checkpoint.",
         )
@@ -127,13 +127,14 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
     of_fsdp, into_fsdp = is_of_fsdp(found.path), args.fully_sharded == "megatron"
     if into_fsdp and not of_fsdp:
         raise UsageError(
-            f"--load {found.path} with --{args.sharding}-memory-optimization",
-            "a checkpoint of a run with zero-2 or zero-3, because Megatron's FSDP reads only its own format",
-            "Use --fsdp-memory-optimization, which can resume from all others.",
+            f"--load {found.path} cannot be loaded with --{args.sharding}-memory-optimization",
+            "a checkpoint from a run with zero-2 or zero-3, because Megatron's FSDP reads only its own "
+            "format",
+            "Use --fsdp-memory-optimization, which can resume from any other checkpoint.",
         )
     if of_fsdp and not into_fsdp and args.load_optim:
         raise UsageError(
-            f"--load {found.path}, whose optimizer state Megatron's FSDP has sharded",
+            f"--load {found.path}, whose optimizer state was sharded by Megatron's FSDP",
             "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
             "Add it, or pass --no-load-optim or --finetune to load only the weights.",
         )
@@ -141,10 +142,10 @@ def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
         _require_same_precision(found, args)
     if of_fsdp and found.arguments.get("padded_vocab_size") != args.padded_vocab_size:
         raise UsageError(
-            f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens with "
-            f"its padding, and this run {args.padded_vocab_size}",
-            "the same",
-            "Pass its --make-vocab-size-divisible-by.",
+            f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens "
+            f"including padding, but this run has {args.padded_vocab_size}",
+            "the same in both",
+            "Pass the --make-vocab-size-divisible-by of the original run.",
         )
 
 
@@ -156,7 +157,8 @@ def _require_same_precision(found: CheckpointInfo, args: Namespace) -> None:
     if saved != own:
         raise UsageError(
             f"--load {found.path} was trained in {saved}, but this run is in {own}",
-            "the same precision, because another wrapper changes the parameter names",
+            "the same precision, because each precision wraps the model differently, which changes the "
+            "parameter names",
             "Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
         )
 
@@ -189,7 +191,7 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
     if saved != args.optimizer:
         raise UsageError(
             f"--load {found.path} was saved with --optimizer {saved}, but this run has {args.optimizer}",
-            "the same",
+            "the same in both",
             "Change --optimizer, or pass --no-load-optim.",
         )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
@@ -209,15 +211,16 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         raise UsageError(
             f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run "
             f"is {words[not apart]} it",
-            "both with it, of any size, or both without, because the optimizer state of "
-            "experts is stored differently",
+            "both with the flag (at any size) or both without, because the optimizer state of experts is "
+            "stored differently",
             "Change the flag, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, args)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":
         sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _sizes_of_sharing(args))
         raise UsageError(
-            f"--load {found.path}: its distributed optimizer can change the data-parallel size only",
+            f"--load {found.path}: the data-parallel size is all that may change with its distributed "
+            "optimizer",
             " and ".join(sizes),
-            "Pass --no-load-optim, or save it with --dist-ckpt-optim-fully-reshardable.",
+            "Pass --no-load-optim, or save the checkpoint with --dist-ckpt-optim-fully-reshardable.",
         )

@@ -92,7 +92,7 @@ def _read(path: Path) -> CheckpointInfo:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"{description}: {reason}",
-            "the description that `megatron-npu pretrain` writes into each checkpoint",
+            "the description file that `megatron-npu pretrain` writes into each checkpoint",
             "Load a checkpoint of `megatron-npu pretrain`.",
         ) from error
 

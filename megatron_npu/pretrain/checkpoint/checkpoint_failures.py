@@ -33,8 +33,8 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
         folder: folder of all checkpoints.
     """
     return UnsavedError(
-        f"the checkpoint of iteration {iteration} could not be written into {folder}: {reason(error)}. "
-        f"{_advice(error)} Checkpoints before it are complete."
+        f"the checkpoint of iteration {iteration} could not be written to {folder}: {reason(error)}. "
+        f"{_advice(error)} Earlier checkpoints are complete."
     )
 
 
@@ -97,9 +97,10 @@ def _require_readable_common(path: Path) -> None:
     if checkpoint_files.is_of_fsdp(path):
         return
     raise UsageError(
-        f"the checkpoint {path} is of megatron-core 0.19 or newer, but this is {package_info.__version__}",
+        f"the checkpoint {path} was saved by megatron-core 0.19 or newer, but this is "
+        f"{package_info.__version__}",
         f"{checkpoint_files.COMMON}, which older versions need and newer ones do not write",
-        "Install megatron-core 0.19 to load it.",
+        "Install megatron-core 0.19 or newer to load it.",
     )
 
 
@@ -107,5 +108,5 @@ def _broken(path: str | Path, why: str) -> UsageError:
     return UsageError(
         f"the checkpoint {path} {why}",
         "a complete checkpoint",
-        f"Write the iteration of an older one into {Path(path).parent / checkpoint_files.TRACKER}.",
+        f"Write the iteration of an older checkpoint into {Path(path).parent / checkpoint_files.TRACKER}.",
     )

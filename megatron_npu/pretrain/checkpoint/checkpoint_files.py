@@ -65,7 +65,7 @@ def common_lies_among_shards(path: Path) -> bool:
 def no_checkpoint(root: str | Path) -> UsageError:
     """Return the error for a directory without a checkpoint."""
     return UsageError(
-        f"--load {root}: no checkpoint there", f"a directory with {TRACKER}", "Correct the path."
+        f"--load {root} contains no checkpoint", f"a directory with the file {TRACKER}", "Correct the path."
     )
 
 
@@ -85,7 +85,11 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
-        raise UsageError(f"{tracker}: {text[:40]!r}", "a number of iterations", "Write it into the file.")
+        raise UsageError(
+            f"{tracker} contains {text[:40]!r}",
+            "an iteration number",
+            "Write the iteration of a complete checkpoint into the file.",
+        )
     path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
     if not path.is_dir():
         raise UsageError(
@@ -102,7 +106,7 @@ def _of_iteration(root: str | Path, step: int) -> Path:
     if not path.is_dir():
         there = ", ".join(map(str, iterations(root))) or "none"
         raise UsageError(
-            f"--ckpt-step {step}: no {path.name} in {root}",
+            f"--ckpt-step {step}: there is no {path.name} in {root}",
             f"the iteration of an existing checkpoint: {there}",
             "Pass one of them, or remove --ckpt-step to load the newest."
             if there != "none"

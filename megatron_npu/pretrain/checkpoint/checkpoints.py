@@ -357,7 +357,7 @@ def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -
     if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
         same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
     if not same and dist.get_rank() == 0:
-        print(" the layout has changed: random numbers start again from --seed", flush=True)
+        print(" the parallel layout has changed: random numbers start again from --seed", flush=True)
     return same
 
 

@@ -20,7 +20,7 @@ from megatron_npu.pretrain.flags.checks import model, rotary
 
 # Beside the flags: what follows from them, and from the data.
 _SIZES = ("tokenizer_vocab_size", "padded_vocab_size", "world_size", "data_parallel_size")
-_size = Number("a whole number from 1 on", int, 1, metavar="N")
+_size = Number("a positive integer", int, 1, metavar="N")
 
 
 def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _require(
         if kind is None:
             expected = " or ".join(map(str, others))
     if not fits:
-        raise _unfit(found, f"its {name} {repr(value)[:60]}", expected)
+        raise _unfit(found, f"its {name} is {repr(value)[:60]}", expected)
 
 
 def _is_number(value: Any, kind: Number) -> bool:
@@ -105,7 +105,9 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
         raise _unfit(
-            found, f"a model of {least:,} weights and more in {held:,} bytes", "files that contain it"
+            found,
+            f"its model has at least {least:,} weights, but its files only {held:,} bytes",
+            "files that contain the whole model",
         )
 
 

@@ -126,9 +126,10 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
     )
     if sizes != (1, 1) or any(isinstance(parameter, DTensor) for parameter in model[0].parameters()):
         raise UsageError(
-            f"{folder}, which Megatron's FSDP saved, for a model-parallel model",
+            f"{folder} was saved by Megatron's FSDP, but this run is model-parallel or uses torch's FSDP",
             "tensor and pipeline parallel size 1, without --fsdp-memory-optimization",
-            "For other layouts, save its weights with one process first (--load, --no-load-optim, --save).",
+            "For other layouts, first save its weights again with one process (--load, --no-load-optim, "
+            "--save).",
         )
     with checkpoint_failures.reading(folder):
         reader = FileSystemReader(folder)

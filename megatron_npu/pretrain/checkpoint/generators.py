@@ -69,8 +69,7 @@ def set_state(state: dict[str, Any]) -> None:
         get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
     elif dist.get_rank() == 0:
         print(
-            " the device's random generators start with --seed: the checkpoint was saved on another "
-            f"type of device ({saved} bytes of generator state, here {own}); the host's generators are "
-            "restored",
+            " the device's random generators start from --seed: the checkpoint was saved on another type "
+            f"of device ({saved} bytes of generator state, {own} here); the host's generators are restored",
             flush=True,
         )

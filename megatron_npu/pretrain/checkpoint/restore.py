@@ -97,7 +97,7 @@ def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
     fits = tokenizer.vocab_size <= expected if args.vocab_size else tokenizer.vocab_size == expected
     if not fits:
         raise UsageError(
-            f"a tokenizer with {tokenizer.vocab_size} tokens",
+            f"the tokenizer has {tokenizer.vocab_size} tokens",
             f"the {expected} tokens that the model was trained with",
             "Pass the files that training used with --vocab-file and --merge-file.",
         )

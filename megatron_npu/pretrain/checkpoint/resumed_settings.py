@@ -75,9 +75,10 @@ def go_on_without_optimizer(
         return
     if args.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, which contains no schedule",
+            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, which contains no learning-rate "
+            "schedule",
             "a checkpoint that `megatron-npu pretrain` saved with its optimizer",
-            "Pass --override-opt_param-scheduler and the flags of the schedule.",
+            "Pass --override-opt_param-scheduler and the schedule's flags.",
         )
     schedule.num_steps = 0
     schedule.step(samples)

@@ -29,8 +29,8 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
             ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
             if parameter.size(0) % ranks:
                 raise UsageError(
-                    f"--fsdp-memory-optimization with --save or --load, and {parameter.size(0)} rows of "
-                    f"{name.removeprefix('module.')} for {ranks} ranks",
+                    "--fsdp-memory-optimization with --save or --load cannot distribute "
+                    f"{parameter.size(0)} rows of {name.removeprefix('module.')} evenly over {ranks} ranks",
                     "the same number of rows on each rank, which megatron-core's checkpoints require",
                     "Use a number of ranks that divides the rows, or --zero-1-memory-optimization.",
                 )

@@ -79,4 +79,4 @@ def remove_unfinished(folder: Path) -> None:
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
-        print(f" removed {unfinished}, an incomplete checkpoint of a killed run", flush=True)
+        print(f" removed {unfinished}, an incomplete checkpoint left by a killed run", flush=True)

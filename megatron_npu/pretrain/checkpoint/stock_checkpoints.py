@@ -93,7 +93,7 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
 def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_description.CheckpointInfo:
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
-            f"{source} holds no arguments",
+            f"{source} contains no arguments",
             "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
             "Load another checkpoint.",
         )
@@ -133,7 +133,7 @@ def _read_among_shards(path: Path) -> dict[str, Any]:
 
 def _values(found: object, file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise safe_load.refusal(file, f"it holds a {type(found).__name__}")
+        raise safe_load.refusal(file, f"it contains a {type(found).__name__}")
     return found
 
 
@@ -152,5 +152,5 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Names
         raise UsageError(
             f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
             f"at least the {args.tokenizer_vocab_size} of the tokenizer",
-            "Pass the tokenizer files of the training.",
+            "Pass the tokenizer files that training used.",
         )

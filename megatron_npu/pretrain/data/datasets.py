@@ -131,8 +131,8 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
         if isinstance(error, UsageError) or not isinstance(error.__cause__, OSError):
             raise
         raise UsageError(
-            f"the indices of the data cannot be written: {error.__cause__}",
-            "a directory for them (default: beside the data, with their name)",
+            f"the index files of the dataset cannot be written: {error.__cause__}",
+            "a writable directory (by default next to the data)",
             "Pass --data-cache-path DIR.",
         ) from error
 

@@ -28,7 +28,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
     if len(words) % 2 or len(known) < len(weights) or not all(0 < weight < math.inf for weight in known):
         raise UsageError(
             f"{flag} {' '.join(words)}",
-            "prefixes, or a weight above 0 before each prefix",
+            "prefixes, or a positive weight before each prefix",
             f"Pass, for example, {flag} 0.7 first 0.3 second.",
         )
     return known, list(words[1::2])
@@ -48,7 +48,7 @@ def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None
     often = [place.removesuffix(".bin") for place, count in places.items() if count > 1]
     if often and os.environ.get("RANK", "0") == "0":
         print(
-            f"megatron_npu: warning: {flag} names {', '.join(often)} more than once; its weights are added",
+            f"megatron_npu: warning: {flag} names {', '.join(often)} more than once; the weights are added",
             file=sys.stderr,
             flush=True,
         )

@@ -50,7 +50,9 @@ def build(args: Namespace) -> Tokenizer:
     end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
     if args.tokenizer_type == "NullTokenizer":
         if args.vocab_size is None:
-            raise UsageError("--tokenizer-type NullTokenizer", "--vocab-size N", "Add --vocab-size N.")
+            raise UsageError(
+                "--tokenizer-type NullTokenizer without --vocab-size", "both flags", "Add --vocab-size N."
+            )
         return NullTokenizer(args.vocab_size, end)
     if end is not None:
         raise UsageError(
@@ -61,15 +63,17 @@ def build(args: Namespace) -> Tokenizer:
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if args.tokenizer_model is None:
             raise UsageError(
-                "--tokenizer-type HuggingFaceTokenizer",
-                "--tokenizer-model with it",
+                "--tokenizer-type HuggingFaceTokenizer without --tokenizer-model",
+                "both flags",
                 "Add --tokenizer-model DIR.",
             )
         return HuggingFaceTokenizer(args.tokenizer_model)
     for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if value is None:
             raise UsageError(
-                f"no {flag}", "GPT-2's vocab.json and merges.txt", "Pass both, or a NullTokenizer."
+                f"no {flag}",
+                "GPT-2's vocab.json and merges.txt",
+                "Pass both files, or use --tokenizer-type NullTokenizer.",
             )
     from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 

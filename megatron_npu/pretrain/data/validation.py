@@ -49,7 +49,7 @@ def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
     if not len(dataset):
         raise UsageError(
             f"--full-validation on {name or 'validation data'} with fewer than {args.seq_length + 1} tokens",
-            "at least one sample",
+            "data for at least one sample",
             "Provide more data, or remove the flag.",
         )
     padded = Padded(dataset, args.global_batch_size)

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         "megatron-npu pretrain",
         description="Pre-train a GPT with megatron-core, in one process or in several under torchrun.",
-        hint="`megatron-npu run` takes a stock script and its flags.",
+        hint="To run a stock script with its own flags, use `megatron-npu run`.",
         usage=_USAGE,
     )
     run_config.add(result.add_argument_group("configuration").add_argument)
@@ -77,9 +77,9 @@ def _model(add: Add) -> None:
     add(
         "--ffn-hidden-size",
         type=positive,
-        help="inner size of a feed-forward layer (default: 4 x hidden, with --swiglu 8/3 x hidden)",
+        help="inner size of a feed-forward layer (default: 4 x hidden size; with --swiglu: 8/3 x)",
     )
-    add("--kv-channels", type=positive, help="size of an attention head (default: hidden / heads)")
+    add("--kv-channels", type=positive, help="size of an attention head (default: hidden size / heads)")
     add(
         "--group-query-attention", action="store_true", help="share keys and values between query heads (GQA)"
     )
@@ -103,7 +103,7 @@ def _model(add: Add) -> None:
         help="use rotary position embeddings, like --position-embedding-type rope",
     )
     rotary_flags.add(add)
-    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="type of all norms")
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="type of every norm")
     add(
         "--norm-epsilon",
         type=number,
@@ -133,7 +133,7 @@ def _model(add: Add) -> None:
         "--add-attention-bias",
         action="store_true",
         help="add a bias to the QKV projection and to the attention's output projection, like "
-        "a Llama's attention_bias",
+        "attention_bias in a Llama configuration",
     )
     add("--qk-layernorm", action="store_true", help="normalize the queries and keys of each head")
     add(
@@ -161,17 +161,22 @@ def _attention(add: Add) -> None:
         "--window-attn-skip-freq",
         type=expert_flags.layer_frequency,
         metavar="N|PATTERN",
-        help="use full attention without the window of --pre-tockens in every Nth layer, or a list with "
-        "1 for a layer with the window and 0 for one without: [0]*2+[1]*2 (default: all layers have "
-        "the window)",
+        help="use full attention, without the window of --pre-tockens, in every Nth layer; or a list with 1 "
+        "for each layer with the window and 0 for each layer without, such as [0]*2+[1]*2 (default: "
+        "all layers have the window)",
     )
     add(
         "--attention-dropout",
         type=number,
         default=0.1,
-        help="dropout probability of the attention probabilities",
+        help="dropout probability applied to the attention probabilities",
     )
-    add("--hidden-dropout", type=number, default=0.1, help="dropout probability before each residual sum")
+    add(
+        "--hidden-dropout",
+        type=number,
+        default=0.1,
+        help="dropout probability applied before each residual addition",
+    )
     add(
         "--attention-softmax-in-fp32",
         action="store_true",
@@ -180,23 +185,23 @@ def _attention(add: Add) -> None:
     add(
         "--apply-query-key-layer-scaling",
         action="store_true",
-        help="divide the attention scores by the layer's number before rounding, for fp16",
+        help="divide the attention scores by the layer number before rounding, to avoid overflow in fp16",
     )
     add_shared(add, "--use-flash-attn")
     add(
         "--attention-backend",
         choices=["auto", "flash", "fused", "unfused", "local"],
         default="auto",
-        help="attention implementation; auto, flash and fused: the device's fused attention; "
-        "unfused and local: Megatron's own",
+        help="attention implementation; auto, flash, fused: the device's fused attention; unfused, local: "
+        "Megatron's own",
     )
     add(
         "--softmax-type",
         choices=["vanilla", "off-by-one", "learnable"],
         default="vanilla",
-        help="softmax variant; off-by-one: attention probabilities may sum to less than 1, as if a key "
-        "with score 0 took the rest; learnable: each head learns that score; needs megatron-core "
-        "0.15 or later",
+        help="softmax variant; off-by-one: attention probabilities may sum to less than 1, as if there were "
+        "another key with score 0; learnable: each head learns that score; needs megatron-core 0.15 or "
+        "later",
     )
 
 
@@ -242,7 +247,7 @@ def _parallel(add: Add) -> None:
     add(
         "--tp-comm-overlap",
         action="store_true",
-        help="fuse each matrix product with its communication; needs --sequence-parallel; NPU only",
+        help="fuse each matmul with its communication; needs --sequence-parallel; NPU only",
     )
     memory_flags.add_swap_optimizer(add)
     hccl_buffers.add(add)
@@ -254,7 +259,7 @@ def _parallel(add: Add) -> None:
     add(
         "--overlap-grad-reduce",
         action="store_true",
-        help="reduce gradients while the backward pass computes others",
+        help="overlap gradient reduction with the rest of the backward pass",
     )
     add(
         "--overlap-param-gather",
@@ -307,10 +312,14 @@ def _training(add: Add) -> None:
     add(
         "--deterministic-mode",
         action="store_true",
-        help="use deterministic operations, even where they are slower; stop with an error if one does "
-        "not exist",
+        help="use deterministic operations, even if they are slower; raise an error if an operation has no "
+        "deterministic version",
     )
-    add("--calculate-per-token-loss", action="store_true", help="weight each token of a global batch equally")
+    add(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="give each token of a global batch the same weight in the loss",
+    )
 
 
 def _recomputation(add: Add) -> None:
@@ -336,8 +345,8 @@ def _recomputation(add: Add) -> None:
         "--recompute-modules",
         nargs="*",
         metavar="MODULE",
-        help="modules that selective recomputation covers: core_attn, mlp, layernorm and "
-        "others of megatron-core (default: core_attn)",
+        help="modules that selective recomputation covers: core_attn, mlp, layernorm and others that "
+        "megatron-core supports (default: core_attn)",
     )
     memory_flags.add_activation_offloading(add)
 
@@ -347,7 +356,7 @@ def _faults(add: Add) -> None:
         "--no-check-for-nan-in-loss-and-grad",
         action="store_false",
         dest="check_for_nan_in_loss_and_grad",
-        help="continue if the loss or a gradient is NaN or infinite",
+        help="continue even if the loss or a gradient is NaN or infinite",
     )
     add(
         "--loss-spike-policy",
@@ -362,8 +371,8 @@ def _faults(add: Add) -> None:
         choices=["disabled", "validate_results"],
         default="disabled",
         help=(
-            "--rerun-mode for a loss spike or NaN; validate_results: repeat the iteration before "
-            "acting on it, to distinguish a device that computes wrongly from bad data"
+            "what to do before acting on a loss spike or NaN; validate_results: repeat the iteration, to "
+            "distinguish a faulty device from bad data"
         ),
     )
     add(
@@ -380,11 +389,11 @@ def _faults(add: Add) -> None:
 
 def _fusions(add: Add) -> None:
     for dest, what in (
-        ("masked_softmax_fusion", "scale, mask and softmax of the unfused attention"),
+        ("masked_softmax_fusion", "scaling, mask and softmax of the unfused attention"),
         ("bias_gelu_fusion", "bias and GELU"),
         ("bias_swiglu_fusion", "bias and gated SiLU"),
-        ("bias_dropout_fusion", "bias, dropout and residual sum"),
-        ("gradient_accumulation_fusion", "a weight's gradient and its sum over micro-batches"),
+        ("bias_dropout_fusion", "bias, dropout and residual addition"),
+        ("gradient_accumulation_fusion", "weight gradients and their accumulation over micro batches"),
     ):
         flag = f"--no-{dest.replace('_', '-')}"
         add(flag, action="store_false", dest=dest, help=f"do not fuse {what}")
@@ -394,15 +403,15 @@ def _fusions(add: Add) -> None:
         choices=["native", "linear"],
         default="native",
         help="implementation of --cross-entropy-loss-fusion; linear: fuse the loss with the output layer "
-        "and compute it in blocks of the vocabulary, so that the full logits are never in memory",
+        "and compute it block by block over the vocabulary, so that the full logits are never stored",
     )
 
 
 _KEPT = {
     "main_grads": "gradients",
     "main_params": "the main copy of 16-bit weights",
-    "exp_avg": "the mean of gradients",
-    "exp_avg_sq": "the mean of their squares",
+    "exp_avg": "the running mean of the gradients",
+    "exp_avg_sq": "the running mean of their squares",
 }
 
 
@@ -414,7 +423,7 @@ def _optimizer(add: Add) -> None:
         help="optimizer; muon: Muon for the layers' matrices and Adam for all other weights; "
         "needs megatron-core 0.16 or later",
     )
-    add_shared(add, "--lr", help="highest learning rate; required for training")
+    add_shared(add, "--lr", help="peak learning rate; required for training")
     add_shared(add, "--min-lr")
     add(
         "--lr-decay-style",
@@ -461,12 +470,12 @@ def _optimizer(add: Add) -> None:
     add(
         "--start-weight-decay",
         type=number,
-        help="initial weight decay when it is scheduled (default: --weight-decay)",
+        help="initial weight decay of a weight-decay schedule (default: --weight-decay)",
     )
     add(
         "--end-weight-decay",
         type=number,
-        help="final weight decay when it is scheduled (default: --weight-decay)",
+        help="final weight decay of a weight-decay schedule (default: --weight-decay)",
     )
     add(
         "--weight-decay-incr-style",
@@ -487,12 +496,12 @@ def _optimizer(add: Add) -> None:
     add(
         "--override-opt_param-scheduler",
         action="store_true",
-        help="on resume, use the learning-rate schedule of the flags",
+        help="on resume, use the learning-rate schedule given by the flags",
     )
     add(
         "--use-checkpoint-opt_param-scheduler",
         action="store_true",
-        help="on resume, use the learning-rate schedule of the checkpoint",
+        help="on resume, use the learning-rate schedule stored in the checkpoint",
     )
 
 
@@ -506,7 +515,7 @@ def _precision(add: Add) -> None:
     )
     add("--loss-scale", type=number, help="constant loss scale (default: a dynamic one with --fp16)")
     add("--initial-loss-scale", type=number, default=2.0**32, help="initial value of the dynamic loss scale")
-    add("--min-loss-scale", type=number, default=1.0, help="minimum of the dynamic loss scale")
+    add("--min-loss-scale", type=number, default=1.0, help="minimum value of the dynamic loss scale")
     add(
         "--loss-scale-window",
         type=positive,
@@ -529,12 +538,12 @@ def _data(add: Add) -> None:
         help="training data: the prefix of a .bin and .idx file, several prefixes, or "
         "alternating weights and prefixes",
     )
-    add("--mock-data", action="store_true", help="train on generated tokens instead of --data-path")
+    add("--mock-data", action="store_true", help="train on synthetic tokens instead of --data-path")
     add(
         "--split",
         metavar="A,B,C",
-        help="proportions of the documents of --data-path for training, validation and test "
-        "(default: 969, 30, 1)",
+        help="proportions in which the documents of --data-path are split into training, validation and "
+        "test data (default: 969, 30, 1)",
     )
     for part, use in (
         ("train", "training, instead of --data-path and --split"),
@@ -550,13 +559,13 @@ def _data(add: Add) -> None:
     flags.add_tokenizer(
         add,
         ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"],
-        "NullTokenizer: data that is numbers already",
+        "NullTokenizer: data that already consists of token ids",
     )
     add(
         "--vocab-size",
         type=positive,
-        help="vocabulary size of the NullTokenizer, without its end-of-document token, or of "
-        "a model that has more rows than its tokenizer has tokens",
+        help="vocabulary size of the NullTokenizer, without its end-of-document token, or of a model whose "
+        "embedding has more rows than its tokenizer has tokens",
     )
     flags.add_null_end(add)
     add_shared(add, "--data-cache-path")
@@ -600,13 +609,13 @@ def _checkpoints(add: Add) -> None:
         "--ckpt-format",
         choices=["torch_dist"],
         default="torch_dist",
-        help="checkpoint format; torch_dist is the only one",
+        help="checkpoint format; only torch_dist is supported",
     )
     add(
         "--dist-ckpt-optim-fully-reshardable",
         action="store_true",
-        help="save the distributed optimizer in a form that allows other tensor- and "
-        "pipeline-parallel sizes on resume",
+        help="save the distributed optimizer in a form that can resume with other tensor- and "
+        "pipeline-parallel sizes",
     )
 
 
@@ -637,7 +646,7 @@ def _logging(add: Add) -> None:
     add(
         "--log-loss-per-rank",
         action="store_true",
-        help="after each iteration's line, log the loss of each data-parallel rank on a line of its own",
+        help="after each iteration's line, log the loss of each data-parallel rank on a separate line",
     )
     add_shared(add, "--tensorboard-dir")
     job_flags.add_wandb(add)
@@ -671,7 +680,7 @@ def _logging(add: Add) -> None:
     add_shared(
         add,
         "--plot",
-        help="PNG file for a plot of loss and learning rate, updated at each validation and at the end "
+        help="PNG file for the plot of loss and learning rate, updated at each validation and at the end "
         "(default: written with --save, if matplotlib is installed)",
     )
 

@@ -93,14 +93,14 @@ def _model(add: Add) -> None:
         type=layer_frequency,
         default=1,
         metavar="N|PATTERN",
-        help="use experts in every Nth layer, starting with the first, or a list with 1 for a layer with "
-        "experts and 0 for a dense one: ([0]*1+[1]*3)*2",
+        help="use experts in every Nth layer, starting with the first; or a list with 1 for each layer with "
+        "experts and 0 for each dense layer, such as ([0]*1+[1]*3)*2",
     )
-    add("--moe-ffn-hidden-size", type=positive, help="inner size of an expert (default: --ffn-hidden-size)")
+    add("--moe-ffn-hidden-size", type=positive, help="inner size of each expert (default: --ffn-hidden-size)")
     add(
         "--moe-shared-expert-intermediate-size",
         type=positive,
-        help="total inner size of the shared experts that process every token (default: no shared expert)",
+        help="total inner size of the shared experts, which process every token (default: no shared experts)",
     )
     add(
         "--moe-shared-expert-gate",
@@ -110,7 +110,7 @@ def _model(add: Add) -> None:
 
 
 def _router(add: Add) -> None:
-    add("--moe-router-topk", type=positive, default=2, help="number of experts per token")
+    add("--moe-router-topk", type=positive, default=2, help="number of experts selected for each token")
     add(
         "--moe-router-score-function",
         choices=["softmax", "sigmoid"],
@@ -123,12 +123,16 @@ def _router(add: Add) -> None:
         help="compute scores over all experts before the top-k selection, so that the "
         "selected scores need not sum to 1",
     )
-    add("--moe-router-topk-scaling-factor", type=number, help="factor for the router's scores (default: 1)")
+    add(
+        "--moe-router-topk-scaling-factor",
+        type=number,
+        help="scaling factor for the router's scores (default: 1)",
+    )
     add("--moe-router-num-groups", type=positive, help="number of expert groups for group-limited routing")
     add(
         "--moe-router-group-topk",
         type=positive,
-        help="number of groups from which a token's experts are selected",
+        help="number of expert groups from which each token's experts are selected",
     )
     add(
         "--moe-router-dtype",
@@ -138,19 +142,19 @@ def _router(add: Add) -> None:
     add(
         "--moe-router-enable-expert-bias",
         action="store_true",
-        help="balance experts by a bias on the scores used for selection, updated after each "
-        "step (arXiv:2408.15664)",
+        help="balance experts with a bias that is added to the selection scores and updated after each step "
+        "(arXiv:2408.15664)",
     )
     add(
         "--moe-router-bias-update-rate",
         type=number,
         default=1e-3,
-        help="step size of that bias: change per update of --moe-router-enable-expert-bias",
+        help="amount by which --moe-router-enable-expert-bias changes a bias per update",
     )
     add(
         "--moe-router-force-load-balancing",
         action="store_true",
-        help="use random router logits to measure a balanced run; the model does not learn",
+        help="use random router logits, to measure the speed of a balanced run; the model does not learn",
     )
     add(
         "--moe-input-jitter-eps",
@@ -182,18 +186,18 @@ def _balance(add: Add) -> None:
         type=number,
         help="weight of the router's z-loss; 0.001 is a good starting point",
     )
-    add("--moe-per-layer-logging", action="store_true", help="log the balancing losses of each layer too")
+    add("--moe-per-layer-logging", action="store_true", help="also log the balancing losses of each layer")
     add(
         "--moe-expert-capacity-factor",
         type=number,
-        help="maximum number of tokens per expert, as a multiple of its equal share (default: no limit)",
+        help="maximum number of tokens per expert, as a multiple of an equal share (default: no limit)",
     )
     add(
         "--moe-token-drop-policy",
         choices=["probs", "position"],
         default="probs",
-        help="which tokens an expert over its capacity drops; probs: those with the lowest "
-        "score; position: the last ones",
+        help="which tokens an expert drops if it exceeds its capacity; probs: those with the lowest scores; "
+        "position: the last ones",
     )
     add(
         "--moe-pad-expert-input-to-capacity",
@@ -228,15 +232,15 @@ def _computation(add: Add) -> None:
     add(
         "--moe-grouped-gemm",
         action="store_true",
-        help="compute the experts of a rank with one grouped matrix product",
+        help="compute all experts of a rank with one grouped matmul",
     )
     add(
         "--moe-permute-fusion",
         action="store_true",
-        help="sort tokens by expert, and back, with one fused operation; needs alltoall",
+        help="permute tokens by expert, and back, with one fused operation; needs alltoall",
     )
     add(
         "--moe-router-fusion",
         action="store_true",
-        help="select experts with fused operations and one gradient",
+        help="select experts with fused operations and a single fused backward pass",
     )

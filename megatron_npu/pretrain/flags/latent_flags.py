@@ -23,7 +23,7 @@ def add(add: Add) -> None:
     add(
         "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"
     )
-    add("--mscale", type=number, default=1.0, help="coefficient of yarn's scale for rotated vectors")
+    add("--mscale", type=number, default=1.0, help="coefficient of yarn's scale for the rotated vectors")
     add(
         "--mscale-all-dim",
         type=number,
@@ -37,8 +37,8 @@ def add_attention(add: Add) -> None:
     add(
         "--multi-latent-attention",
         action="store_true",
-        help="compress the keys and values of all heads into one latent vector (MLA of "
-        "DeepSeek-V2, arXiv:2405.04434)",
+        help="use multi-latent attention: compress the keys and values of all heads into one latent vector "
+        "(DeepSeek-V2, arXiv:2405.04434)",
     )
     add(
         "--q-lora-rank",
@@ -62,7 +62,7 @@ def add_attention(add: Add) -> None:
     add(
         "--rope-type",
         choices=["rope", "yarn"],
-        help="rotary embedding of the rotated part with --multi-latent-attention (default: yarn)",
+        help="type of rotary embedding with --multi-latent-attention (default: yarn)",
     )
 
 
@@ -78,5 +78,5 @@ def add_prediction(add: Add) -> None:
         "--mtp-loss-scaling-factor",
         type=number,
         default=0.1,
-        help="weight of the mean multi-token prediction loss",
+        help="weight of the multi-token prediction loss, averaged over its layers",
     )

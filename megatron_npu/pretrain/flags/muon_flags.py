@@ -18,7 +18,7 @@ COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 def add(add: Add) -> None:
     """Add the flags that have an effect only with ``--optimizer muon``."""
-    add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient average")
+    add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient averaging")
     add(
         "--muon-nesterov",
         "--muon-use-nesterov",  # its name in 0.17
@@ -35,13 +35,14 @@ def add(add: Add) -> None:
         "--muon-scale-mode",
         choices=["spectral", "unit_rms_norm", "shape_scaling"],
         default="spectral",
-        help="how to scale Muon's update with the shape of the matrix",
+        help="how to scale Muon's update by the shape of the matrix",
     )
     add(
         "--muon-fp32-matmul-prec",
         choices=["medium", "high", "highest"],  # upstream's low is none of torch's
         default="medium",
-        help="precision of fp32 products in the Newton-Schulz iteration; medium: a CPU may round to bf16",
+        help="precision of fp32 matmuls in the Newton-Schulz iteration; medium: a CPU may round inputs to "
+        "bf16",
     )
     add(
         "--muon-coefficient-type",
@@ -54,11 +55,11 @@ def add(add: Add) -> None:
         "--muon-tp-mode",
         choices=["blockwise", "duplicated", "distributed"],
         default="blockwise",
-        help="how Muon treats tensor-parallel matrices; blockwise: each rank orthogonalizes its own part "
-        "(the update differs from that of one process); duplicated: every rank computes the whole "
-        "matrix; distributed: the ranks compute the whole matrix together",
+        help="how Muon treats tensor-parallel matrices; blockwise: each rank orthogonalizes its own part, "
+        "which changes the update compared to a single process; duplicated: every rank computes the "
+        "whole matrix; distributed: the ranks compute the whole matrix together",
     )
-    add("--muon-extra-scale-factor", type=number, default=1.0, help="additional factor for Muon's update")
+    add("--muon-extra-scale-factor", type=number, default=1.0, help="extra scaling factor for Muon's update")
 
 
 def installed() -> bool:

@@ -40,7 +40,7 @@ def add(add: Add) -> None:
         "--rotary-percent",
         type=number,
         default=1.0,
-        help="fraction of each head that is rotated, from 0 to 1",
+        help="fraction of each head's channels that is rotated, from 0 to 1",
     )
     add("--rotary-base", type=integer, default=10000, help="base of the rotary frequencies")
     add(
@@ -51,7 +51,7 @@ def add(add: Add) -> None:
     add(
         "--rotary-seq-len-interpolation-factor",
         type=number,
-        help="divide the positions by this factor to extend the context (default: 1)",
+        help="factor by which positions are divided to extend the context (default: 1)",
     )
     add(
         "--use-rope-scaling",
@@ -74,25 +74,25 @@ def add_scaling(add: Add) -> None:
         "--rope-scaling-type",
         choices=[LLAMA3, DYNAMIC],
         default=LLAMA3,
-        help="type of rotary scaling; dynamic: the base grows as the text exceeds the original length",
+        help="type of rotary scaling; dynamic: the base grows once the text exceeds the original length",
     )
     add(
         "--rope-scaling-original-max-position-embeddings",
         type=positive,
         default=8192,
-        help="maximum number of positions before --use-rope-scaling",
+        help="original maximum number of positions, before --use-rope-scaling extends it",
     )
     add(
         "--rope-scaling-low-freq-factor",
         type=number,
         default=1.0,
-        help="for llama3: frequencies with wavelengths above original length / X are scaled",
+        help="for llama3: scale frequencies whose wavelength exceeds original length / X",
     )
     add(
         "--rope-scaling-high-freq-factor",
         type=number,
         default=4.0,
-        help="for llama3: frequencies with wavelengths below original length / X are kept",
+        help="for llama3: keep frequencies whose wavelength is below original length / X",
     )
 
 
@@ -102,25 +102,26 @@ def add_yarn(add: Add) -> None:
         "--yarn-original-max-position-embeddings",
         type=positive,
         default=4096,
-        help="for --position-embedding-type yarn: maximum number of positions before the extension",
+        help="for --position-embedding-type yarn: original maximum number of positions, before the extension",
     )
     add(
         "--yarn-beta-fast",
         type=number,
         default=32.0,
-        help="keep the frequencies that rotate more often than this (yarn)",
+        help="for yarn: keep frequencies that make more rotations than this within the original length",
     )
     add(
         "--yarn-beta-slow",
         type=number,
         default=1.0,
-        help="interpolate the frequencies that rotate less often than this (yarn)",
+        help="for yarn: interpolate frequencies that make fewer rotations than this within the original "
+        "length",
     )
     add(
         "--no-yarn-correction-range-round-to-int",
         action="store_false",
         dest="yarn_correction_range_round_to_int",
-        help="do not round the bounds of yarn's interpolation range to integers",
+        help="for yarn: do not round the bounds of the interpolation range to integers",
     )
 
 

@@ -53,8 +53,8 @@ def add(group: Add) -> None:
         choices=[*PRESETS],
         metavar="NAME",
         default=argparse.SUPPRESS,
-        help=f"set the shape of the model: {', '.join(PRESETS)}; explicit flags take "
-        "precedence (default: none)",
+        help=f"use a predefined model shape: {', '.join(PRESETS)}; explicit flags take precedence (default: "
+        "none)",
     )
 
 
@@ -97,7 +97,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
         elif action.nargs != 0 and getattr(resolved, dest) not in (None, [], value):
             filled_in[dest] = f"# {_line(action, getattr(resolved, dest))}"
     left = [line for dest, line in filled_in.items() if dest not in given]
-    return "\n".join([*given.values(), "# filled in from these, and from the machine:", *left, ""])
+    return "\n".join([*given.values(), "# derived from these flags and from the machine:", *left, ""])
 
 
 def _line(action: argparse.Action, value: Any) -> str | None:
@@ -109,7 +109,9 @@ def _line(action: argparse.Action, value: Any) -> str | None:
         return f"{name}: true" if value == action.const else None
     words = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
     if not all(map(_fits_a_line, words)):
-        return f"# {name}: contains a line break or both kinds of quotes; pass it on the command line"
+        return (
+            f"# {name}: its value contains a line break or both kinds of quotes; pass it on the command line"
+        )
     text = ", ".join(map(_quoted, words))
     return f"{name}: [{text}]" if isinstance(value, list | tuple) else f"{name}: {text}"
 
@@ -164,7 +166,9 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
             yield name, values
         elif values not in (["true"], ["false"]):
             raise UsageError(
-                f"{where}: {name} {value}", "true or false", "Write true or false: it is a switch."
+                f"{where}: {name} is set to {value}",
+                "true or false",
+                "Write true or false, because this flag is a switch.",
             )
         elif values == ["true"]:
             yield name, []
@@ -175,7 +179,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: {error}", "a readable file of flags", "Check the path.") from None
+        raise UsageError(
+            f"--config {path}: {error}", "a readable YAML file of flags", "Check the path."
+        ) from None
     for number, line in enumerate(lines, 1):
         text = _without_comment(line)
         if text.strip() not in ("", "---"):
@@ -191,7 +197,7 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
     match = None if line[0].isspace() else _LINE.match(line)
     if match is None or not match["value"]:
         raise UsageError(
-            f"{where}: {line.strip()}", "flag: value", "Write one flag per line, and lists as [a, b]."
+            f"{where} is {line.strip()}", "flag: value", "Write one flag per line, and lists as [a, b]."
         )
     return match["name"], match["value"]
 

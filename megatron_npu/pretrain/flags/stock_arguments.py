@@ -145,13 +145,12 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"a checkpoint with --tokenizer-type {values.get('tokenizer_type')}",
             " or ".join(known),
-            "The checkpoint does not contain the size of its vocabulary, and only these "
-            "tokenizers define it here.",
+            "The checkpoint does not store its vocabulary size, and only these tokenizers determine it.",
         )
     other = [*_other_classes(values), *_other_fields(values)]
     if other:
         raise UsageError(
-            f"a checkpoint of Megatron-LM with {', '.join(other)}", "a plain GPT", "Nothing was written."
+            f"a Megatron-LM checkpoint with {', '.join(other)}", "a plain GPT", "Nothing was written."
         )
 
 
@@ -161,7 +160,10 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {values[name]}"
     factor = values.get("rope_scaling_factor")
     if values.get("use_rope_scaling") and factor not in (None, _HEEDED):
-        yield f"rope_scaling_factor {factor}, which the scripts ignore: they always scale by {_HEEDED:g}"
+        yield (
+            f"rope_scaling_factor {factor}, which the scripts ignore, because they always scale by "
+            f"{_HEEDED:g}"
+        )
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:

@@ -30,13 +30,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "attention-dropout hidden-dropout adam-beta1 adam-beta2 muon-momentum moe-input-jitter-eps",
         lambda value: 0 <= value < 1,
-        "a number from 0 to below 1",
+        "a number of at least 0 and less than 1",
     ),
     (
         "clip-grad weight-decay init-method-std adam-eps sample-temperature moe-z-loss-coeff "
         "moe-router-bias-update-rate mscale mscale-all-dim mtp-loss-scaling-factor",
         lambda value: value >= 0,
-        "a number from 0 on",
+        "a non-negative number",
     ),
     (
         "rotary-base rope-scaling-factor rope-scaling-low-freq-factor rope-scaling-high-freq-factor "
@@ -45,10 +45,10 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "moe-router-topk-scaling-factor moe-expert-capacity-factor rotary-scaling-factor "
         "muon-extra-scale-factor",
         lambda value: value > 0,
-        "a number above 0",
+        "a positive number",
     ),
-    ("rotary-percent", lambda value: 0 < value <= 1, "a number above 0, up to 1"),
-    ("seed", lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
+    ("rotary-percent", lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    ("seed", lambda value: 0 <= value < 2**32, "an integer from 0 to 4294967295"),
 )
 
 

@@ -52,9 +52,9 @@ def _activation(args: Namespace) -> dict[str, Any]:
 def _require_softmax(args: Namespace, known: set[str]) -> None:
     if args.softmax_type != "vanilla" and "softmax_type" not in known:
         raise UsageError(
-            f"--softmax-type {args.softmax_type} with a megatron-core before 0.15",
-            "0.15 or later",
-            "Remove it, or install that version.",
+            f"--softmax-type {args.softmax_type} with a megatron-core older than 0.15",
+            "megatron-core 0.15 or later",
+            "Remove the flag, or install that version.",
         )
 
 
@@ -92,7 +92,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         raise
     except (AssertionError, ValueError) as error:
         raise UsageError(
-            f"megatron-core rejects this model: {error}", "flags that can be combined", "Change them."
+            f"megatron-core rejects this model: {error}",
+            "a combination of flags that megatron-core supports",
+            "Change the flags.",
         ) from error
     config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
     if "window_attn_skip_freq" not in known:  # before 0.15, for the same

@@ -74,7 +74,7 @@ def check(args: Namespace, tokenizer: Tokenizer) -> None:
         number, most = len(ids_of(tokenizer, prompt)), args.max_position_embeddings - 1
         if number > most:
             raise UsageError(
-                f"a --sample-prompt of {number} tokens",
+                f"a --sample-prompt has {number} tokens",
                 f"at most {most}, one less than --max-position-embeddings",
-                "Shorten it.",
+                "Shorten the prompt.",
             )

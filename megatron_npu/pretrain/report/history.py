@@ -94,7 +94,7 @@ class History:
         for name in _COUNTED:
             value = row.get(name)
             if value is not None and not (type(value) is int and 0 <= value < _MANY):
-                raise ValueError(f"{name} {value!r}")
+                raise ValueError(f"{name} is {value!r}")
         self.start, self.last, self.end = row, {}, {}
         self.hosts, self.stages, self.forward_ms = [], [], []
         self._forget_after(row["iteration"])
@@ -134,7 +134,7 @@ def _note(points: Points, iteration: int, value: float | None) -> None:
 
 def _number(value: float) -> float:
     if not math.isfinite(value):  # which takes numbers alone, and none that no float can hold
-        raise ValueError(f"{value} is not a number of a run")
+        raise ValueError(f"{value} is not a finite number")
     return value
 
 

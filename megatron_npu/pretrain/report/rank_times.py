@@ -102,7 +102,9 @@ class RankTimes:
             f"rank {rank} on {self.places[rank].host} ({milliseconds[rank]:.1f} ms, {found[rank]:.1f} times)"
             for rank in told
         )
-        return f" slower than the median of ranks with the same layers, by their own forward passes: {named}"
+        return (
+            f" ranks whose forward passes are slower than the median of ranks with the same layers: {named}"
+        )
 
 
 def _places() -> list[Place]:

@@ -47,7 +47,7 @@ class WandbRun:
         except Exception as error:  # of its own kinds, and of the network's
             raise UsageError(
                 f"--wandb-project {flags.wandb_project}: {_words(error)}",
-                "a run that wandb can start",
+                "wandb to start the run",
                 "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
 
@@ -89,7 +89,8 @@ def _tell_of_server() -> None:
         if wrong := files.others(path) or files.others(path.parent):
             raise UsageError(
                 f"--wandb-project with {path} in {Path.cwd()}, which {wrong}",
-                "settings that this user alone can write: they can send the account's key to another server",
+                "settings that only this user can write, because they can send the account's key to another "
+                "server",
                 "Work in another directory, remove the file, or run chmod go-w on it and its folder.",
             )
         for line in files.lines(path):

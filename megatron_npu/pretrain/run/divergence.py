@@ -50,7 +50,7 @@ class Spikes:
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
-        return f"loss spike at iteration {number}: {loss:.4f}, with a median of {usual:.4f} before"
+        return f"loss spike at iteration {number}: {loss:.4f}, after a median of {usual:.4f}"
 
     def _leaps(self, loss: float) -> bool:
         if len(self._usual) < ENOUGH:
@@ -78,7 +78,10 @@ class FirstNonFinite:
     def words(self) -> str:
         """Return a sentence that names the first such module."""
         if not self.watches:
-            return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
+            return f"Set {settings.VERIFY.name}=all to find the first module whose output is not finite."
         if (where := verify.first_bad_output()) is None:
-            return "Every output on this rank was finite: the fault is in the backward pass, or elsewhere."
-        return f"The first output that is not finite is that of {where}."
+            return (
+                "Every output on this rank was finite: the problem is in the backward pass, or on "
+                "another rank."
+            )
+        return f"The first non-finite output comes from {where}."

@@ -26,8 +26,8 @@ def require(needed: int, what: str) -> None:
     free = available()
     if needed > free:
         raise UsageError(
-            f"{what} needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are available",
-            "enough",
+            f"{what} needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are available",
+            "enough memory",
             "End other programs, or use a machine with more memory.",
         )
 

@@ -52,7 +52,7 @@ def what_is_saved(save: str | None) -> str:
     tracker = Path(save) / checkpoint_files.TRACKER
     if not tracker.is_file():
         return f"; nothing was saved in {save}"
-    return f"; the last checkpoint in {save} is of iteration {tracker.read_text().strip()}"
+    return f"; the last checkpoint in {save} is from iteration {tracker.read_text().strip()}"
 
 
 def wait_for_rank_0_to_report() -> None:

@@ -270,7 +270,7 @@ class Trainer:
         scale.
         """
         if norm is not None and not math.isfinite(norm):
-            self._diverged(f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}")
+            self._diverged(f"the gradient norm is {norm} at iteration {self.position.iteration + 1}")
 
     def _check_losses(self, losses: list[float]) -> None:
         """End the run if a loss is NaN or infinite although its gradient is finite; log loss spikes."""
@@ -348,7 +348,7 @@ class Trainer:
         else:
             return False
         if iteration < self.plan.iterations:
-            self.log.say(f" ending at iteration {iteration}: {self.outcome.ended_by}")
+            self.log.say(f" stopping at iteration {iteration}: {self.outcome.ended_by}")
         return True
 
     def _finish(self) -> None:

@@ -88,11 +88,12 @@ class Pace:
         usual, slow = _middle(self._usual), self._slow[-1]
         before, now = usual.load, slow.load
         return (
-            f" steps have become {slow.seconds / usual.seconds:.1f} times slower: {usual.seconds * 1e3:.0f} "
-            f"ms -> {slow.seconds * 1e3:.0f} ms for {_steps(self._slow)} steps; threads {before.threads} -> "
-            f"{now.threads}, context switches per step {usual.switches:.0f} -> {slow.switches:.0f}, resident "
-            f"{before.memory / 2**30:.1f} -> {now.memory / 2**30:.1f} GiB, load of the machine "
-            f"{before.machine:.1f} -> {now.machine:.1f} on {os.cpu_count()} cores"
+            f" steps have become {slow.seconds / usual.seconds:.1f} times as slow: "
+            f"{usual.seconds * 1e3:.0f} ms -> {slow.seconds * 1e3:.0f} ms for {_steps(self._slow)} "
+            f"steps; threads {before.threads} -> {now.threads}, context switches per step "
+            f"{usual.switches:.0f} -> {slow.switches:.0f}, resident {before.memory / 2**30:.1f} -> "
+            f"{now.memory / 2**30:.1f} GiB, machine load {before.machine:.1f} -> {now.machine:.1f} on "
+            f"{os.cpu_count()} cores"
         )
 
 

@@ -211,7 +211,10 @@ def _log_start(plan: RunPlan, size: gpt.Parameters, journal: log.Log, position: 
     experts, flags = "", plan.flags
     if plan.experts.num_experts is not None:
         names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
-        experts = f", {size.active} of them active ({flags.moe_router_topk} of {flags.num_experts} experts)"
+        experts = (
+            f", {size.active} of them active per token ({flags.moe_router_topk} of "
+            f"{flags.num_experts} experts)"
+        )
     sizes = ", ".join(f"{name.replace('_', ' ')} {getattr(flags, name)}" for name in names)
     journal.say(
         f" {size.total} parameters, {size.without_embeddings} without embeddings{experts}; "

@@ -13,16 +13,14 @@ from typing import Any
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 
-_SCHEDULE = "needs --override-opt_param-scheduler: the new schedule, at the run's current position"
-_DATA = (
-    "samples are shuffled again, and the run continues in the new order after the number of samples "
-    "that it has used"
+_SCHEDULE = (
+    "needs --override-opt_param-scheduler, which continues the new schedule from the run's current position"
 )
-_IDS = "the trained weights are used with token ids that mean other words"
+_DATA = "samples are reshuffled, and the run continues in the new order at its current number of samples"
+_IDS = "the trained weights are used with token ids that may have other meanings"
 _AT_ONCE = "applies from the first update on"
 _SAMPLES = (
-    "the data is split into samples of another length, and the run continues after the number of samples "
-    "that it has used"
+    "the data is split into samples of another length, and the run continues at its current number of samples"
 )
 
 
@@ -46,13 +44,15 @@ def _flags(effect: str, *names: str) -> list[Flag]:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("tokenizer_files", "files of the tokenizer", _IDS),
+    Flag("tokenizer_files", "tokenizer files", _IDS),
     Flag("tokenizer_type", "--tokenizer-type", _IDS),
-    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "another token id marks the end of a document"),
+    Flag("null_tokenizer_eod_id", "--null-tokenizer-eod-id", "documents end with a different token id"),
     *_flags(_DATA, "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "seed"),
     *_flags(_SAMPLES, "seq_length"),
-    *_flags("each update uses another number of samples; the schedule counts samples", "global_batch_size"),
-    *_flags("the run continues in the new ramp at its current number of samples", "rampup_batch_size"),
+    *_flags(
+        "each update uses a different number of samples; the schedule counts samples", "global_batch_size"
+    ),
+    *_flags("batch sizes follow the new ramp from the run's current number of samples", "rampup_batch_size"),
     *_flags("memory and speed change; results differ in their last digits", "micro_batch_size"),
     *_flags(_AT_ONCE, "attention_dropout", "hidden_dropout", "clip_grad"),
     *_flags(_AT_ONCE, "adam_beta1", "adam_beta2", "adam_eps", "muon_momentum"),
@@ -60,12 +60,15 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(_SCHEDULE, "lr_warmup_fraction", "lr_decay_iters", "lr_decay_samples"),
     *_flags(_SCHEDULE, "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *_flags(
-        "changes the end of the run, and without --lr-decay-iters or --lr-decay-samples also the "
-        "schedules of learning rate and weight decay, so it needs --override-opt_param-scheduler",
+        "changes the end of the run and, without --lr-decay-iters or --lr-decay-samples, also the "
+        "learning-rate and weight-decay schedules; it therefore needs --override-opt_param-scheduler",
         "train_iters",
         "train_samples",
     ),
-    *_flags("applies at the next overflow; an fp16 checkpoint contains its loss scale", "initial_loss_scale"),
+    *_flags(
+        "applies at the next overflow, because an fp16 checkpoint contains its own loss scale",
+        "initial_loss_scale",
+    ),
     *_flags(
         "needs --no-load-optim or --finetune, because the optimizer keeps main weights only for 16-bit "
         "weights",
@@ -74,8 +77,12 @@ FLAGS: tuple[Flag, ...] = (
     ),
     *_flags("changes the loss from the first iteration on", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *_flags("changes the loss from the first iteration on", "mtp_loss_scaling_factor"),
-    *_flags("attention and losses across documents change", "reset_position_ids", "reset_attention_mask"),
-    *_flags("attention and losses across documents change", "eod_mask_loss"),
+    *_flags(
+        "changes attention and losses across document boundaries",
+        "reset_position_ids",
+        "reset_attention_mask",
+    ),
+    *_flags("changes attention and losses across document boundaries", "eod_mask_loss"),
 )
 _OF_WEIGHTS = ("tokenizer_files", "tokenizer_type")  # what matters where the weights alone are taken over
 _FOLLOWING = ("start_weight_decay", "end_weight_decay")  # of --weight-decay, where it does not change
@@ -122,8 +129,8 @@ def _differences(saved: Mapping[str, Any], args: Flags) -> Iterator[str]:
             before, now = _hashes(before), _hashes(now)
         effect = row.effect
         if effect is _SCHEDULE and args.use_checkpoint_opt_param_scheduler:
-            effect = "without effect: --use-checkpoint-opt_param-scheduler keeps the checkpoint's"
-        yield f"{row.flag} {_shown(now)} (the checkpoint: {_shown(before)}): {effect}"
+            effect = "no effect, because --use-checkpoint-opt_param-scheduler keeps the checkpoint's schedule"
+        yield f"{row.flag} {_shown(now)} (checkpoint: {_shown(before)}): {effect}"
 
 
 def _hashes(files: Mapping[str, str]) -> str:

@@ -77,7 +77,7 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
             continue
         what = f"{operation}: {limit.argument}: given {describe(value)}, "
         if not limit.simulated:
-            raise NotSimulatedError(f"{what}the simulator takes only {limit.allowed}", limit)
+            raise NotSimulatedError(f"{what}the simulator supports only {limit.allowed}", limit)
         raise LimitError(f"{what}allowed {limit.allowed} ({table.source})", limit)
 
 

@@ -111,7 +111,7 @@ def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count:
     names = operation.encode(), hcom.encode()
     code = _sim_collective()(*names, given.data_ptr(), result.data_ptr(), count, dtype)
     if code:
-        raise RuntimeError(f"{operation} on communicator {hcom} inside of a product failed: HCCL {code}")
+        raise RuntimeError(f"{operation} on communicator {hcom} inside a matmul failed: HCCL error {code}")
 
 
 @functools.cache

@@ -21,7 +21,7 @@ def refuse_states(initial_state: Any, output_final_state: bool) -> None:
     """Raise a UsageError if generation from a state is requested."""
     if initial_state is not None or output_final_state:
         raise UsageError(
-            "the state of a gated delta net without the package flash-linear-attention",
+            "a gated delta net is continued from a state, but flash-linear-attention is not installed",
             "training or generation on whole sequences",
             "Disable the inference cache.",
         )

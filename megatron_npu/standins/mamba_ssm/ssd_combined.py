@@ -119,8 +119,9 @@ def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
         return [x.size(1)]
     if seq_idx.shape != (1, x.size(1)) or x.size(0) != 1:
         raise UsageError(
-            f"seq_idx {list(seq_idx.shape)} of a Mamba layer for a batch {list(x.shape[:2])}",
-            "one row of packed sequences, [1, s] both",
+            f"seq_idx of a Mamba layer has the shape {list(seq_idx.shape)}, but the batch "
+            f"{list(x.shape[:2])}",
+            "a single row of packed sequences, [1, s] for both",
             "Use --micro-batch-size 1.",
         )
     return torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()

@@ -24,8 +24,9 @@ class DotProductAttention(torch.nn.Module):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            "transformer_engine.pytorch.DotProductAttention by itself, without TransformerEngine",
-            "Megatron's attention, which takes its place here",
+            "transformer_engine.pytorch.DotProductAttention is used directly, but TransformerEngine is not "
+            "installed",
+            "Megatron's attention, which replaces it here",
             "Use megatron.core.extensions.transformer_engine.TEDotProductAttention.",
         )
 

@@ -48,7 +48,7 @@ class CudaRNGStatesTracker:
 
     def __init__(self) -> None:
         raise UsageError(
-            "TransformerEngine's tracker of random states without TransformerEngine",
-            "megatron-core's own, which does the same",
+            "TransformerEngine's RNG state tracker is requested, but TransformerEngine is not installed",
+            "megatron-core's own tracker, which does the same",
             "Remove --te-rng-tracker (use_te_rng_tracker).",
         )

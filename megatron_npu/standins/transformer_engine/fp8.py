@@ -42,4 +42,4 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[Non
 
 def check_fp8_support() -> tuple[bool, str]:
     """Return False, and why fp8 is not supported."""
-    return False, "layers of megatron_npu under TransformerEngine's names have no fp8"
+    return False, "the layers that megatron_npu provides under TransformerEngine's names do not support fp8"

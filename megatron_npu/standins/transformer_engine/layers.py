@@ -112,15 +112,15 @@ def _refuse_others(others: dict[str, Any]) -> None:
         if others.pop(name, None):
             raise UsageError(
                 f"{name} without TransformerEngine",
-                "layers that compute the gradients of their weights at once, and reduce with the group's own",
+                "layers that compute weight gradients immediately, and the group's own reduction",
                 f"Remove --{name.replace('_', '-')}.",
             )
     overlapped = [name for name, value in others.items() if name.startswith("ub_") and value]
     if overlapped:
         raise UsageError(
             f"{overlapped[0]} without TransformerEngine",
-            "communication that is not overlapped with products",
-            "Remove --tp-comm-overlap: its buffers are TransformerEngine's.",
+            "communication that is not overlapped with matmuls",
+            "Remove --tp-comm-overlap, whose buffers belong to TransformerEngine.",
         )
 
 
@@ -266,7 +266,9 @@ class LayerNormLinear(Linear):
     ) -> None:
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise UsageError(
-                f"normalization {normalization}", "LayerNorm or RMSNorm", "Pass --normalization one of them."
+                f"normalization {normalization}",
+                "LayerNorm or RMSNorm",
+                "Pass --normalization LayerNorm or RMSNorm.",
             )
         self._norm = (eps, normalization, zero_centered_gamma)
         super().__init__(in_features, out_features, **options)
@@ -311,7 +313,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            "transformer_engine.pytorch.LayerNormMLP without TransformerEngine",
-            "megatron-core's MLP of the layers that are here",
+            "transformer_engine.pytorch.LayerNormMLP is used, but TransformerEngine is not installed",
+            "megatron-core's MLP, built from the layers provided here",
             "Use megatron.core.transformer.mlp.MLP.",
         )

@@ -82,6 +82,6 @@ class Sequential(FusibleOperation):
 def _refuse() -> NoReturn:
     raise UsageError(
         "use_te_op_fuser without TransformerEngine",
-        "an MLP of the layers that are here; their norm, product and activation are fused as it is",
+        "an MLP built from the layers provided here, whose norm, matmul and activation are already fused",
         "Remove use_te_op_fuser (--use-transformer-engine-op-fuser).",
     )

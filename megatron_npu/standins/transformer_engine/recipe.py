@@ -15,9 +15,9 @@ def refuse(asked: str) -> NoReturn:
         UsageError: always.
     """
     raise UsageError(
-        f"{asked} with the layers of megatron_npu under TransformerEngine's names",
-        "a precision that they have: fp32, bf16 or fp16",
-        "Train in bf16; fp8 and fp4 are kernels of the package transformer-engine, which needs CUDA.",
+        f"{asked} with the layers that megatron_npu provides under TransformerEngine's names",
+        "fp32, bf16 or fp16",
+        "Train in bf16; fp8 and fp4 need the kernels of the package transformer-engine, which requires CUDA.",
     )
 
 

@@ -110,7 +110,7 @@ def compare_chosen_before() -> None:
     assert torch.equal(chosen, right)
     assert torch.equal(chosen.nonzero()[:, 1].view(-1, TOPK), chosen_before.sort(dim=1).values)
     same_gradients(ours, plain, [logits])
-    assert dispatch.fallbacks["moe-router-fusion", "the experts are chosen already"] == 1
+    assert dispatch.fallbacks["moe-router-fusion", "the experts have already been chosen"] == 1
 
 
 def main() -> None:

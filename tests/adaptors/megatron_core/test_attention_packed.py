@@ -103,7 +103,7 @@ def test_a_batch_that_is_cut_is_not_taken_for_a_whole_one():
     ours, _ = attention_pair()
     params = packed_params(8, 8)
     params.cp_group = types.SimpleNamespace(size=lambda: 2)
-    with pytest.raises(UsageError, match="a cp_group of 2 ranks, and context_parallel_size 1"):
+    with pytest.raises(UsageError, match="a cp_group of 2 ranks, but context_parallel_size is 1"):
         ours(*leaves_of(*[(16, 4, 8)] * 3), None, packed_seq_params=params)
 
 

@@ -89,7 +89,7 @@ def test_without_the_variable_the_ledger_says_that_they_are_left_out(monkeypatch
     reset = decorators.OURS.set(False)  # another test of this process may have trained
     try:
         assert {patch.reason_to_skip("npu") for patch in backports} == {
-            "wrong numbers are upstream's own; MEGATRON_NPU_BACKPORT=1 cures them"
+            "the wrong results are upstream's own; MEGATRON_NPU_BACKPORT=1 fixes them"
         }
     finally:
         decorators.OURS.reset(reset)

@@ -17,16 +17,16 @@ def test_options_of_hccl_are_taken_and_those_of_nccl_reported(monkeypatch) -> No
     given = {"hccl_buffer_size": 32, "hccl_exec_timeout": 60, "is_high_priority_stream": True, "min_ctas": 2}
     assert communicators.hccl_config("tp", given) == {"hccl_buffer_size": 32, "hccl_exec_timeout": 60}
     ((option, reason),) = dispatch.fallbacks
-    assert (option, reason) == ("nccl-communicator-config-path", "min_ctas of group tp is an option of NCCL")
+    assert (option, reason) == ("nccl-communicator-config-path", "min_ctas of group tp is an option for NCCL")
     monkeypatch.setenv("MEGATRON_NPU_STRICT", "1")
-    with pytest.raises(FallbackForbiddenError, match="Leave out min_ctas"):
+    with pytest.raises(FallbackForbiddenError, match="Remove min_ctas"):
         communicators.hccl_config("tp", given)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"hccl_buffer_size": 0}, "hccl_buffer_size: 0 of group tp; expected a whole number from 1"),
+        ({"hccl_buffer_size": 0}, "hccl_buffer_size: 0 of group tp; expected an integer of at least 1"),
         ({"hccl_buffer_size": "auto"}, "hccl_buffer_size: 'auto' of group tp"),
         ({"hccl_exec_timeout": True}, "hccl_exec_timeout: True of group tp"),
         ({"buffer": 3}, "buffer of group tp; expected hccl_buffer_size"),

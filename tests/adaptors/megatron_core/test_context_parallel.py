@@ -87,7 +87,7 @@ def test_near_and_far_ranks_have_two_sizes(config) -> None:
     config.hierarchical_context_parallel_sizes = [2, 4]
     assert comm_type(config, "a2a+p2p") == "a2a+p2p"  # two heads of keys, for the two near ranks
     config.hierarchical_context_parallel_sizes = [4, 2]
-    with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
+    with pytest.raises(UsageError, match="2 key heads on 4 ranks"):
         comm_type(config, "a2a+p2p")
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_there_is_refused(config) -> None:
 
 def test_heads_that_cannot_be_dealt_out_are_refused(config) -> None:
     config.tensor_model_parallel_size = 2
-    with pytest.raises(UsageError, match="2 heads of keys on 4 ranks"):
+    with pytest.raises(UsageError, match="2 key heads on 4 ranks"):
         comm_type(config, "a2a")
 
 

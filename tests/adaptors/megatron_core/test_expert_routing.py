@@ -90,4 +90,4 @@ def test_replayed_choices_are_upstreams_and_said():
     finally:
         RouterReplay.global_router_replay_instances.remove(replay)
     assert torch.equal(ours, plain)
-    assert dispatch.fallbacks["moe-router-fusion", "choices of experts are replayed"] >= 1
+    assert dispatch.fallbacks["moe-router-fusion", "expert choices are replayed"] >= 1

@@ -17,7 +17,7 @@ SAID = ("--data-impl mmap", "--distributed-backend nccl", "--checkpoint-activati
 def assert_said(output: str) -> None:
     """Each flag is explained in one line."""
     for flag in SAID:
-        assert output.count(f"megatron_npu: {flag}, a flag of older Megatrons, ") == 1, flag
+        assert output.count(f"megatron_npu: {flag}, a flag from older versions of Megatron, ") == 1, flag
 
 
 @pytest.mark.parametrize("version", ["0.12.1", "0.16.1"])
@@ -32,7 +32,7 @@ def test_the_stock_script_takes_them(version: str, tmp_path: Path) -> None:
 def test_the_stock_script_refuses_a_retired_one(tmp_path: Path) -> None:
     done = pretrain(checkout("megatron_core", "0.16.1"), tmp_path, "--warmup", "5")
     assert done.returncode == 2
-    assert "--warmup 5, a flag of older Megatrons" in done.stderr.splitlines()[-1]
+    assert "--warmup 5, a flag from older versions of Megatron" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
@@ -48,4 +48,4 @@ def test_the_driver_refuses_a_retired_one(tmp_path: Path) -> None:
     done = tiny.run("pretrain", *tiny.flags_for(tmp_path / "none"), "--batch-size", "4")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "--batch-size 4, a flag of older Megatrons" in line
+    assert "--batch-size 4, a flag from older versions of Megatron" in line

@@ -39,7 +39,8 @@ def test_upstreams_configuration_takes_our_adam():
     )  # fmt: skip
     assert not made.store_param_remainders  # upstream's own, for TransformerEngine
     with pytest.raises(
-        UsageError, match="--exp-avg-dtype fp8 without TransformerEngine; expected fp32, bf16"
+        UsageError,
+        match="--exp-avg-dtype fp8 without TransformerEngine; expected fp32, bf16",
     ):
         config(
             optimizer="adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True,
@@ -79,7 +80,10 @@ PLAIN = {
         ({"reuse_fp32_param": True, "bf16": False}, "--reuse-fp32-param without bf16 parameters"),
         ({"reuse_fp32_param": True, "main_params_dtype": "fp16"}, "--reuse-fp32-param without bf16"),
         ({"use_precision_aware_optimizer": False}, "--exp-avg-dtype bf16 without --use-prec"),
-        ({"exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype fp8 without TransformerEngine"),
+        (
+            {"exp_avg_sq_dtype": "fp8"},
+            "--exp-avg-sq-dtype fp8 without TransformerEngine",
+        ),
         ({"ckpt_format": "torch", "load": "x"}, "optimizer with --ckpt-format torch; expected --ckpt-format"),
     ],
 )

@@ -66,9 +66,13 @@ def test_without_transformers_the_package_is_named(monkeypatch, tmp_path) -> Non
         "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer", reason="needs a Megatron since 0.15"
     )
     monkeypatch.setattr(tokenizers, "installed", lambda *_: None)
-    with pytest.raises(UsageError, match=r"without the package transformers; .* pip install transformers"):
+    with pytest.raises(
+        UsageError, match=r"needs transformers, which is not installed; .* pip install transformers"
+    ):
         library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
-    with pytest.raises(UsageError, match="the tokenizer somewhere without the package transformers"):
+    with pytest.raises(
+        UsageError, match="the tokenizer somewhere needs transformers, which is not installed"
+    ):
         library.HuggingFaceTokenizer("somewhere")
 
 

@@ -46,15 +46,15 @@ def load(root: Path, *errors: BaseException, step: int | None = None) -> str:
 def test_a_tracker_that_is_none(text: str, saved: Path) -> None:
     assert load(saved.parent) == "read"
     (saved.parent / of_scripts.TRACKER).write_text(text)
-    with pytest.raises(UsageError, match="expected a number of iterations, or `release`"):
+    with pytest.raises(UsageError, match="expected an iteration number, or `release`"):
         load(saved.parent)
 
 
 def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
-    with pytest.raises(UsageError, match="iter_0000007: no such checkpoint"):
+    with pytest.raises(UsageError, match="the checkpoint iter_0000007 does not exist"):
         load(saved.parent, step=7)
     (saved.parent / of_scripts.TRACKER).write_text("77")
-    with pytest.raises(UsageError, match="iter_0000077: no such checkpoint"):
+    with pytest.raises(UsageError, match="the checkpoint iter_0000077 does not exist"):
         load(saved.parent)
     assert load(saved.parent, step=4) == "read"
 

@@ -76,13 +76,13 @@ def test_a_stage_of_two_is_all_that_is_wrong_and_only_with_deepspeed(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
-    [({}, "Leave --deepspeed out"), ({"ds_pipeline_enabled": True}, "Add --no-pipeline-parallel")],
+    [({}, "Remove --deepspeed"), ({"ds_pipeline_enabled": True}, "Add --no-pipeline-parallel")],
     ids=["bigscience", "deepspeedai"],
 )
 def test_the_engine_takes_a_pipeline(options, remedy):
     given = argparse.Namespace(**options)
     refuse_other_models(given, pipeline=True)
-    with pytest.raises(UsageError, match=f"not a pipeline, such as BERT or T5.*{remedy}"):
+    with pytest.raises(UsageError, match=f"not built as a pipeline, such as BERT or T5.*{remedy}"):
         refuse_other_models(given, pipeline=False)
 
 

@@ -105,7 +105,7 @@ def test_samples_of_deepspeedai_begin_in_64_bits():
 def test_samples_of_documents_that_are_not_there_are_refused():
     if compiled.library() is None:
         return  # numpy raises an IndexError
-    with pytest.raises(UsageError, match="does not fit its documents"):
+    with pytest.raises(UsageError, match="does not match its documents"):
         ours.build_sample_idx(np.ones(3, np.int32), np.array([0, 3], np.int32), 2, 1, 4)
 
 

@@ -310,7 +310,7 @@ def test_a_key_that_is_harmless_with_one_value_is_refused_with_another(key, valu
     ids=["base", "factor"],
 )
 def test_rotary_keys_of_old_and_new_transformers_must_agree(rope):
-    with pytest.raises(UsageError, match="the same value wherever it is given"):
+    with pytest.raises(UsageError, match="the same value in every place that sets it"):
         flags(LLAMA, **rope)
     same = {"rope_theta": 5e5, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": LLAMA3}
     assert "--rotary-base 500000" in flags(LLAMA, **same)

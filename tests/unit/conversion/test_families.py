@@ -248,7 +248,7 @@ def check_claims() -> None:
         holding = held_by(args)
         if not claiming:
             assert not holding, wanted
-            with pytest.raises(UsageError, match="which cannot be converted together"):
+            with pytest.raises(UsageError, match="but no supported model has this combination"):
                 families.of_arguments(args)
             continue
         (name,) = claiming

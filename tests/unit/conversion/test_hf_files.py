@@ -101,7 +101,7 @@ def test_an_index_stays_in_its_folder(tmp_path, shard):
     hf_files.write(folder, TENSORS.items(), TENSORS, 1000)
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (folder / hf_files.INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(UsageError, match=r"index\.json names"):
+    with pytest.raises(UsageError, match=r"index\.json lists"):
         hf_files.Source(folder)
 
 

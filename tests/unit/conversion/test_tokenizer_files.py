@@ -97,12 +97,12 @@ def test_the_two_files_of_gpt2_alone_are_megatron_s_own(folder):
     write_gpt2_files(folder, byte_level())
     found = chosen(folder)
     assert isinstance(built(found), GPT2Tokenizer)
-    assert "the tokenizers of both sides agree" in found.said[0]
-    assert "<|endoftext|> written inside a text is ordinary characters" in found.said[1]
+    assert "both tokenizers agree" in found.said[0]
+    assert "<|endoftext|> inside a text is read as ordinary characters" in found.said[1]
 
 
 def test_another_tokenizer_than_transformers_reads_is_refused_with_an_example(talking):
-    with pytest.raises(UsageError, match=r"differ: .*<\|end\|>.* here, .* there"):
+    with pytest.raises(UsageError, match=r"differ: .*<\|end\|>.* here and .* there"):
         chosen(talking, kind="GPT2BPETokenizer")
 
 
@@ -182,7 +182,7 @@ def test_a_model_that_ends_its_texts_otherwise_is_told_of(talking):
 def test_no_tokenizer_is_said_and_can_be_asked_for(folder, talking):
     found = chosen(talking, kind="NullTokenizer")
     assert found.flags == ["--tokenizer-type", "NullTokenizer", "--vocab-size", "399"]
-    assert "as asked for" in found.said[0]
+    assert "as requested" in found.said[0]
     carried_files.remove_tokenizer(folder)
     assert f"{folder} has no tokenizer" in chosen(folder).said[0]
 

@@ -40,7 +40,7 @@ def test_layouts_that_the_devices_are_too_few_for_are_not_run():
     outcome = beforehand(line, 2)
     assert (outcome.kind, outcome.reason) == (
         NA,
-        "4 x 1 needs 4 devices, or a multiple of them; there are 2",
+        "4 x 1 needs 4 devices, or a multiple of that; there are 2",
     )
     assert "16 devices" in beforehand("--suite 3d --devices 4", 6).reason
     assert "3 heads" in beforehand("--suite 3d --devices 2 --model 2x96x3", 1).reason
@@ -77,10 +77,14 @@ def test_a_cpus_ranks_share_what_is_there():
         ("--suite 3d --devices 9", CUDA, "at most the 8"),
         ("--suite 3d --devices 4 --global-batch-size 6", CPU, "a multiple of 4"),
         ("--suite 3d --memory-limit much", CPU, "bytes"),
-        ("--suite 3d --json /nowhere/table.json", CPU, "no folder /nowhere"),
+        ("--suite 3d --json /nowhere/table.json", CPU, "the folder /nowhere does not exist"),
         ("--suite 3d --json /proc/table.json", CPU, "/proc is not writable"),
-        ("--suite 3d --plot /proc", CPU, "/proc, a folder; expected a file"),
-        ("--suite 3d --json same --markdown same", CPU, "one file for two of --json, --markdown and --plot"),
+        ("--suite 3d --plot /proc", CPU, "/proc is a folder; expected a file"),
+        (
+            "--suite 3d --json same --markdown same",
+            CPU,
+            "the same file for two of --json, --markdown and --plot",
+        ),
     ],
 )
 def test_bad_input_is_one_line(line, machine, told):

@@ -322,7 +322,7 @@ def test_a_module_that_went_past_the_hook_is_reported(patched: UpstreamTree) -> 
     spec = importlib.util.spec_from_file_location("stockpkg.model", patched.root / "stockpkg/model.py")
     sys.modules["stockpkg.model"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert engine.ledger.rows[0].reason == "the module was imported without the import hook"
+    assert engine.ledger.rows[0].reason == "the module was imported before the import hook was installed"
 
 
 def test_a_function_with_another_home_keeps_it_on_undo(upstream: UpstreamTree) -> None:

@@ -85,7 +85,7 @@ def test_what_failed_comes_first_and_what_is_pending_is_counted() -> None:
         "pending  2 patches",
         f"{'':18}not imported: m:c has drifted",
         "pending  1 patch",
-        f"{'':18}their modules were not imported completely",
+        f"{'':18}their modules have not been fully imported",
         "1 applied, 0 drifted, 0 skipped, 1 failed (m:c), 3 pending",
     ]
     assert ledger.text(pending=True).count("pending  constant") == 3

@@ -334,7 +334,7 @@ def test_the_origin_is_who_asked_and_not_the_helper() -> None:
 
 def test_the_cure_of_an_upstream_bug_says_until_when() -> None:
     registry = Registry()
-    with pytest.raises(ValueError, match="needs the fixed version"):
+    with pytest.raises(ValueError, match="must name the version that fixes it"):
         registry.around("m.x:f", why="w", upstream_bug=True)(first)
     registry.around("m.x:f", why="w", upstream_bug=True, until="0.17")(first)
     assert (registry.patches[0].upstream_bug, registry.patches[0].until) == (True, "0.17")

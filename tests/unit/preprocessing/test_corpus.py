@@ -38,7 +38,7 @@ def test_a_folder_is_all_its_text_in_the_order_of_names(
 ) -> None:
     prefix = preprocess(books, flags=["--workers", "2"])
     assert texts(prefix, GPT2Tokenizer(*tiny)) == ["first\nbook", SAMPLE + "\n\n", "a line", "third"]
-    assert "ignored files of other types: 1" in capfd.readouterr().err
+    assert "ignoring files of other types: 1" in capfd.readouterr().err
 
 
 def test_a_pattern_is_the_files_that_it_matches(tiny: Vocabulary, books: Path, preprocess: Run) -> None:
@@ -65,7 +65,7 @@ def test_plain_text_goes_where_the_key_says(tmp_path: Path, books: Path, preproc
     preprocess(books / "b.txt", flags=["--json-keys", "content"])
     assert contents(tmp_path / "out_content_document")[0]
     with pytest.raises(
-        UsageError, match=r"--json-keys text title with the plain text .*b\.txt; expected one"
+        UsageError, match=r"--json-keys text title with the plain-text file .*b\.txt; expected one"
     ):
         preprocess(books / "b.txt", flags=["--json-keys", "text", "title"])
 

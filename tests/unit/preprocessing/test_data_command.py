@@ -84,7 +84,7 @@ def test_datasets_of_two_types_are_not_merged(two: list[str], tmp_path: Path) ->
         writer.add(np.array([1], np.int32).tobytes(), np.array([1]), np.array([1]))
         writer.finish()
         indexed_dataset.publish([writer])
-    with pytest.raises(UsageError, match=r"datasets with different token dtypes: .*int32"):
+    with pytest.raises(UsageError, match=r"the datasets have different token dtypes: .*int32"):
         data_command.main(["merge", two[0], str(tmp_path / "wide"), "--output-prefix", str(tmp_path / "x")])
 
 
@@ -97,16 +97,18 @@ def test_bad_rows_are_left_out_and_named(tmp_path: Path, workers: str, capsys) -
     assert indexed_dataset.validate(prefix).tokens == 3
     rows = [json.loads(line) for line in (tmp_path / "some.skipped.jsonl").read_text().splitlines()]
     assert [(row["line"], row["begins"]) for row in rows] == [(2, "no JSON"), (3, ""), (4, '{"text": null}')]
-    assert rows[1]["why"] == "an empty line"
+    assert rows[1]["why"] == "the line is empty"
     assert f"3 rows skipped: {tmp_path}/some.skipped.jsonl" in capsys.readouterr().err
     written(tmp_path, "some", [{"text": "1"}])
     assert not (tmp_path / "some.skipped.jsonl").exists()
 
 
 def test_more_bad_rows_than_are_allowed_end_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"some.jsonl:4: 'text' holds NoneType; it is bad row 3"):
+    with pytest.raises(
+        UsageError, match=r"some.jsonl:4: 'text' holds NoneType; this is malformed row number 3"
+    ):
         written(tmp_path, "some", BAD, "--skip-bad-rows", "2")
-    with pytest.raises(UsageError, match=r"some.jsonl:2: broken JSON .*--skip-bad-rows N"):
+    with pytest.raises(UsageError, match=r"some.jsonl:2: it is not valid JSON .*--skip-bad-rows N"):
         written(tmp_path, "some", BAD)
     assert not list(tmp_path.glob("some_*"))
 

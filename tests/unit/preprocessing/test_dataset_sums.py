@@ -29,7 +29,7 @@ def test_a_flipped_bit_is_told(
 ) -> None:
     prefix = preprocess(corpus_file([{"text": SAMPLE}] * 9)).with_name("out_text_document")
     assert command.main(["--verify", str(prefix)]) == 0
-    assert capsys.readouterr().out.endswith(f"{prefix}: as it was written\n")
+    assert capsys.readouterr().out.endswith(f"{prefix}: unchanged since it was written\n")
     file = Path(f"{prefix}.{ending}")
     flip(file, -3 if ending == "bin" else indexed_dataset.HEADER.size)
     assert command.main(["--verify", str(prefix), str(prefix)]) == 1
@@ -51,8 +51,7 @@ def test_a_run_does_not_begin_on_it(tmp_path: Path) -> None:
     done = numbers.run("pretrain", *run.split(), "--vocab-size", str(numbers.SIZE), "--data-path", str(data))
     assert done.returncode == 2
     assert (
-        f"the data are damaged: {data}.bin has different content than was written, at or after byte 0"
-        in done.stderr
+        f"the dataset is damaged: {data}.bin differs from what was written, at or after byte 0" in done.stderr
     )
     assert "Traceback" not in done.stderr
 

@@ -45,7 +45,7 @@ def test_characters_between_letters_digits_and_blanks(both) -> None:
 def test_a_dataset_has_the_same_bytes(preprocess, corpus_file, monkeypatch, capsys) -> None:
     documents = corpus_file([{"text": text} for text in [*ODD, SAMPLE * 40]])
     fast = contents(preprocess(documents, flags=["--append-eod"]))
-    assert capsys.readouterr().err.startswith("GPT-2's tokens by gigatoken 0.10.")
+    assert capsys.readouterr().err.startswith("tokenizing for GPT-2 with gigatoken 0.10.")
     monkeypatch.setattr(gigatoken_bpe, "version", lambda: "0.11.0")
     slow = contents(preprocess(documents, prefix="slow", flags=["--append-eod"]))
     assert "which is several times as fast: 0.11.0 is installed" in capsys.readouterr().err

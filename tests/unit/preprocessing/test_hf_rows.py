@@ -80,9 +80,9 @@ def test_a_split_and_a_part(
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("data.csv", ["--json-keys", "text"], r"no column 'text' \(it has 'content', 'license'\)"),
+        ("data.csv", ["--json-keys", "text"], r"no column 'text' \(there are 'content', 'license'\)"),
         ("data.csv", ["--json-keys", "content", "license", "when"], "no column 'when'"),
-        ("data.odt", [], r"ends in none of \.csv"),
+        ("data.odt", [], r"must end in one of \.csv"),
         ("saved", ["--hf-split", "test"], "--hf-split test"),
         ("./absent", [], "--hf-dataset ./absent --hf-split train"),
         ("dates", ["--json-keys", "when"], "row 1: Object of type datetime"),

@@ -87,7 +87,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(
     line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     for more in ([], ["--append-eod"]):
         assert cli.main([*line, *more]) == 2
-        assert "tokenizer_config.json names None as eos_token" in capsys.readouterr().err
+        assert "tokenizer_config.json sets eos_token to None" in capsys.readouterr().err
 
 
 def test_missing_files_are_named(folder: Path, corpus_file: Callable[..., Path], capsys) -> None:

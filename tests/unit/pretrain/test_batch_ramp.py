@@ -56,7 +56,7 @@ def test_a_run_that_ends_or_goes_on_in_its_ramp_has_whole_batches_alone():
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--train-iters 6 --rampup-batch-size 2 1 8", "--train-samples with it"),
+        ("--train-iters 6 --rampup-batch-size 2 1 8", "expected --train-samples"),
         ("--train-samples 90 --rampup-batch-size 1 2 8", "a whole number of increments"),
         ("--train-samples 90 --rampup-batch-size 4 1 8", "a smaller start"),
         ("--train-samples 90 --rampup-batch-size 2 1 8 --micro-batch-size 2", "its increment 1; expected"),

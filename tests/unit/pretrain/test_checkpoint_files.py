@@ -54,8 +54,8 @@ def test_a_tracker_that_is_behind_is_said_once(tmp_path, found, capsys):
         assert checkpoint_files.newest(tmp_path) == found.path
     told = capsys.readouterr().err
     assert (
-        "names iteration 10, but there are newer checkpoints: 20, 30. Unless it was set back on purpose"
-        in told
+        "names iteration 10, but there are newer checkpoints: 20, 30. Unless the tracker was set back on "
+        "purpose" in told
     )
     assert told.count("warning") == 1
     checkpoint_files.newest(tmp_path, 20)

@@ -23,7 +23,7 @@ def test_a_leap_is_told_once_and_noise_is_not():
     assert all(spikes.note(number, [loss]) is None for number, loss in enumerate(losses, 1))
     assert (
         spikes.note(63, [losses[-1], 7.5, 7.0])
-        == "loss spike at iteration 62: 7.5000, with a median of 3.6986 before"
+        == "loss spike at iteration 62: 7.5000, after a median of 3.6986"
     )
     assert spikes.note(64, [math.nan]) is None
     assert spikes.note(65, [3.3]) is None
@@ -55,9 +55,9 @@ def test_the_first_module_whose_output_is_not_finite_is_named(model, monkeypatch
     monkeypatch.setenv("MEGATRON_NPU_VERIFY", "all")
     watched = FirstNonFinite()
     watched.forget()
-    assert "the fault is in the backward pass" in watched.words()
+    assert "the problem is in the backward pass" in watched.words()
     model(torch.ones(1, 2))
-    assert watched.words() == "The first output that is not finite is that of second (Breaks)."
+    assert watched.words() == "The first non-finite output comes from second (Breaks)."
     watched.forget()
     assert "every output" in watched.words().lower()
 
@@ -71,7 +71,7 @@ def test_it_is_said_once_in_whatever_script_it_is(model, monkeypatch, caplog):
     wrapped.module.add_module("module", model)
     for _ in range(2):
         wrapped(torch.ones(1, 2))
-    assert caplog.messages == ["rank 0: the first output that is not finite is that of second (Breaks)"]
+    assert caplog.messages == ["rank 0: the first non-finite output comes from second (Breaks)"]
 
 
 def test_without_verify_mode_nothing_is_looked_at_and_the_way_there_is_told(model, monkeypatch):
@@ -80,4 +80,4 @@ def test_without_verify_mode_nothing_is_looked_at_and_the_way_there_is_told(mode
     watched.forget()
     model(torch.ones(1, 2))
     assert verify.first_bad_output() is None
-    assert "MEGATRON_NPU_VERIFY=all names the first module" in watched.words()
+    assert "MEGATRON_NPU_VERIFY=all to find the first module" in watched.words()

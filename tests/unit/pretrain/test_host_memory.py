@@ -42,5 +42,5 @@ def test_a_limit_of_the_process_counts(tmp_path, monkeypatch):
 def test_too_little_is_one_line(monkeypatch):
     monkeypatch.setattr(host_memory, "available", lambda: 1_500_000_000)
     host_memory.require(1_500_000_000, "x")
-    with pytest.raises(UsageError, match=r"x needs 2\.0 GB of memory, 1\.5 GB are available"):
+    with pytest.raises(UsageError, match=r"x needs 2\.0 GB of memory, but only 1\.5 GB are available"):
         host_memory.require(2_000_000_000, "x")

@@ -26,7 +26,7 @@ def test_slower_steps_are_told_once_each_time() -> None:
     _lines(pace, 0.5, 30)
     assert not _lines(pace, 1.0, STEPS - 1)
     (line,) = _lines(pace, 1.0, 50)
-    assert "2.0 times slower: 500 ms -> 1000 ms" in line
+    assert "2.0 times as slow: 500 ms -> 1000 ms" in line
     assert "threads 8 -> 9, context switches per step 100 -> 100" in line
     assert not _lines(pace, 0.5, 5)
     assert len(_lines(pace, 1.0, STEPS)) == 1

@@ -56,12 +56,12 @@ def test_every_preset_is_a_whole_shape(name):
     [
         ("num-layer: 2", r"line 1: unknown flag num-layer; expected --num-layers"),
         ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr is given twice"),
-        ("bf16: yes", r"line 1: --bf16 yes; expected true or false"),
-        ("model:\n  num-layers: 2", r"line 1: model:; expected flag: value"),
+        ("bf16: yes", r"line 1: --bf16 is set to yes; expected true or false"),
+        ("model:\n  num-layers: 2", r"line 1 is model:; expected flag: value"),
         ("lr: {a: 1}", r"line 1: \{a: 1\}; expected a plain value"),
         ("data-path: [a,", r"line 1: \[a,; expected a list that ends on that line"),
         ("config: other.yaml", r"line 1: unknown flag config"),
-        ("just words", r"line 1: just words; expected flag: value"),
+        ("just words", r"line 1 is just words; expected flag: value"),
     ],
 )
 def test_a_line_that_is_no_flag_is_named(tmp_path, text, told):
@@ -74,14 +74,14 @@ def test_a_line_that_is_no_flag_is_named(tmp_path, text, told):
 def test_a_value_of_the_wrong_kind_is_told_as_on_the_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: many")
-    with pytest.raises(UsageError, match=r"^--num-layers many; expected a whole number from 1 on"):
+    with pytest.raises(UsageError, match=r"^--num-layers many; expected a positive integer"):
         arguments.parse(["--config", str(path)])
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--config", "no-such.yaml"], r"--config no-such\.yaml: .*; expected a readable file"),
+        (["--config", "no-such.yaml"], r"--config no-such\.yaml: .*; expected a readable YAML file"),
         (["--config"], r"--config without a value"),
         (["--preset", "--bf16"], r"--preset without a value; expected gpt2-124m or "),
         (["--preset", "gpt5"], r"--preset gpt5; expected gpt2-124m or "),
@@ -113,4 +113,4 @@ def test_what_a_run_saves_gives_the_same_flags(prompts, tmp_path):
 def test_a_value_that_no_line_holds_is_named():
     typed = arguments.parse([*WORDS, "--sample-prompt", "two\nlines"])
     text = run_config.text_of(typed, typed, arguments.parser())
-    assert "\n# sample-prompt: contains a line break" in text
+    assert "\n# sample-prompt: its value contains a line break" in text

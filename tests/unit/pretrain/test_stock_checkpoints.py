@@ -106,7 +106,7 @@ def test_what_an_older_core_cannot_read_is_said(tmp_path, monkeypatch):
     (place / "metadata.json").write_text("{}")
     monkeypatch.setattr(package_info, "MINOR", 18)
     with (
-        pytest.raises(UsageError, match=r"of megatron-core 0\.19 or newer"),
+        pytest.raises(UsageError, match=r"by megatron-core 0\.19 or newer"),
         checkpoint_failures.reading(place),
     ):
         pass
@@ -147,7 +147,7 @@ def test_an_index_of_a_stranger_is_refused_by_what_it_names(tmp_path):
 
 def test_broken_files(tmp_path):
     file = write(tmp_path, None)
-    with pytest.raises(UsageError, match="holds no arguments"):
+    with pytest.raises(UsageError, match="contains no arguments"):
         stock_checkpoints.find(tmp_path)
     file.write_bytes(b"no archive")
     with pytest.raises(UsageError, match=r"common\.pt"):

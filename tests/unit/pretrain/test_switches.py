@@ -54,7 +54,7 @@ def test_zero_2_of_a_pipeline_says_what_is_shared_out(check, capsys):
     assert (args.use_distributed_optimizer, args.fully_sharded) == (True, None)
     said = capsys.readouterr().out
     assert "Adam's states and the fp32 main weights are sharded over 2 data-parallel rank(s)" in said
-    assert "each rank keeps the whole gradients of its part of the model" in said
+    assert "each rank keeps the full gradients of its part of the model" in said
 
 
 def test_one_rank_has_nothing_to_share_out(check, capsys):
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_said_before_anything_is_built(check, given, said):
 
 def test_the_documents_word_for_graphs_is_what_megatron_s_layers_have(check, capsys):
     check("--onnx-runtime-training", 2)
-    said = "--onnx-runtime-training: no effect: Megatron's layers already use fused operations"
+    said = "--onnx-runtime-training has no effect, because Megatron's layers already use fused operations"
     assert said in capsys.readouterr().out
 
 

@@ -121,7 +121,7 @@ def test_a_lone_file_is_a_checkpoint_if_it_has_the_whole_model(tmp_path):
         assert found.path == file.parent
         assert found.arguments["num_layers"] == LAYERS
     torch.save({"model": model, "args": Namespace(**ARGS, tensor_model_parallel_size=2)}, file)
-    with pytest.raises(UsageError, match="is not complete"):
+    with pytest.raises(UsageError, match="is incomplete"):
         stock_checkpoints.find(file.parent)
 
 
@@ -195,18 +195,18 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
     save(tmp_path / "a", "mp_rank_00", model=nested(whole_model()), args=args)
     assert "1 x pipeline-parallel 1, but its arguments say 2 x 1" in refused(tmp_path / "a")
     save(tmp_path / "a", "mp_rank_02", model={}, args=args)
-    assert "no file of tensor rank 1, pipeline rank 0" in refused(tmp_path / "a")
+    assert "no file for tensor rank 1, pipeline rank 0" in refused(tmp_path / "a")
     (tmp_path / "b" / "release" / "mp_rank_00").mkdir(parents=True)
     assert "no mp_rank_*/model_optim_rng.pt" in refused(tmp_path / "b")
     weights = {n: w for n, w in whole_model().items() if ".layers.3." not in n}
     save(tmp_path / "c", "mp_rank_00", model=nested(weights), args=Namespace(**ARGS), checkpoint_version=3.0)
     assert "it has 3 layers, but its arguments say 4" in refused(tmp_path / "c")
     file = save(tmp_path / "d", "mp_rank_00", model=[])
-    assert "its model is not a table of weights" in refused(tmp_path / "d")
+    assert "its model is not a mapping of names to weights" in refused(tmp_path / "d")
     for number, named in enumerate(({"num_layers": -4}, {"num_layers": [4]}, {"consumed_train_samples": -1})):
         content = {"model": nested(whole_model()), "args": Namespace(**{**ARGS, **named})}
         save(tmp_path / f"n{number}", "mp_rank_00", **content, checkpoint_version=3.0)
-        assert " ".join(map(str, *named.items())) in refused(tmp_path / f"n{number}")
+        assert " is ".join(map(str, *named.items())) in refused(tmp_path / f"n{number}")
     file.write_bytes(b"no archive")
     assert "model_optim_rng.pt" in refused(tmp_path / "d")
     save(

@@ -61,14 +61,14 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
         (f"{ROPE} --rope-scaling-type dynamic", 1, "--rope-scaling-type without --use-rope-scaling"),
         (f"{ROPE} --yarn-beta-fast 8", 1, "--yarn-beta-fast without --position-embedding-type yarn"),
         (f"{ROPE} --mscale 2", 1, "--mscale without --multi-latent-attention"),
-        (f"{ROPE} --rotary-seq-len-interpolation-factor 0", 1, "a number above 0"),
+        (f"{ROPE} --rotary-seq-len-interpolation-factor 0", 1, "a positive number"),
         (f"{ROPE} --use-rope-scaling --rotary-seq-len-interpolation-factor 2", 1, "one of them"),
         (f"{ROPE} --use-rope-scaling --rope-scaling-low-freq-factor 4", 1, "less than --rope-scaling-high"),
         (f"{YARN} --rotary-percent 0.5", 1, "--rotary-percent 0.5 with --position-embedding-type yarn"),
         (f"{YARN} --yarn-beta-slow 64", 1, "at least --yarn-beta-slow"),
         (f"{YARN} --use-rope-scaling", 1, "--use-rope-scaling with --position-embedding-type yarn"),
         ("--window-attn-skip-freq 2", 1, "--window-attn-skip-freq without --pre-tockens"),
-        ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, "with 1 layers; expected --num-layers 2"),
+        ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, "lists 1 layers; expected --num-layers 2"),
         ("--null-tokenizer-eod-id 256", 1, "--null-tokenizer-eod-id 256 with --vocab-size 255"),
         ("--reuse-fp32-param", 1, "--reuse-fp32-param without bf16 parameters"),
         ("--use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer without"),
@@ -112,12 +112,12 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
             2,
             r"expected a multiple of --tensor-model-parallel-size \(with --sequence-parallel\) = 2\.",
         ),
-        ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size of at least 2"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "a --pipeline-model-parallel-size of at least 2"),
         ("--overlap-param-gather", 1, "--use-distributed-optimizer"),
         (
             "--fsdp-memory-optimization --check-weight-hash-across-dp-replicas-interval 1",
             2,
-            "with FSDP .torch's.; expected replicas to compare",
+            "with FSDP .torch.; expected replicas that can be compared",
         ),
         ("--min-lr 1", 1, "--min-lr 1"),
         ("--lr-warmup-iters 6", 1, "--lr-warmup-iters 6"),
@@ -127,8 +127,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
         ("--lr-decay-samples 24", 1, "--lr-decay-samples without --train-samples"),
         ("--lr-warmup-samples 4", 1, "--lr-warmup-samples without --train-samples"),
         ("--valid-data-path x", 1, "--data-path and --valid-data-path; expected only one of them"),
-        ("--data-path --valid-data-path x", 1, "--train-data-path with it"),
-        ("--data-path --train-data-path 1 x y", 1, "--split '90,10,0' and --train-data-path"),
+        ("--data-path --valid-data-path x", 1, "--train-data-path; expected both flags"),
+        ("--data-path --train-data-path 1 x y", 1, "--split '90,10,0' with --train-data-path"),
         ("--ckpt-step 3", 1, "--load DIR"),
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--start-weight-decay 0.1", 1, "--weight-decay-incr-style"),
@@ -224,9 +224,9 @@ def test_samples_and_epochs_are_whole_global_batches(check_length):
     ("changes", "named"),
     [
         ("", "no --train-iters; expected exactly one of --train-iters, --train-samples, --epochs"),
-        ("--train-samples 3", "--train-samples 3, .*at least one global batch of 4"),
-        ("--epochs 1 --global-batch-size 100000", "--epochs 1, which is [0-9]+ samples of 32 tokens"),
-        ("--epochs 1 --mock-data --data-path", "data of a known size"),
+        ("--train-samples 3", "--train-samples 3 .*at least one global batch of 4"),
+        ("--epochs 1 --global-batch-size 100000", "--epochs 1 amounts to [0-9]+ samples of 32 tokens"),
+        ("--epochs 1 --mock-data --data-path", "a dataset of known size"),
         (
             "--train-samples 24 --lr-decay-iters 3",
             "--lr-decay-iters with --train-samples.*--lr-decay-samples",
@@ -272,7 +272,7 @@ def test_a_tokenizer_is_found_in_a_converted_checkpoint_that_has_been_moved(chec
     ],
 )
 def test_numbers_out_of_range(check, flag, value):
-    with pytest.raises(UsageError, match=f"^{flag} {value}[.0]*; expected a .*number"):
+    with pytest.raises(UsageError, match=f"^{flag} {value}[.0]*; expected an? .*(number|integer)"):
         check(flag, value)
 
 

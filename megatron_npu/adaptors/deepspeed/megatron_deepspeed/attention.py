@@ -24,8 +24,8 @@ connect_attention_flags(records)
 
 @around(
     "megatron.model.transformer:ParallelAttention.forward",
-    why="upstream materialises the scores [b, n, sq, sk]; the device has fused attention. Alibi adds a bias "
-    "to them and stays upstream's",
+    why="upstream materializes the scores [b, n, sq, sk], but the device has fused attention; alibi adds a "
+    "bias to the scores and keeps upstream's code",
 )
 def forward(
     original: Callable[..., Any],
@@ -90,7 +90,7 @@ def _refuse_window(flags: AttentionFlags) -> None:
         raise UsageError(
             "--pre-tockens or --next-tockens with --position-embedding-type alibi",
             "a window with another position embedding",
-            "Remove the window flags: attention with alibi is upstream's own.",
+            "Remove the window flags, because attention with alibi is upstream's own.",
         )
 
 
@@ -130,8 +130,8 @@ def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 @replace(
     "megatron.model.fused_softmax:FusedScaleMaskSoftmax.forward",
-    why="upstream's kernels are CUDA extensions, and both its paths end in an assertion where a causal layer "
-    "has a mask, as without --deepspeed",
+    why="upstream's kernels are CUDA extensions, and both its paths fail an assertion if a causal layer has "
+    "a mask, as without --deepspeed",
 )
 def forward_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
     """Map scores ``[b, n, sq, sk]`` to probabilities of the same shape and dtype.

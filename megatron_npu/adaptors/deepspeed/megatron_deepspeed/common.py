@@ -10,7 +10,7 @@ from megatron_npu.adaptors.shared.arguments import accept_local_rank_with_a_dash
 
 around(
     "megatron.arguments:_add_distributed_args",
-    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream knows --local_rank",
+    why="torch.distributed.launch passes --local-rank since torch 2.0; upstream defines only --local_rank",
 )(accept_local_rank_with_a_dash)
 
 data.connect(
@@ -22,11 +22,11 @@ data.connect(
         "realm_dataset_utils",
         "decoder_packed_mtf_dataset",
     ),
-    until="8387ae17 is its last commit: for ever",
+    until="never: 8387ae17 is the last commit",
 )
 deepspeed_engine.connect(records, "megatron.mpu")
 mixed_precision.connect(records, "Float16OptimizerWithFloat16Params")
 random.connect(records, "megatron.mpu.random")
-questions.connect(records, "tasks.orqa.natural_questions.nq", until="8387ae17 is its last commit: for ever")
+questions.connect(records, "tasks.orqa.natural_questions.nq", until="never: 8387ae17 is the last commit")
 simulated.connect_old_tree(records, "megatron:print_rank_last")
 connect_start(records)

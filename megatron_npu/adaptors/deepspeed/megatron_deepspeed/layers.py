@@ -13,9 +13,9 @@ from megatron_npu.adaptors.shared.layers.fused_kernels import initialise_without
 from megatron_npu.ops import norm
 
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
-_WHY = "upstream's kernel is a CUDA extension that it compiles at start"
+_WHY = "upstream's kernel is a CUDA extension, which it compiles at start"
 
-around(f"{_NORM}.__init__", why="it imports a CUDA extension, which the forward below does without")(
+around(f"{_NORM}.__init__", why="it imports a CUDA extension, which our forward does not need")(
     initialise_without_kernel
 )
 
@@ -30,8 +30,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
 @around(
     "megatron.mpu.layers:RowParallelLinear.forward",
-    why="with --sync-tp-duplicated-parameters it averages its bias in place, which torch of today refuses of "
-    "a leaf that wants gradients, and by ReduceOp.AVG, which gloo lacks",
+    why="with --sync-tp-duplicated-parameters it averages its bias in place, which current torch rejects "
+    "for a leaf that requires grad, and with ReduceOp.AVG, which gloo lacks",
 )
 def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
     """Average the bias before calling the layer, where upstream would do so after the matmul."""

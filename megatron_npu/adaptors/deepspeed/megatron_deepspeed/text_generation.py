@@ -10,10 +10,10 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around
 
 @around(
     "megatron.text_generation_utils:forward_step",
-    why="the logits of the vocabulary's padding are drawn from, too, and its tokens end in a KeyError of the "
-    "tokenizer",
+    why="padding entries of the vocabulary are sampled too, and decoding their tokens raises a KeyError in "
+    "the tokenizer",
     upstream_bug=True,
-    until="8387ae17 is its last commit: for ever",
+    until="never: 8387ae17 is the last commit",
 )
 def forward_without_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Set the logits ``[b, s, v]`` of tokens that only pad the vocabulary to minus infinity; v is padded."""

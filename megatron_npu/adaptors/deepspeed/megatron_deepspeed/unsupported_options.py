@@ -31,7 +31,7 @@ def refuse(args: argparse.Namespace) -> None:
             "Load it without the flag; to resume in another layout, use deepspeedai's Megatron-DeepSpeed.",
         )
     if args.deepspeed:
-        remedy = "Take stage 1; gradients and weights are sharded by megatron-npu train --deepspeed-config."
+        remedy = "Use stage 1; to shard gradients and weights too, use megatron-npu train --deepspeed-config."
         refuse_configuration(args, pipeline=True, remedy=remedy)
 
 

@@ -11,8 +11,8 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import U
 
 @around(
     "megatron.arguments:parse_args",
-    why="pretrain_gpt.py reads deepspeed_config_dict, which there is with --deepspeed alone: without it ends "
-    "in an AttributeError",
+    why="pretrain_gpt.py reads deepspeed_config_dict, which exists only with --deepspeed; without the flag "
+    "it raises an AttributeError",
     upstream_bug=True,
     until=UNTIL,
 )
@@ -25,7 +25,7 @@ def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: An
 
 @around(
     "megatron.arguments:validate_args",
-    why="a T5 without --decoder-num-layers ends in a TypeError",
+    why="a T5 without --decoder-num-layers raises a TypeError",
     upstream_bug=True,
     until=UNTIL,
 )

@@ -21,9 +21,8 @@ core_attention.connect(records)
 @around(
     "megatron.model.transformer:ParallelAttention._checkpointed_attention_forward",
     devices=("npu",),
-    why="--recompute-activations saves the values as a part of the product that queries, keys and values "
-    "came from, and so the whole of it; copied where the memory is larger than what is used of it"
-    + MEMORY_COUNTED,
+    why="--recompute-activations saves the values as a view of the QKV projection's output, which keeps all "
+    "of it alive; values are copied if their storage is larger than what is used of it" + MEMORY_COUNTED,
 )
 def recompute(
     original: Callable[..., Tensor],
@@ -43,7 +42,8 @@ _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "us
 
 @around(
     "megatron.model.transformer:ParallelAttention.__init__",
-    why="--use-flash-attn asks for two packages and takes a path that ignores masks; CoreAttention is fused",
+    why="--use-flash-attn requires two packages and uses a path that ignores masks; CoreAttention is fused "
+    "anyway",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
     """Build the layer without upstream's flash path, which is not needed because CoreAttention is fused."""
@@ -57,8 +57,8 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
 
 @backport(
     "megatron.model.transformer:ParallelAttention.forward",
-    why="queries are turned by one of the two rotary tables and keys by the other, and by none with "
-    "--ds-sequence-parallel-size",
+    why="queries are rotated by one of the two rotary tables and keys by the other, and neither is rotated "
+    "with --ds-sequence-parallel-size",
 )
 def forward(
     original: Callable[..., Any],

@@ -8,7 +8,7 @@ from megatron_npu.adaptors.shared.decorators import backports_not_wanted, record
 
 records = recorder("megatron_deepspeed_core")
 replace, around, constant = records.replace, records.around, records.constant
-UNTIL = "4efb479d is its last commit: for ever"
+UNTIL = "never: 4efb479d is the last commit"
 backport = partial(
     around,
     upstream_bug=True,

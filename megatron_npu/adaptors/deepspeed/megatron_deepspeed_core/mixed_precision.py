@@ -32,7 +32,7 @@ for _name in mixed_precision.SCHEDULES:
 @around(
     "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
     devices=WITHOUT_CUDA,
-    why="it compares Tensor.type(), which says cuda to Megatron, with the name of DeepSpeed's device",
+    why="it compares Tensor.type(), which reports cuda to Megatron, with the name of DeepSpeed's device",
 )
 def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Report DeepSpeed's device as cuda while parameters are sorted by their tensor types."""

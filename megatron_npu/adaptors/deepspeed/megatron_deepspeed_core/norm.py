@@ -17,7 +17,7 @@ _OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
 @around(
     "megatron.model.layernorm:SPLayerNorm.__init__",
     devices=WITHOUT_CUDA,
-    why="a decoder gives it what the layer norm for CUDA takes, on every device: T5 ends in a TypeError",
+    why="a decoder passes it the arguments of the CUDA layer norm on every device, so T5 raises a TypeError",
     upstream_bug=True,
     until=UNTIL,
 )
@@ -29,14 +29,19 @@ def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
 @replace(
     "megatron.model.layernorm:SPLayerNorm.forward",
     devices=WITHOUT_CUDA,
-    why="torch's refuses a weight of another dtype than the input, as with --fp32-residual-connection",
+    why="torch's version rejects a weight whose dtype differs from the input's, as with "
+    "--fp32-residual-connection",
 )
 def forward(self: Any, x: Tensor) -> Tensor:
     """Apply layer norm to ``[..., h]``; the result has the weight's dtype."""
     return norm.mixed_norm(x, self.weight, self.bias, self.eps)
 
 
-@replace("megatron.model.rmsnorm:RMSNorm.forward", devices=WITHOUT_CUDA, why="six passes over its input")
+@replace(
+    "megatron.model.rmsnorm:RMSNorm.forward",
+    devices=WITHOUT_CUDA,
+    why="upstream makes six passes over the input",
+)
 def forward_rms(self: Any, x: Tensor) -> Tensor:
     """Apply RMS norm to ``[..., h]``, with the mean square in fp32 (Zhang and Sennrich 2019)."""
     return norm.rms_norm(x, self.weight, self.eps)

@@ -45,24 +45,24 @@ constant(
     "megatron.optimizer:Adam",
     adam,
     devices=WITHOUT_CUDA,
-    why="without CUDA upstream takes torch's Adam, which adds weight decay to the gradient; apex's, taken "
-    "with CUDA, decouples it: another training with the same flags; and under stage 3 of ZeRO apex's counts "
-    "a step for each part of the model",
+    why="without CUDA upstream uses torch's Adam, which adds weight decay to the gradient; with CUDA it "
+    "uses apex's, which decouples it, so the same flags train differently; and at ZeRO stage 3 apex's "
+    "counts one step for each part of the model",
     upstream_bug=True,
     until=UNTIL,
 )
 
 replace(
     "megatron.optimizer.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies bf16, and everything without CUDA, tensor by tensor: a launch for each parameter"
+    why="upstream copies bf16, and without CUDA everything, tensor by tensor, with one launch per parameter"
     + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 
 @backport(
     "megatron.optimizer:get_param_groups",
-    why="under stage 3 of ZeRO a GPT is made of parts, each with one dimension: upstream takes every "
-    "weight for a bias, and --weight-decay reaches none",
+    why="at ZeRO stage 3 a GPT consists of one-dimensional parts: upstream mistakes every weight for a "
+    "bias, and --weight-decay applies to none",
 )
 def group_by_whole_shapes(
     original: Callable[..., list[dict[str, Any]]],
@@ -83,7 +83,7 @@ def does_without_decay(name: str, parameter: Tensor) -> bool:
 @replace(
     "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
     devices=WITHOUT_CUDA,
-    why="without CUDA it asks a Python float for .to(), and compares with a type of tensor that is not one",
+    why="without CUDA it calls .to() on a Python float, and compares with a name that is not a tensor type",
     upstream_bug=True,
     until=UNTIL,
 )

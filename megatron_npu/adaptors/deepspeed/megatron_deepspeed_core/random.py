@@ -20,8 +20,9 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 @around(
     "megatron.training:get_model",
-    why="with ZeRO 3 DeepSpeed makes every tensor of the model on the device, in the dtype of the weights: "
-    "--use-cpu-initialization would draw other weights there than without ZeRO 3, on each device others",
+    why="with ZeRO 3 DeepSpeed creates every tensor of the model on the device, in the dtype of the "
+    "weights: --use-cpu-initialization would draw different weights than without ZeRO 3, and different "
+    "ones on each type of device",
     order=1,
 )
 def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ _MODULE = "megatron.model.rotary_pos_embedding"
 
 @backport(
     f"{_MODULE}:RotaryEmbedding.forward",
-    why="the pipeline moves its result to the device, and text generation takes it for one table: both end "
-    "in an error, since it is a list of two",
+    why="the pipeline moves its result to the device, and text generation treats it as one table: both "
+    "raise an error, because it is a list of two",
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked as two."""
@@ -41,8 +41,8 @@ def turn(t: Tensor, tables: Tensor) -> Tensor:
 
 @backport(
     f"{_MODULE}:apply_rotary_pos_emb",
-    why="it takes the cosine and the sine of what is the table of cosines already, and keeps them for keys, "
-    "too: all angles lie between -1 and 1, whatever the position",
+    why="it takes the cosine and sine of a table that already holds cosines, and reuses them for keys: all "
+    "angles lie between -1 and 1, regardless of the position",
 )
 def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
     """Rotate ``t`` by the joined tables in ``freqs``."""

@@ -18,8 +18,8 @@ _MASK = 6  # the position of encoder_decoder_attn_mask, as T5Model passes it
 
 @around(
     "megatron.model.language_model:TransformerLanguageModel.forward",
-    why="T5 passes the cross-attention mask as a positional argument that is now the retriever's ids: "
-    "padding is attended to",
+    why="T5 passes the cross-attention mask in the positional argument that now holds the retriever's ids, "
+    "so padding is attended to",
     upstream_bug=True,
     until=UNTIL,
 )
@@ -35,7 +35,7 @@ def with_mask_of_cross_attention(
 
 @around(
     "megatron.model.t5_model:T5Model.forward",
-    why="it returns the losses of experts, too, on which pretrain_t5.py ends in an AttributeError",
+    why="it also returns the experts' losses, on which pretrain_t5.py raises an AttributeError",
     upstream_bug=True,
     until=UNTIL,
 )

@@ -19,7 +19,7 @@ _TWICE = "--local_rank"  # of the checkout, and of the tool
 
 @around(
     "megatron.arguments:parse_args",
-    why="tools/generate_samples_gpt.py declares --local_rank, which the tree has by now: it ends in an "
+    why="tools/generate_samples_gpt.py declares --local_rank, which the tree now declares too: it raises an "
     "ArgumentError",
     upstream_bug=True,
     until=UNTIL,
@@ -42,8 +42,9 @@ def with_flag_of_the_tool(
 
 @around(
     "megatron.text_generation_utils:forward_step",
-    why="tools/generate_samples_gpt.py hands keys and values to the model as it took them once: it ends in a "
-    "TypeError; and the logits of the vocabulary's padding are drawn from, too, whose tokens have no text",
+    why="tools/generate_samples_gpt.py passes keys and values to the model through an old interface and "
+    "raises a TypeError; and padding entries of the vocabulary, whose tokens have no text, are sampled "
+    "too",
     upstream_bug=True,
     until=UNTIL,
 )

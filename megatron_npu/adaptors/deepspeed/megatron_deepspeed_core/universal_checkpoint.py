@@ -13,8 +13,9 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
 
 @around(
     "megatron.model.gpt_model:UniversalCheckpointInfo._build_universal_checkpoint_info",
-    why="it does not say that a rank's rows of the fused projection are queries, keys and values: another "
-    "--tensor-model-parallel-size goes on from a universal checkpoint with these mixed up, without a word",
+    why="it does not record that a rank's rows of the fused projection are queries, keys and values: "
+    "resuming from a universal checkpoint with another --tensor-model-parallel-size silently mixes them "
+    "up",
     upstream_bug=True,
     until=UNTIL,
 )

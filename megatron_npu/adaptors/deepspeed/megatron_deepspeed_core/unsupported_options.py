@@ -42,7 +42,7 @@ def refuse(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings and not settings.BACKPORT.enabled():
         _refuse_rotary(args)
     if args.deepspeed:
-        remedy = "Add --no-pipeline-parallel for stages 2 and 3, or take stage 1."
+        remedy = "Add --no-pipeline-parallel for stages 2 and 3, or use stage 1."
         refuse_configuration(args, pipeline=not args.no_pipeline_parallel, remedy=remedy)
 
 
@@ -52,14 +52,14 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(
             f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            "only one of the three: upstream has no process groups for combinations",
+            "only one of the three, because upstream has no process groups for combinations",
             "Remove the others.",
         )
     if not args.deepspeed or not args.no_pipeline_parallel:
         raise UsageError(
             f"{given} without --deepspeed --no-pipeline-parallel",
-            "both flags: DeepSpeed's engine sums the gradients of the sequence-parallel ranks, and only "
-            "such a model splits the tokens between them",
+            "both flags, because DeepSpeed's engine sums the gradients of the sequence-parallel ranks, and "
+            "only such a model splits the tokens between them",
             "Add both flags.",
         )
     config = read_configuration(args.deepspeed_config)
@@ -67,7 +67,7 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
     if zero_stage(args, config) == 3 and scatters:
         raise UsageError(
             f"{given} at ZeRO stage 3, where DeepSpeed averages the gradients of the sequence-parallel ranks",
-            "their sum",
+            "a stage or setting that sums these gradients",
             'Add "reduce_scatter": false to "zero_optimization" in the configuration, or use stage 2.',
         )
 

@@ -22,8 +22,9 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 @around(
     "megatron.core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
     condition=transformer_engine_present,
-    why="it demands that NVTE_FLASH_ATTN and the like, which launch scripts export for TransformerEngine, "
-    "are those of --attention-backend, and exports them: a second model with another backend is refused, too",
+    why="it requires that NVTE_FLASH_ATTN and related variables, which launch scripts export for "
+    "TransformerEngine, match --attention-backend, and exports them: a second model with another "
+    "backend is rejected too",
 )
 def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
     """Neither check nor export the variables, which only TransformerEngine reads; log any that are set."""
@@ -34,21 +35,23 @@ def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
 
 @functools.cache
 def _say(given: str) -> None:
-    logger.warning("%s: without TransformerEngine only --attention-backend selects the attention", given)
+    logger.warning(
+        "%s has no effect: without TransformerEngine only --attention-backend selects the attention", given
+    )
 
 
 @around(
     "megatron.core.transformer.attention:is_fa_min_version",
     versions=">=0.13",
     condition=functools.partial(installed, "flash_attn", "flash_attn_3", "flashattn_hopper"),
-    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent, asking for its version "
-    "is a ModuleNotFoundError in the middle of the model",
+    why="only flash-attn can read the dynamic engine's cache; if it is not installed, querying its version "
+    "raises a ModuleNotFoundError inside the model",
 )
 @around(
     "megatron.core.transformer.attention:Attention.flash_decode_and_prefill",
     versions="<0.13",
     condition=functools.partial(installed, "nvidia_chunked_flash_attn"),
-    why="nothing but flash-attn reads the dynamic engine's cache; where it is absent 0.12 calls None",
+    why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
     """Report what the dynamic engine needs, and which engines work without it.
@@ -59,7 +62,7 @@ def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: An
         UsageError: always.
     """
     raise UsageError(
-        "the dynamic inference engine without the package flash-attn, which needs CUDA",
-        "an engine that works without it",
-        "Use a static one: gpt_static_inference.py, or run_text_generation_server.py.",
+        "the dynamic inference engine needs flash-attn, which is not installed and needs CUDA",
+        "an inference engine that works without it",
+        "Use a static engine: gpt_static_inference.py, or run_text_generation_server.py.",
     )

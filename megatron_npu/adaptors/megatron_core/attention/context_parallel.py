@@ -138,7 +138,7 @@ def _reason_against_a_ring(
 ) -> str | None:
     """Return why the ring cannot compute attention over a sequence of ``tokens``, or None."""
     if mask is not None:
-        return "the mask of the data loader"
+        return "the data loader's mask"
     if key.size(-1) != value.size(-1):
         return "keys and values of different head sizes"
     if devices.current().name != "cuda":
@@ -149,9 +149,9 @@ def _reason_against_a_ring(
 
 
 def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
-    does = "gathers keys and values, as all_gather does"
+    does = "gathers keys and values, like all_gather"
     report_fallback(
-        f"--cp-comm-type {call.options.cp_comm_type}", reason, does, "Give --cp-comm-type all_gather"
+        f"--cp-comm-type {call.options.cp_comm_type}", reason, does, "Pass --cp-comm-type all_gather"
     )
 
 
@@ -197,7 +197,7 @@ def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proc
     if len(groups) != 2 or sizes[0] * sizes[1] != group.size():
         raise UsageError(
             f"--cp-comm-type a2a+p2p, {group.size()} ranks and hierarchical groups of {sizes}",
-            "two groups whose sizes multiply to the context-parallel size",
+            "two group sizes whose product is the context-parallel size",
             "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
         )
     return groups[0], groups[1]

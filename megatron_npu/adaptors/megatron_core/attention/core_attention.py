@@ -29,7 +29,7 @@ _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")
 
 @around(
     f"{_TARGET}.__init__",
-    why="upstream leaves to TransformerEngine what the forward below has: context parallelism, windows "
+    why="upstream leaves to TransformerEngine what our forward supports: context parallelism, windows "
     "before 0.15, and the two head sizes of multi-latent attention",
 )
 def accept_what_forward_has(
@@ -78,10 +78,10 @@ def _window_is_ours(config: Any) -> bool:
     versions=">=0.15",
     order=1,
     upstream_bug=True,
-    until="no version up to 0.19.2, #7530",
-    why="the learnable offset of --softmax-type has no mark of tensor parallelism: the norm of the gradients "
-    "counts the heads of the first rank alone, and gradients are clipped less than asked for; 0.15 has "
-    "nothing written into it",
+    until="not fixed up to 0.19.2, #7530",
+    why="the learnable offset of --softmax-type is not marked as tensor-parallel: the gradient norm counts "
+    "only the first rank's heads, and gradients are clipped less than requested; in 0.15 the offset is "
+    "never initialized",
 )
 def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Initialize the softmax offset, and mark it as tensor-parallel: each rank has its heads' offsets."""
@@ -102,14 +102,14 @@ def _refuse_logit_maximum(config: Any) -> None:
             flag = "--" + option.replace("_", "-")
             raise UsageError(
                 f"{flag} without TransformerEngine",
-                "an attention that reports its largest score, which no fused attention here supports",
+                "an attention that reports its largest score, which no fused attention here does",
                 f"Remove {flag}; --qk-layernorm also keeps scores small.",
             )
 
 
 @around(
     f"{_TARGET}.forward",
-    why="upstream materialises the scores [b, n, s, s]; the device has fused attention",
+    why="upstream materializes the scores [b, n, s, s], but the device has fused attention",
 )
 def fused_attention(
     original: Callable[..., Tensor],
@@ -142,8 +142,8 @@ def fused_attention(
 around(
     "megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
     devices=("npu",),
-    why="--recompute-modules core_attn saves the values as a part of the product that queries, keys and "
-    "values came from, and so the whole of it; copied where the memory is larger than what is used of it"
+    why="--recompute-modules core_attn saves the values as a view of the QKV projection's output, which "
+    "keeps all of it alive; values are copied if their storage is larger than what is used of it"
     + MEMORY_COUNTED,
 )(core_attention.recomputed)
 
@@ -186,9 +186,9 @@ def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:
     cp_group = getattr(packed_seq_params, "cp_group", None)  # since 0.16
     if self.layer_options.cp_comm_type is None and cp_group is not None and cp_group.size() > 1:
         raise UsageError(
-            f"PackedSeqParams with a cp_group of {cp_group.size()} ranks, and context_parallel_size 1",
-            "sequences that are whole on each rank, or a configuration with the number of parts",
-            "Set context_parallel_size.",
+            f"PackedSeqParams have a cp_group of {cp_group.size()} ranks, but context_parallel_size is 1",
+            "full sequences on each rank, or a configuration with the matching context-parallel size",
+            "Set context_parallel_size in the configuration.",
         )
 
 

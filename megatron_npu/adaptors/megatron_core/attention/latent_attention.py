@@ -41,7 +41,7 @@ class _SharedByAllHeads(torch.autograd.Function):
     "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
     why="all heads share the rotary part of a key, but its gradient is summed over the heads of one "
     "tensor-parallel rank only, except with TransformerEngine's layers and sequence parallelism",
-    until="no version up to 0.19.2 has the fix: #1699",
+    until="not fixed up to 0.19.2: #1699",
     upstream_bug=True,
 )
 def sum_gradients_of_the_shared_key(
@@ -65,8 +65,9 @@ def sum_gradients_of_the_shared_key(
 
 _around_reduction = partial(
     around,
-    why="with --qk-layernorm and tensor parallelism, but not of the sequence, the gradient of multi-latent "
-    "attention's norm of queries, which each rank has whole, is multiplied by the number of ranks",
+    why="with --qk-layernorm and tensor parallelism, but without sequence parallelism, the gradient of "
+    "multi-latent attention's query norm, which every rank already has in full, is multiplied by the "
+    "number of ranks",
     until=NOT_FIXED,
     upstream_bug=True,
 )

@@ -124,7 +124,7 @@ def _near_ranks(config: Any) -> int:
         raise UsageError(
             f"--cp-comm-type a2a+p2p, context-parallel size {config.context_parallel_size}, "
             f"hierarchical sizes {list(sizes)}",
-            "two sizes that multiply to the context-parallel size",
+            "two sizes whose product is the context-parallel size",
             "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
         )
     return sizes[0]
@@ -135,7 +135,8 @@ def _check_heads(config: Any, cp_comm_type: str, ranks: int) -> None:
     groups = config.num_query_groups or config.num_attention_heads
     if groups % size:
         raise UsageError(
-            f"--cp-comm-type {cp_comm_type} with {groups} heads of keys on {size} ranks",
-            "a multiple of the tensor-parallel size times the number of ranks that exchange heads",
+            f"--cp-comm-type {cp_comm_type} with {groups} key heads on {size} ranks",
+            "a number of key heads that is a multiple of the tensor-parallel size times the number of ranks "
+            "that exchange heads",
             "Use --cp-comm-type all_gather.",
         )

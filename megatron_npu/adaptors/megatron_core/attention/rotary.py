@@ -23,7 +23,7 @@ _unfused = partial(
     replace,
     f"{_MODULE}:_apply_rotary_pos_emb_bshd",
     condition=upstream_compiles,
-    why="computes sine and cosine again in every layer, and five passes over the tensor",
+    why="upstream recomputes sine and cosine in every layer and makes five passes over the tensor",
 )
 
 
@@ -118,6 +118,6 @@ for _function in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd):
     constant(
         f"{_MODULE}:{_function.__name__}",
         _function,
-        why="--apply-rope-fusion is refused where TransformerEngine is absent",
+        why="--apply-rope-fusion is rejected without TransformerEngine",
         condition=transformer_engine_present,
     )

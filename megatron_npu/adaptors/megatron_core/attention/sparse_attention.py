@@ -25,7 +25,8 @@ _CAUSAL = "megatron_npu_causal"  # of the tensor of first visible keys
     f"{_DSA}.dsa_masking:build_dsattention_forward_mask",
     devices=("npu",),
     versions=">=0.19",
-    why="it alone knows without waiting for the device that the keys each query sees are those before it",
+    why="only this function knows, without waiting for the device, that each query sees exactly the keys "
+    "before it",
 )
 def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Mark the bounds that belong to a plain causal mask."""
@@ -39,7 +40,7 @@ def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     f"{_DSA}.dsa:_unfused_absorbed_dsa_fn",
     devices=("npu",),
     versions=">=0.19",
-    why="npu_sparse_flash_attention reads the chosen keys alone; upstream computes all scores of all heads "
+    why="npu_sparse_flash_attention reads only the selected keys; upstream computes all scores of all heads "
     "in fp32 and masks them" + LAUNCHES_COUNTED,
 )
 def attend_to_chosen_keys(
@@ -57,9 +58,12 @@ def attend_to_chosen_keys(
     """Map queries ``[s, b, n, c + r]`` and the key ``[s, b, 1, c + r]`` to ``[s, b, n, c]``."""
     reason = beyond_npu(query, key, topk_indices, softmax_scale, v_channels)
     if mask is not None or not getattr(varlen_starts, _CAUSAL, False) or key.size(0) != query.size(0):
-        reason = "packed sequences, context parallelism or a mask of the data loader: not plain causal"
+        reason = (
+            "the attention is not plain causal, because of packed sequences, context parallelism or "
+            "the data loader's mask"
+        )
     if reason is not None:
-        dispatch.report_fallback("sparse attention", reason, "is Megatron's own, over all keys")
+        dispatch.report_fallback("sparse attention", reason, "runs Megatron's own attention over all keys")
         return original(
             query,
             key,
@@ -78,16 +82,16 @@ def attend_to_chosen_keys(
     f"{_DSA}.dsa:unfused_dsa_fn",
     devices=("npu",),
     versions=">=0.16",
-    why="keys and values of every head are not for npu_sparse_flash_attention, which is to be said where one "
-    "may expect it: upstream computes all scores of all heads in fp32 and masks them",
+    why="npu_sparse_flash_attention does not support separate keys and values per head, which is logged "
+    "because users may expect it; upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Log once why keys that were not selected are read as well."""
     dispatch.report_fallback(
         "sparse attention",
-        "npu_sparse_flash_attention takes one key of latents for all heads, whose first channels are the "
-        "values; here each head has keys and values of its own, as in every megatron-core before 0.19",
-        "is Megatron's own, over all keys",
+        "npu_sparse_flash_attention supports one latent key for all heads, whose first channels are the "
+        "values; here each head has its own keys and values, as in every megatron-core before 0.19",
+        "runs Megatron's own attention over all keys",
     )
     return original(*args, **kwargs)
 
@@ -96,7 +100,7 @@ watch(
     f"{_DSA}.dsa:compute_dsa_indexer_loss",
     devices=("npu",),
     versions=">=0.16",
-    why="it reads all scores of the indexer, of which npu_lightning_indexer returns the chosen ones; of "
-    "npu_sparse_lightning_indexer_grad_kl_loss the wheel documents neither the formula nor how ranks that "
-    "share heads add up their targets",
+    why="it reads all scores of the indexer, of which npu_lightning_indexer returns only the selected ones; "
+    "for npu_sparse_lightning_indexer_grad_kl_loss the wheel documents neither the formula nor how "
+    "ranks that share heads sum their targets",
 )

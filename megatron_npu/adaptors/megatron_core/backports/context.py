@@ -14,10 +14,10 @@ from megatron_npu.adaptors.megatron_core.decorators import own_backport
 
 @own_backport(
     "megatron.core.pipeline_parallel.schedules:forward_step",
-    until="no version up to 0.19.2, #7452/9",
-    why="with context parallelism and without --calculate-per-token-loss, the gradient is the "
-    "mean of the gradients of the ranks' parts of a sequence, regardless of how many tokens "
-    "in each part count (--eod-mask-loss, or padding)",
+    until="not fixed up to 0.19.2, #7452/9",
+    why="with context parallelism and without --calculate-per-token-loss, the gradient is the mean over the "
+    "ranks' parts of a sequence, regardless of how many tokens of each part count in the loss (with "
+    "--eod-mask-loss or padding)",
 )
 def weigh_parts(
     original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any

@@ -15,9 +15,9 @@ from megatron_npu.base.errors import UsageError
 
 @own_backport(
     "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
-    until="no version up to 0.19.2, #6981",
-    why="samples share one loss mask: padded positions of the first sample are excluded from the "
-    "loss in all later samples, and up to 0.14 those of any sample (#1711)",
+    until="not fixed up to 0.19.2, #6981",
+    why="samples share one loss mask: positions that are padding in the first sample count in no later one; "
+    "up to 0.14 those of any sample (#1711)",
 )
 def give_out_copy_of_mask(
     original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
@@ -32,9 +32,9 @@ def give_out_copy_of_mask(
 
 @backport(
     "megatron.core.datasets.blended_megatron_dataset_config:parse_and_normalize_split",
-    until="no version up to 0.19.2, #7512",
-    why="--split recognizes only digits and dots: -1,1,0 is read as 1,1,0, nan,1,0 as 1,0,0, and "
-    "1e3,1,0 fails with an AssertionError",
+    until="not fixed up to 0.19.2, #7512",
+    why="--split finds its numbers only by digits and dots: -1,1,0 is read as 1,1,0 and nan,1,0 as 1,0,0, "
+    "and 1e3,1,0 raises an AssertionError",
 )
 def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
     """Parse each number as Python does; reject anything else.

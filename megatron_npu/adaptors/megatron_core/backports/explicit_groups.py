@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import backport
 
-_UNTIL = "no version up to 0.19.2, #7452/{}"
+_UNTIL = "not fixed up to 0.19.2, #7452/{}"
 
 
 class _Instead:
@@ -56,8 +56,8 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
     f"{_MTP}:MultiTokenPredictionLayer._checkpointed_forward",
     versions=">=0.17",
     until=_UNTIL.format(4),
-    why="a layer of --mtp-num-layers with its own tensor-parallel group recomputes distributed "
-    "FP8 activations from those of the global group, which belong to other replicas",
+    why="a layer of --mtp-num-layers that was given its own tensor-parallel group recomputes distributed "
+    "FP8 activations from the global group, that is, from other replicas",
 )
 def recompute_in_own_group(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Use the layer's own group when activations are recomputed."""
@@ -75,8 +75,8 @@ _LLAVA = "megatron.core.models.multimodal.llava_model"
     f"{_GPT}:GPTModel._preprocess",
     versions=">=0.16",
     until=_UNTIL.format(5),
-    why="a GPTModel with its own tensor-parallel group distributes its experts' padding mask over "
-    "the ranks of the global group (with sequence parallelism)",
+    why="with sequence parallelism, a GPTModel that was given its own tensor-parallel group scatters its "
+    "experts' padding mask over the ranks of the global group",
 )
 def deal_out_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Scatter the padding mask over the ranks of the model's group."""
@@ -87,9 +87,8 @@ def deal_out_padding(original: Callable[..., Any], self: Any, *args: Any, **kwar
     f"{_LLAVA}:LLaVAModel._process_embedding_token_parallel",
     versions=">=0.14",
     until=_UNTIL.format(7),
-    why="a LLaVAModel with its own tensor-parallel group distributes its sequences over the ranks "
-    "of the global group (with sequence parallelism): it is trained on tokens of other "
-    "samples",
+    why="with sequence parallelism, a LLaVAModel that was given its own tensor-parallel group scatters its "
+    "sequences over the ranks of the global group, so that it trains on tokens of other samples",
 )
 def deal_out_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Scatter the embeddings over the ranks of the model's group."""
@@ -113,7 +112,7 @@ _crossed = partial(
     backport,
     "megatron.core.transformer.attention:CrossAttention.__init__",
     until=_UNTIL.format(6),
-    why="a CrossAttention with its own tensor-parallel group creates queries, keys and values in "
+    why="a CrossAttention that was given its own tensor-parallel group computes queries, keys and values in "
     "the global group: with sequence parallelism it gathers tokens of other replicas",
 )
 

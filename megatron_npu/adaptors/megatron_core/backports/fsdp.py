@@ -14,10 +14,9 @@ _LAYER = re.compile(r"(?P<block>(?:^|.*\.)(?:decoder|encoder)\.layers\.)(?P<numb
 @backport(
     "megatron.training.checkpointing:preprocess_fsdp_dtensor_state_dict",
     versions=">=0.16",
-    until="no version up to 0.19.2, #7452/12",
-    why="checkpoints of --use-megatron-fsdp name layers by their number within a pipeline stage: "
-    "loaded with another --pipeline-model-parallel-size, a stage gets the first stage's "
-    "layers",
+    until="not fixed up to 0.19.2, #7452/12",
+    why="checkpoints of --use-megatron-fsdp name layers by their number within a pipeline stage: if loaded "
+    "with another --pipeline-model-parallel-size, a stage gets the layers of the first one",
 )
 def name_layers_globally(
     original: Callable[..., dict[str, Any]], args: Any, raw_state_dict: dict[str, Any], model: Any

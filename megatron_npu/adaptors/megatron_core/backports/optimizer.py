@@ -22,8 +22,8 @@ _groups = partial(
     backport,
     versions=">=0.16,<0.19",
     until="0.19.0, #4705",
-    why="parameter groups that differ only in their learning rates (an override, or "
-    "--decoupled-lr) all get the learning rate of the last group when a checkpoint is loaded",
+    why="parameter groups that differ only in their learning rates (an override, or --decoupled-lr) all get "
+    "the rates of the last group when a checkpoint is loaded",
 )
 
 
@@ -78,9 +78,8 @@ def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard:fully_shard_optimizer",
     versions=">=0.17,<0.20",
     until="0.20, #5976",
-    why="Megatron's FSDP creates the optimizer's state with a step on zero gradients; weight "
-    "decay makes this a real step, and it is counted, so Adam's first updates have the wrong "
-    "size",
+    why="Megatron's FSDP creates the optimizer state with a step on zero gradients, which weight decay "
+    "turns into a real step and which is counted: Adam's first updates have the wrong size",
 )
 def shard_without_a_step(
     original: Callable[..., torch.optim.Optimizer],

@@ -21,8 +21,8 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
     "megatron.core.tensor_parallel.mappings:_reduce",
     versions="<0.19",
     until="0.19.0, #5338",
-    why="the sum over tensor-parallel ranks is lost if the input is not contiguous, because a "
-    "copy is reduced",
+    why="the sum over tensor-parallel ranks is lost if the input is not contiguous, because a copy is "
+    "reduced",
 )
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
     """Reduce a contiguous copy and return it; ``group`` exists since 0.13."""
@@ -33,9 +33,9 @@ def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: A
     "megatron.core.transformer.multi_token_prediction:all_gather_last_dim_from_tensor_parallel_region",
     versions="<0.13",
     until="0.13",
-    why="with --mtp-num-layers and tensor parallelism, the gradient of a prediction layer's "
-    "projection, and of everything before it, is multiplied by the number of ranks: each rank "
-    "has the whole gradient, and they are summed",
+    why="with --mtp-num-layers and tensor parallelism, the gradient of an additional layer's projection, "
+    "and of everything before it, is multiplied by the number of ranks, because each rank has it in "
+    "full and they are summed",
 )
 def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Tensor) -> Tensor:
     """Gather ``[s, b, h / ranks]`` to ``[s, b, h]``; backward returns this rank's slice of the gradient."""
@@ -46,11 +46,10 @@ def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Ten
 
 @backport(
     "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
-    until="no version up to 0.19.2, #7452/2",
-    why="a model that gets labels and gathers its logits (parallel_output=False, or "
-    "runtime_gather_output=True) has a loss that is too large by the logarithm of the "
-    "tensor-parallel size, and a wrong gradient, because the whole row is treated as one "
-    "rank's part of the vocabulary",
+    until="not fixed up to 0.19.2, #7452/2",
+    why="a model that is given labels and gathers its logits (parallel_output=False, or "
+    "runtime_gather_output=True) has a loss that is too large by the logarithm of the tensor-parallel "
+    "size, and a wrong gradient, because the whole row is treated as one rank's part of the vocabulary",
     order=1,
 )
 def compute_loss_of_own_part(
@@ -80,10 +79,10 @@ def compute_loss_of_own_part(
 
 _delta = partial(
     backport,
-    until="no version up to 0.19.2, #7452/11",
+    until="not fixed up to 0.19.2, #7452/11",
     why="the norm before the output of a gated delta net has one weight for the heads of all "
-    "tensor-parallel ranks, but without sequence parallelism only the gradient of this rank's "
-    "heads: copies of the weight drift apart",
+    "tensor-parallel ranks, but without sequence parallelism each rank's gradient covers only its own "
+    "heads, so that the copies of the weight drift apart",
 )
 
 
@@ -111,10 +110,9 @@ _norm = partial(
     backport,
     versions="<0.19",
     until="0.19.0, #5916",
-    why="with expert and tensor parallelism, the gradient norm leaves out expert parameters that "
-    "are not partitioned (biases of their second linear layer) on all ranks but the first of "
-    "a tensor-parallel group, although those ranks hold other experts: gradients are clipped "
-    "less than requested",
+    why="with expert and tensor parallelism, the gradient norm omits expert parameters that are not split "
+    "(biases of the second linear layer) on all ranks but the first of a tensor-parallel group, "
+    "although these ranks hold other experts: gradients are clipped less than requested",
 )
 
 
@@ -146,9 +144,9 @@ _streams = partial(
     devices=("npu", "cuda"),
     versions="<0.17",
     until="0.17.0, #3693",
-    why="with --overlap-grad-reduce and several instances of the distributed optimizer, the "
-    "reduction waits for the default stream, which is not necessarily the one that computes "
-    "the gradients: it may read them too early",
+    why="with --overlap-grad-reduce and several instances of the distributed optimizer, the reduction waits "
+    "for the default stream, which need not be the one that computes gradients, so it may read them too "
+    "early",
 )
 
 

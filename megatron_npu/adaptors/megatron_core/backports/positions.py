@@ -21,8 +21,8 @@ _MODELS = "megatron.core.models"
 _factors = partial(
     backport,
     until=NOT_FIXED,
-    why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the "
-    "scripts do not pass them to the model, which leaves positions undivided and scales by 8",
+    why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect: the scripts do not "
+    "pass them to the model, which does not divide the positions and always scales by 8",
 )
 
 

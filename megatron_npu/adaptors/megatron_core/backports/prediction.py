@@ -53,11 +53,10 @@ _last: ContextVar[Count | None] = ContextVar("last", default=None)
 _weighed = functools.partial(
     own_backport,
     versions=">=0.17",
-    until="no version up to 0.19.2, #7452/3",
-    why="the gradient of an additional token (--mtp-num-layers) is weighted by the tokens of a "
-    "micro-batch on one rank: with --calculate-per-token-loss, or with context parallelism, "
-    "it depends on the micro-batch size and on the layout if the numbers of valid tokens "
-    "differ",
+    until="not fixed up to 0.19.2, #7452/3",
+    why="the gradient of an additional predicted token (--mtp-num-layers) is weighted by the number of "
+    "tokens in one rank's micro batch: with --calculate-per-token-loss or context parallelism it "
+    "depends on the micro batch size and the layout, if the number of valid tokens varies",
 )
 
 
@@ -193,10 +192,9 @@ def _rolled(mask: Tensor, depths: int) -> Iterator[Tensor]:
 
 _logged = functools.partial(
     own_backport,
-    until="no version up to 0.19.2, #7452/3",
-    why="the logged losses of --mtp-num-layers are means over the means of micro-batches on each "
-    "rank: they depend on the micro-batch size and on the layout if the numbers of valid "
-    "tokens differ",
+    until="not fixed up to 0.19.2, #7452/3",
+    why="the logged losses of --mtp-num-layers are means of the means of each rank's micro batches: they "
+    "depend on the micro batch size and the layout, if the number of valid tokens varies",
 )
 
 

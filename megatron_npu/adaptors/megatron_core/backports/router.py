@@ -21,9 +21,8 @@ _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 _scaled = partial(
     backport,
     until="0.19.0, #5047",
-    why="with --calculate-per-token-loss and tensor parallelism, the gradients of the auxiliary "
-    "losses and of the z-loss are too small by a factor of the size of the tensor- and "
-    "context-parallel group",
+    why="with --calculate-per-token-loss and tensor parallelism, the gradients of the auxiliary losses and "
+    "the z-loss are too small by a factor of the tensor- and context-parallel group's size",
 )
 _AUX, _Z = "moe_aux_loss_coeff", "moe_z_loss_coeff"
 
@@ -75,8 +74,8 @@ def apply_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwarg
     f"{_ROUTER}._apply_seq_aux_loss",
     versions=">=0.16,<0.19",
     until="0.19.0, #5798",
-    why="with --calculate-per-token-loss, the gradient of seq_aux_loss is too small by a factor "
-    "of the micro-batch size",
+    why="with --calculate-per-token-loss, the gradient of seq_aux_loss is too small by a factor of the "
+    "micro batch size",
 )
 def apply_sequence_loss(
     original: Callable[..., Tensor],
@@ -110,8 +109,8 @@ _logged = partial(
     backport,
     f"{_ROUTER}.apply_z_loss",
     until="0.19.0, #3199",
-    why="the logged z-loss is not averaged over the tensor-parallel ranks, which have different "
-    "tokens with sequence parallelism: only the first rank's is logged",
+    why="the logged z-loss is the first rank's instead of the mean over the tensor-parallel ranks, which "
+    "have different tokens with sequence parallelism",
 )
 
 

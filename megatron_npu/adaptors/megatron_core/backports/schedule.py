@@ -18,9 +18,8 @@ _GIVEN = "_megatron_npu_given"  # the rates of the flags, by the number of the g
 _overridden = partial(
     backport,
     until=NOT_FIXED,
-    why="--override-opt_param-scheduler with another --lr or --min-lr still uses the learning "
-    "rates of the run that saved the checkpoint, because the loaded optimizer's groups take "
-    "precedence",
+    why="--override-opt_param-scheduler with another --lr or --min-lr still uses the rates of the run that "
+    "saved the checkpoint, because the loaded optimizer's groups take precedence",
 )
 
 

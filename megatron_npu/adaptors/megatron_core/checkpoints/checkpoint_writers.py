@@ -91,8 +91,8 @@ _queue = functools.partial(
     replace,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="its queue lives in a spawned process (270 MB), which outlives a training that is killed and holds "
-    "its output open; interrupted while it starts, the training hangs at its end",
+    why="its queue lives in a spawned process (270 MB), which outlives a killed training run and keeps its "
+    "output open; if interrupted while that process starts, the run hangs at its end",
 )
 
 
@@ -113,7 +113,7 @@ _processes = functools.partial(
     f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data_multiproc",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="it waits for ever for a writer that was killed, as the out-of-memory killer does",
+    why="it waits forever for a writer that was killed, for example by the out-of-memory killer",
 )
 
 
@@ -152,8 +152,8 @@ def write_in_processes_without_client(
     f"{_WRITER}:FileSystemWriterAsync.retrieve_write_results",
     versions="<0.14",  # whose writer of a whole checkpoint is one more process
     upstream_bug=True,
-    until="0.14, which hands the error to all ranks",
-    why="where that process was killed it says 'results_queue should not be empty', with a traceback",
+    until="0.14, which passes the error to all ranks",
+    why="if that process was killed, it reports 'results_queue should not be empty' with a traceback",
 )
 def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
     """Return the writer's results, or raise an OSError that says what happened to its process.
@@ -166,7 +166,7 @@ def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
     except RuntimeError as error:
         if isinstance(error.__context__, queue.Empty):
             said = (
-                "the process that writes this rank's files has ended without a word: SIGKILL (out of memory?)"
+                "the process that writes this rank's files exited without a message (SIGKILL, out of memory?)"
             )
             raise ChildProcessError(said) from error
         raise OSError(str(error)) from error
@@ -231,7 +231,7 @@ def _end_all(writers: list[tuple[Any, Connection]]) -> None:
 def end_of(code: int) -> str:
     """Describe how a process with this exit code ended."""
     if code >= 0:
-        return f"ended with {code}"
+        return f"exited with {code}"
     name = signal.Signals(-code).name
     return f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
 

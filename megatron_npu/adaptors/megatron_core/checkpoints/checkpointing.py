@@ -47,7 +47,8 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     "megatron.core.dist_checkpointing.strategies.torch:FileSystemWriter",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
+    why="remove_sharded_tensors moves the file at a path attribute of torch's writer that newer torch no "
+    "longer has",
 )
 def writer_with_metadata_path(original: Any) -> type:
     """Add ``metadata_path`` to torch's writer, which newer torch no longer has and only this module needs."""
@@ -59,9 +60,9 @@ def writer_with_metadata_path(original: Any) -> type:
 @around(
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.schedule_async_call",
     devices=WITHOUT_CUDA,
-    why="it hands the training's own tensors to another process, which copies them to the host: on a cpu "
-    "that copies nothing, and the checkpoint gets the weights of later iterations; on an npu it needs the "
-    "sharing of device memory between processes",
+    why="it passes the training's own tensors to another process, which copies them to the host: on a cpu "
+    "nothing is copied, and the checkpoint gets the weights of later iterations; on an npu this needs "
+    "device memory shared between processes",
 )
 def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
     """Copy the tensors to the host in this process, into memory that training does not write to."""
@@ -87,9 +88,9 @@ around("megatron.training.checkpointing:_load_base_checkpoint", why=random.OTHER
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="with another expert parallelism upstream looks for random states and optimizers that the "
-    "checkpoint does not have: 'Missing key rng_state/shard_…', "
-    "'Expected 2 entries in state dict, but got 3'",
+    why="with another expert-parallel size upstream looks for random states and optimizers that the "
+    "checkpoint does not have: 'Missing key rng_state/shard_…', 'Expected 2 entries in state dict, but "
+    "got 3'",
 )
 def with_other_experts(
     original: Callable[..., Any],
@@ -113,7 +114,8 @@ def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace
     sizes = [getattr(each, "expert_model_parallel_size", 1) for each in (saved, args)]
     if not args.no_load_optim and (sizes[0] == 1) != (sizes[1] == 1):
         raise UsageError(
-            f"a checkpoint of --expert-model-parallel-size {sizes[0]}, loaded with {sizes[1]}",
+            f"the checkpoint was saved with --expert-model-parallel-size {sizes[0]}, but this run has "
+            f"{sizes[1]}",
             "the same size for the optimizer state, which upstream stores per expert-parallel layout",
             "Add --no-load-optim --no-load-rng to load only the weights.",
         )
@@ -121,7 +123,7 @@ def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace
 
 def _skip_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
     if not args.no_load_rng and _count_random_states(saved) != _count_random_states(args):
-        logger.warning("the checkpoint has another expert-parallel size: its random states are not loaded")
+        logger.warning("the checkpoint has another expert-parallel size, so its random states are not loaded")
         args.no_load_rng = True
 
 

@@ -27,11 +27,11 @@ from megatron_npu.checkpoint_files import checksums, disks, stranger_weights
 _OF_DIST_CHECKPOINTING = ("torch_dist", "zarr")  # what ``write_checksums`` sees, and
 _DECLARED = "metadata.json"  # which they alone have
 # Whether checksums are wanted by the stock script that saves or loads; False while none does.
-_VERIFIES: ContextVar[bool] = ContextVar("whether the script verifies", default=False)
+_VERIFIES: ContextVar[bool] = ContextVar("tells whether the script verifies checkpoints", default=False)
 # Of an asynchronous save that begins: what is to be done when its files are there, when rank 0 has ended
 # it, and when all ranks have.
 _FINISHING: ContextVar[tuple[Callable[[], None], ...] | None] = ContextVar(
-    "how the save that begins is finished", default=None
+    "tells how the save that begins is finalized", default=None
 )
 
 _ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
@@ -93,8 +93,8 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
 
 @around(
     "megatron.training.async_utils:schedule_async_save",
-    why="upstream opens the tracker of an asynchronous save for writing in place: killed then, it leaves an "
-    "empty one",
+    why="upstream rewrites the tracker of an asynchronous save in place: if killed meanwhile, it leaves an "
+    "empty tracker",
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
     """Rename the tracker once upstream has written it, before anything else learns of the checkpoint."""
@@ -125,14 +125,14 @@ def _retire(former: Path | None, place: Path, interval: int | None) -> None:
 
 around(
     "megatron.training.checkpointing:get_checkpoint_tracker_filename",
-    why="upstream names a checkpoint of the format torch as the newest before its checksums are there, and "
-    "opens the tracker for writing in place: killed then, it leaves an empty one",
+    why="upstream marks a torch-format checkpoint as the newest before its checksums exist, and rewrites "
+    "the tracker in place: if killed meanwhile, it leaves an empty tracker",
 )(of_scripts.tracker_to_write)
 
 
 @around(
     "megatron.training.wandb_utils:on_save_checkpoint_success",
-    why="it takes up the tracker, which has its name a moment later",
+    why="it uploads the tracker, which is renamed into place only a moment later",
 )
 def log_when_named(
     original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any

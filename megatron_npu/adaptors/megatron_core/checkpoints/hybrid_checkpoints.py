@@ -14,8 +14,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import hybrid_layers
 
 _WHY = (
-    "main deprecates GPT in favour of HybridModel, and loads a GPT's checkpoint into a hybrid; a hybrid's "
-    "into a GPT is a RuntimeError, though *-*- is the same model"
+    "main deprecates GPT in favor of HybridModel and loads GPT checkpoints into a hybrid; loading a "
+    "hybrid's checkpoint into a GPT raises a RuntimeError, although *-*- is the same model"
 )
 
 
@@ -37,8 +37,9 @@ def accept_a_hybrid(
     layers = hybrid_layers.layers_of_gpt(pattern)
     if layers != args.num_layers:
         raise UsageError(
-            f"--num-layers {args.num_layers}, and a hybrid model's checkpoint of the pattern {pattern}",
-            f"--num-layers {layers}: an attention and an MLP of the pattern are one layer of a GPT",
+            f"--num-layers {args.num_layers} does not match the hybrid model's checkpoint with the pattern "
+            f"{pattern}",
+            f"--num-layers {layers}, because an attention and an MLP of the pattern form one GPT layer",
             f"Pass --num-layers {layers}.",
         )
     load_optimizer = not args.no_load_optim and not getattr(ckpt_args, "no_save_optim", False)
@@ -56,7 +57,8 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
     named = getattr(ckpt_args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(ckpt_args, "use_distributed_optimizer", False) and not named:
         raise UsageError(
-            "a hybrid model's checkpoint with the distributed optimizer's buckets, loaded into a GPT",
+            "a hybrid model's checkpoint with the distributed optimizer's buckets cannot be loaded into a "
+            "GPT",
             "a checkpoint that was saved with --dist-ckpt-optim-fully-reshardable",
             "Save it again with that flag, or add --no-load-optim to load only the weights.",
         )

@@ -32,8 +32,8 @@ _mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
 
 @_mended(
     f"{_CALLER}.async_loop",
-    why="the persistent worker outlives a training that is killed, and waits for its next checkpoint; 19 "
-    "names in /dev/shm outlive a machine's kill of everything",
+    why="the persistent worker outlives a killed training run and waits for its next checkpoint; 19 names "
+    "in /dev/shm remain even if every process is killed",
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make the kernel end this worker when its parent ends; unlink semaphores that only the worker needed."""
@@ -73,7 +73,7 @@ def _names_may_go() -> Iterator[None]:
         replaced.undo()
 
 
-_WHY_NAMES = "at its end Python would complain of the names that the worker has taken away"
+_WHY_NAMES = "at exit Python would complain about names that the worker has already removed"
 
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
@@ -92,7 +92,8 @@ def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 @_mended(
     f"{_CALLER}.is_current_async_call_done",
-    why="it polls for the word of a worker that may be dead: for ever at the end, and without a sign before",
+    why="it polls for the answer of a worker that may be dead: forever at the end of the run, and without "
+    "any message before",
 )
 def require_worker(
     original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
@@ -118,8 +119,8 @@ def require_worker(
 
 @_mended(
     f"{_CALLER}.schedule_async_call",
-    why="it waits for ever for a dead worker to copy the tensors (where no patch copies them before); and a "
-    "training that ends with an error waits for ever for its worker (up to 0.16)",
+    why="it waits forever for a dead worker to copy the tensors (unless a patch copies them first), and a "
+    "training run that fails waits forever for its worker (up to 0.16)",
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
@@ -137,7 +138,7 @@ def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any
         raise _error(self)
 
 
-@_mended(f"{_CALLER}.close", why="it waits for ever for a dead worker to end")
+@_mended(f"{_CALLER}.close", why="it waits forever for a dead worker to exit")
 def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Close the worker; discard a dead one, whose lost checkpoint, if any, has already been reported."""
     if _is_dead(self):
@@ -208,6 +209,6 @@ def _error(caller: Any) -> RuntimeError:
     _leave_content(caller)
     return RuntimeError(
         "the persistent process that writes checkpoints (--use-persistent-ckpt-worker, process "
-        f"{process.pid}) {end_of(process.exitcode)}: its checkpoint is incomplete. Start the run again "
-        "with --load to resume from the newest complete one"
+        f"{process.pid}) {end_of(process.exitcode)}: its checkpoint is incomplete. Start the run again with "
+        "--load to resume from the newest complete checkpoint"
     )

@@ -90,7 +90,7 @@ def _broken(what: str | Path, why: str) -> UsageError:
 
 _common_data = partial(
     around,
-    why="a value that torch's reader has refused ends in pages of its advice to load it all the same",
+    why="a value that torch's reader rejects produces pages of its advice to load the file anyway",
 )
 
 
@@ -105,8 +105,8 @@ def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @around(
     f"{_COMMON}.load_common",
     versions="<0.17",
-    why="0.12 and 0.13 load common.pt with weights_only=False, which runs what it holds; later ones end in "
-    "pages of torch's advice to do so",
+    why="0.12 and 0.13 load common.pt with weights_only=False, which executes code in it; later versions "
+    "print pages of torch's advice to do so",
     upstream_bug=True,
     until=NOT_FIXED,
 )
@@ -119,7 +119,7 @@ def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwar
 @around(
     f"{_COMMON}.load_sharded_objects",
     versions="<0.17",  # which has no such files
-    why="as load_common: files of objects in old checkpoints",
+    why="same as load_common, for object files in old checkpoints",
     upstream_bug=True,
     until=NOT_FIXED,
 )
@@ -131,7 +131,7 @@ def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **
 
 @around(
     "megatron.core.dist_checkpointing.serialization:load",
-    why="a value that torch's reader has refused comes as an exception of all ranks, with their tracebacks",
+    why="a value that torch's reader rejects is reported as an exception on all ranks, with their tracebacks",
     order=1,
 )
 def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +142,8 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 @around(
     "megatron.training.checkpointing:_load_base_checkpoint",
-    why="the format torch is loaded with weights_only=False by 0.12, which runs what it holds; and a file "
-    "that cannot be read ends the process with exit code 0",
+    why="0.12 loads the torch format with weights_only=False, which executes code in it, and exits with "
+    "code 0 if a file cannot be read",
     upstream_bug=True,
     until=NOT_FIXED,
     order=1,
@@ -180,16 +180,20 @@ def _require_described(root: Path, step: int | None) -> None:
     if place is None:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()[:80]
         raise UsageError(
-            f"{tracker}: {text!r}", "a number of iterations, or `release`", "Write it into the file."
+            f"{tracker} contains {text!r}",
+            "an iteration number, or `release`",
+            "Write the iteration of a complete checkpoint into the file.",
         )
     if not place.is_dir():
         raise UsageError(
-            f"{place}: no such checkpoint", "one that --ckpt-step or the tracker names", of_scripts.REMEDY
+            f"the checkpoint {place} does not exist",
+            "an existing checkpoint, selected by --ckpt-step or the tracker",
+            of_scripts.REMEDY,
         )
     description = place / "metadata.json"
     try:
         content = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
+            raise ValueError(f"it contains a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(description, str(error).partition("\n")[0] or type(error).__name__) from error

@@ -40,8 +40,8 @@ class Part(NamedTuple):
     "BlendedMegatronDatasetBuilder.build_generic_dataset",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="of a part without documents, such as 1 in 1000 of 100 documents, upstream counts the passes that "
-    "give the samples asked for, be they none: a loop without end, at 100 % of a core",
+    why="for a split without documents, such as 1 in 1000 of 100 documents, upstream counts the passes "
+    "needed for the requested samples, which never suffice: an endless loop at 100 % of a core",
 )
 def without_empty_parts(
     original: Callable[..., Any],
@@ -96,7 +96,7 @@ def _refuse(part: Part, documents: int) -> None:
     raise UsageError(
         f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} "
         f"for {_IN_WORDS[part.split.name]}",
-        "at least one document in each part that is read",
+        "at least one document in each split that is used",
         "Provide more documents or another split" + ("." if alone else ", or --eval-iters 0."),
     )
 

@@ -24,8 +24,8 @@ from megatron_npu.safe_files.safe_numpy import DamagedIndexError
 logger = logging.getLogger(__name__)
 
 _PICKLES = (
-    "upstream loads index files with allow_pickle=True, which runs whatever code they hold, and writes them "
-    "in place"
+    "upstream loads index files with allow_pickle=True, which executes any code in them, and writes "
+    "them in place"
 )
 for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
     constant(
@@ -39,8 +39,8 @@ for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
         f"megatron.core.datasets.{_module}:safe_numpy_load",
         safe_numpy.load,
         versions=">=0.19",
-        why="it reads index files in numpy's place, lets tensors be unpickled from them, and a file that is "
-        "truncated ends the training",
+        why="it reads index files instead of numpy, unpickles tensors from them, and a truncated file ends "
+        "the training",
     )
 # ICT, REALM's retriever and T5 of --use-legacy-models
 for _module in ("dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"):
@@ -68,8 +68,8 @@ _PART = 1 << 20  # entries that are looked at together
 
 @around(
     "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
-    why="a cached index that is truncated or points outside of the data ends the training in a traceback, or "
-    "trains on other tokens",
+    why="a cached index that is truncated or points outside the data ends the training with a traceback, or "
+    "makes it train on wrong tokens",
     upstream_bug=True,
     until=NOT_FIXED,
 )
@@ -80,7 +80,7 @@ def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
 
 @around(
     "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
-    why="the same as for the indices of a GPT's dataset",
+    why="same as for the indices of a GPT dataset",
     upstream_bug=True,
     until=NOT_FIXED,
 )
@@ -91,7 +91,7 @@ def sound_blending_indices(original: Callable[[Any], Any], self: Any) -> Any:
 
 @around(
     "megatron.core.datasets.masked_dataset:MaskedWordPieceDataset._build_sample_index",
-    why="the same as for the indices of a GPT's dataset",
+    why="same as for the indices of a GPT dataset",
     upstream_bug=True,
     until=NOT_FIXED,
 )
@@ -115,7 +115,7 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
     except DamagedIndexError as error:
         if not first:
             raise
-        logger.warning("%s: it is rebuilt", error.given)
+        logger.warning("%s; rebuilding it", error.given)
         for file in error.file.parent.glob(f"{error.file.name.rpartition('-')[0]}-*"):
             file.unlink()
         return build()
@@ -129,9 +129,9 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
 def _unseen(file: Path) -> UsageError:
     """Return the error for a rank that does not see a file that rank 0 has written."""
     return UsageError(
-        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 has written this file, but it is "
-        "not visible here",
-        "a folder for dataset indices that all machines share",
+        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 wrote this file, but it is not "
+        "visible here",
+        "a folder for dataset indices that is shared by all machines",
         "Pass a shared folder with --data-cache-path, or copy the files from rank 0's machine.",
     )
 

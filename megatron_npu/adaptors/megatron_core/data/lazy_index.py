@@ -11,7 +11,8 @@ from megatron_npu.safe_files import lazy_index
 
 @around(
     "megatron.core.datasets.indexed_dataset:_IndexReader.__init__",
-    why="datasets of --dataset-impl lazy or cached, of Megatron-LM until 2023, are a bad header to it",
+    why="it rejects the header of datasets created with --dataset-impl lazy or cached, which Megatron-LM "
+    "wrote until 2023",
 )
 def read_either(original: Callable[..., None], self: Any, idx_path: str, *args: Any, **kwargs: Any) -> None:
     """Read a ``lazy`` or ``cached`` index as the equivalent index in the current format."""

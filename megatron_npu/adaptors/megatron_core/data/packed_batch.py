@@ -50,8 +50,8 @@ def cut_packed_batch(
     "megatron.core.datasets.data_schedule:HybridCPDataLoaderWrapper.__next__",
     versions=">=0.18",
     upstream_bug=True,
-    why="--hybrid-context-parallel is an IndexError in the first forward: since 0.18 core/utils.py reads two "
-    "dimensions and the bounds of sequences that the loader deals out in one, without bounds",
+    why="--hybrid-context-parallel raises an IndexError in the first forward: since 0.18 core/utils.py "
+    "expects two dimensions and sequence bounds, but the loader provides one dimension and no bounds",
     until=NOT_FIXED,
 )
 def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
@@ -70,8 +70,9 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     "megatron.core.packed_seq_params:PackedSeqParams.__post_init__",
     versions=">=0.18",
     upstream_bug=True,
-    why="--hybrid-context-parallel is a RuntimeError of torch.split in the first forward: since 0.18 its "
-    "sequences are called packed, and rotary embedding cuts those over the ranks of --context-parallel-size",
+    why="--hybrid-context-parallel raises a RuntimeError of torch.split in the first forward: since 0.18 "
+    "its sequences count as packed, and rotary embedding splits those over the ranks of "
+    "--context-parallel-size",
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:

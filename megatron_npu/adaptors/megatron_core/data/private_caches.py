@@ -42,7 +42,7 @@ def read(build: Callable[[], Any]) -> Any:
             return build()
         except FileNotFoundError:
             logger.warning(
-                "%s is not shared with rank 0: building its index on this machine as well", file.parent
+                "%s is not shared with rank 0; building its index on this machine as well", file.parent
             )
             return _as_rank_0(build)
 

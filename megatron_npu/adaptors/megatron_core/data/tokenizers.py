@@ -17,8 +17,8 @@ from megatron_npu.base.errors import UsageError
 
 _TOKENIZER = "megatron.core.datasets.megatron_tokenizer"
 _NO_METHOD = (
-    "GPT-2's and BERT's tokenizers have no such method, and the text-generation server calls it for every "
-    "answer: HTTP 500"
+    "GPT-2's and BERT's tokenizers lack this method, which the text-generation server calls for "
+    "every answer, so it returns HTTP 500"
 )
 
 
@@ -57,8 +57,8 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
     versions=">=0.17",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="tokenizers of Hugging Face, GPT-2 and BERT have no such method, and the text-generation "
-    "server calls it for every answer: HTTP 500",
+    why="the tokenizers of Hugging Face, GPT-2 and BERT lack this method, which the text-generation server "
+    "calls for every answer, so it returns HTTP 500",
 )
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
@@ -81,8 +81,8 @@ def _common_length(start: str, text: str, known: int) -> int:
     versions=">=0.15,<0.17",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="GPT-2's tokenizer has none, and the inference engines compare it with each prompt's first token: "
-    "NotImplementedError where they look for None",
+    why="GPT-2's tokenizer has no such token, and the inference engines compare it with each prompt's first "
+    "token: it raises NotImplementedError where they expect None",
 )
 def bos(self: Any) -> None:
     """Return None: no token begins a text. Used for tokenizers that have no such property."""
@@ -91,8 +91,8 @@ def bos(self: Any) -> None:
 @around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
     versions=">=0.15,<0.17",
-    why="it asks the hub of Hugging Face for them, whatever files are given; a machine without a network "
-    "gets two tracebacks that do not tell what to do",
+    why="it asks the Hugging Face hub for them regardless of the given files; without a network it prints "
+    "two tracebacks that do not say what to do",
 )
 def name_the_flag(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
@@ -104,7 +104,7 @@ def name_the_flag(
         reason = str(error).splitlines()[0]
         raise UsageError(
             f"--tokenizer-type {tokenizer_path}: {reason}",
-            "Hugging Face's files of it on this machine, or a network connection to download them",
+            "its Hugging Face files on this machine, or a network connection to download them",
             "Add --legacy-tokenizer to read --vocab-file and --merge-file.",
         ) from error
 
@@ -130,8 +130,8 @@ _LAYOUTS = {
 @around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
     versions=">=0.17",
-    why="it asks the hub of Hugging Face for GPT-2's and BERT's tokenizers, whatever --vocab-file and "
-    "--merge-file say, and the flag that read them (--legacy-tokenizer) is gone",
+    why="it asks the Hugging Face hub for GPT-2's and BERT's tokenizers regardless of --vocab-file and "
+    "--merge-file, and the flag that read these files (--legacy-tokenizer) no longer exists",
 )
 def read_the_files(
     original: Callable[..., None],
@@ -175,7 +175,9 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
     for name, file in zip(layout.files, given, strict=True):
         if not file.is_file():
             flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
-            raise UsageError(f"{flag} {file}: no such file", "a tokenizer's file", "Correct the path.")
+            raise UsageError(
+                f"{flag} {file}: the file does not exist", "a tokenizer's file", "Correct the path."
+            )
         (folder / name).symlink_to(file.resolve())
     (folder / "tokenizer_config.json").write_text(json.dumps(layout.config), encoding="utf-8")
 
@@ -183,7 +185,8 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
 @around(
     "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.__init__",
     versions=">=0.15",
-    why="without the package transformers it tells of a tokenizer's files, or of a name that is not defined",
+    why="without the package transformers, its error is about a tokenizer's files, or about an undefined "
+    "name",
 )
 def require_transformers(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
@@ -191,7 +194,7 @@ def require_transformers(
     """Raise a short error if the package transformers is not installed."""
     if installed("transformers") is None:
         raise UsageError(
-            f"the tokenizer {tokenizer_path} without the package transformers",
+            f"the tokenizer {tokenizer_path} needs transformers, which is not installed",
             "the package transformers, which reads it",
             "Run: pip install transformers. Before 0.17, GPT-2's and BERT's are also read with "
             "--legacy-tokenizer, from --vocab-file and --merge-file.",
@@ -205,7 +208,7 @@ def require_transformers(
     upstream_bug=True,
     until="0.18",
     why="it copies the names of special tokens from Transformers, which since 5.0 has no "
-    "additional_special_tokens: an AttributeError where T5's dataset looks for its sentinels",
+    "additional_special_tokens: T5's dataset raises an AttributeError when it looks for its sentinels",
 )
 def keep_the_additional_tokens(
     original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]

@@ -20,15 +20,15 @@ _fused = partial(
     around,
     versions=">=0.14",  # which has the flag
     condition=transformer_engine_present,
-    why="--moe-router-fusion asks for TransformerEngine's kernels; without it choice, weights and their "
-    "gradients are some 30 operations",
+    why="--moe-router-fusion needs TransformerEngine's kernels; without fusion, selection, weights and "
+    "their gradients take about 30 operations",
 )
 # What fused kernels have no place for: 0.16's replay, 0.17's dense results, 0.19's experts chosen before; in
 # upstream's order, behind ``fused``.
 _NOT_FUSED = {
-    "router_replay": "choices of experts are replayed",
-    "dense_output": "inference asks for the experts' numbers",
-    "precomputed_indices": "the experts are chosen already",
+    "router_replay": "expert choices are replayed",
+    "dense_output": "inference requests the expert indices",
+    "precomputed_indices": "the experts have already been chosen",
 }
 
 
@@ -55,7 +55,7 @@ def route(
             groups = (num_groups or 0, group_topk) if group_topk else (0, 0)
             routing = Routing(topk, score_function, use_pre_softmax, *groups, scaling_factor or 1.0)
             return route_tokens(logits, routing, expert_bias)
-        dispatch.report_fallback("moe-router-fusion", reason, "is left out", "Leave out --moe-router-fusion")
+        dispatch.report_fallback("moe-router-fusion", reason, "is ignored", "Remove --moe-router-fusion")
     return original(
         logits,
         topk,

@@ -159,7 +159,7 @@ class RowGroupedLinear(GroupedLinear):
 @around(
     "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
     versions=">=0.17",
-    why="--moe-grouped-gemm without TransformerEngine runs the experts one after the other, and says nothing",
+    why="--moe-grouped-gemm without TransformerEngine silently runs the experts one after the other",
 )
 def grouped_experts(original: Callable[..., Any], self: Any, moe_use_grouped_gemm: bool) -> Any:
     """Return upstream's grouped experts with our layers if they are requested."""

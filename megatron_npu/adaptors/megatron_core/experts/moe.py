@@ -43,7 +43,8 @@ _grouped_gemm = partial(
     constant,
     versions="<0.17",
     condition=partial(installed, "grouped_gemm"),
-    why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which is CUDA",
+    why="the experts of --moe-grouped-gemm need TransformerEngine or the package grouped_gemm, which "
+    "requires CUDA",
 )
 _grouped_gemm(f"{_MOE}.grouped_gemm_util:ops", SimpleNamespace(gmm=gmm))
 _grouped_gemm(f"{_MOE}.grouped_gemm_util:grouped_gemm", SimpleNamespace(ops=SimpleNamespace(gmm=gmm)))
@@ -53,9 +54,8 @@ _router = partial(
     f"{_MOE}.moe_utils:router_gating_linear",
     condition=transformer_engine_present,
     upstream_bug=True,
-    until="0.17, which gives the name to None",
-    why="upstream asks whether a name is None that exists only where TransformerEngine is installed: "
-    "NameError",
+    until="0.17, which binds the name to None",
+    why="upstream compares a name with None that exists only if TransformerEngine is installed: NameError",
 )
 
 
@@ -79,8 +79,8 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
     versions=">=0.15",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="without ranks that share it, an expert's output is one that autograd lets nobody change in place, "
-    "and the router's share of its bias is added in place: RuntimeError",
+    why="if no ranks share an expert, autograd does not allow its output to be changed in place, but the "
+    "router's share of its bias is added in place: RuntimeError",
 )
 def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
     """Make experts with biases return a copy of their output, so that it can be changed in place."""

@@ -24,8 +24,8 @@ _ASKED, _COPIES = "megatron_npu_permute_fusion", "megatron_npu_copies"  # of a c
 _fused = partial(
     around,
     condition=transformer_engine_present,
-    why="--moe-permute-fusion asks for TransformerEngine's kernels; without it a mask is selected from "
-    "twice, each time with a wait for the device, and copies are added up where they collide",
+    why="--moe-permute-fusion needs TransformerEngine's kernels; without fusion, tokens are selected by a "
+    "mask twice, waiting for the device each time, and copies are summed where they collide",
 )
 
 
@@ -43,9 +43,10 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
     if asked and self.num_moe_experts and self.moe_token_dispatcher_type != "alltoall":
         dispatch.report_fallback(
             "moe-permute-fusion",
-            f"tokens of the dispatcher {self.moe_token_dispatcher_type} have any number of experts here",
-            "is left out",
-            "Give --moe-token-dispatcher-type alltoall",
+            f"with the dispatcher {self.moe_token_dispatcher_type}, tokens may have any number of experts "
+            "here",
+            "is ignored",
+            "Pass --moe-token-dispatcher-type alltoall",
         )
 
 
@@ -57,8 +58,8 @@ def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing
         if isinstance(self.num_out_tokens, int):
             setattr(routing_map, _COPIES, self.config.moe_router_topk)
         else:
-            reason = "tokens have any number of experts where some are dropped or padded"
-            dispatch.report_fallback("moe-permute-fusion", reason, "is left out")
+            reason = "tokens may have any number of experts if some are dropped or padded"
+            dispatch.report_fallback("moe-permute-fusion", reason, "is ignored")
     return result
 
 

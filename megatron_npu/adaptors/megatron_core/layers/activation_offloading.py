@@ -38,8 +38,8 @@ constant(
     SimpleNamespace(CPUOffloadEnabled=False),
     versions=">=0.16",
     condition=transformer_engine_present,
-    why=f"{FLAG} tells TransformerEngine's layers that it is on, and is a RuntimeError without them; it "
-    "moves what autograd saves, of whatever layers",
+    why=f"{FLAG} tells TransformerEngine's layers that it is on, and raises a RuntimeError without them; "
+    "our version moves what autograd saves, for any layers",
 )
 
 
@@ -47,7 +47,7 @@ constant(
     "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
     versions=">=0.16",
     devices=WITHOUT_CUDA,
-    why=f"{FLAG} binds the process to the cores near its GPU, which it asks CUDA's driver for",
+    why=f"{FLAG} binds the process to the cores near its GPU, which it queries from CUDA's driver",
 )
 def stay_on_all_cores() -> None:
     """Keep the CPU affinity that the launcher has set."""
@@ -58,7 +58,7 @@ def stay_on_all_cores() -> None:
     "ChunkOffloadHandler._can_manage_tensor_for_offload",
     versions=">=0.19",
     devices=("npu",),
-    why="it takes tensors of the device cuda alone: of an NPU nothing is moved, and nothing is said",
+    why="it handles only tensors on cuda: on an NPU nothing is moved, silently",
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
     """Manage an NPU's tensors, except parameters, as upstream manages a GPU's."""
@@ -75,7 +75,7 @@ _parameters: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.Weak
     "megatron.core.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading",
     versions=">=0.16",
     devices=("npu",),
-    why="it marks parameters as not to be moved, but autograd hands out others over their memory",
+    why="it marks parameters as not to be moved, but autograd returns other tensors that share their memory",
 )
 def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     """Record the memory addresses of the parameters before each forward pass."""
@@ -88,8 +88,8 @@ def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     "ChunkOffloadHandler.tensor_need_offloading_checker",
     versions=">=0.16",
     devices=("npu",),
-    why="it would move, for every layer, what stays on the device anyway: weights, and the one mask of "
-    "attention, 4 MiB; the step would then hold more than without",
+    why="it would move, for every layer, what stays on the device anyway (weights, and the shared attention "
+    "mask of 4 MiB), so that a step would need more memory than without offloading",
 )
 def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
     """Do not move masks, which are the only boolean tensors, or tensors in a parameter's memory."""
@@ -165,7 +165,7 @@ around(
 @around(
     "megatron.training.arguments:validate_args",
     versions="<0.16",
-    why=f"{FLAG} is for a device whose memory is not the host's, and modules that are not recomputed",
+    why=f"{FLAG} needs a device with its own memory, and modules that are not recomputed",
     order=-1,
 )
 def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:

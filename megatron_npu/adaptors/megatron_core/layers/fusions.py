@@ -24,14 +24,14 @@ constant(
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
     activation.bias_gelu,
     condition=upstream_compiles,
-    why="eight element-wise passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
+    why="eight element-wise passes, and a bias gradient summed in 16 bits; on cuda upstream compiles it",
 )
 
 
 @replace(
     "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
     condition=upstream_compiles,
-    why="a chain of passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
+    why="a chain of passes, and a bias gradient summed in 16 bits; on cuda upstream compiles it",
 )
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``."""
@@ -67,7 +67,7 @@ _bias_dropout_add = partial(
     replace,
     "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
     devices=WITHOUT_CUDA,
-    why="three passes and one draw per value; on cuda upstream compiles it",
+    why="three passes and one random number per value; on cuda upstream compiles it",
 )
 
 
@@ -94,7 +94,8 @@ def bias_dropout_add_in_residual_dtype(
     "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
     devices=("cuda",),
     condition=upstream_compiles,
-    why="upstream compiles it, and keeps a mask of a byte for each value; a kernel of ours draws again",
+    why="upstream compiles it and keeps a mask of one byte per value; our kernel draws the random numbers "
+    "again",
 )
 def bias_dropout_add_in_training(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float

@@ -17,8 +17,8 @@ from megatron_npu.adaptors.megatron_core.decorators import around
 _on_cpu = partial(
     around,
     devices=("cpu",),
-    why="with --use-cpu-initialization it is drawn from the host's generator on an NPU or a GPU, and the "
-    "weights behind it go on from there; on a cpu the default one is the device's",
+    why="with --use-cpu-initialization it is drawn from the host's generator on an NPU or a GPU, and later "
+    "weights continue that sequence; on a cpu the default generator is the device's",
 )
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 

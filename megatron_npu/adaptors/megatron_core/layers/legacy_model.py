@@ -11,8 +11,8 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
 @wrap(
     "megatron.legacy.model:GPTModel",
     versions="<0.13",
-    why="tasks/main.py (LAMBADA, WIKITEXT103) builds it whatever the flags, so that no checkpoint of "
-    "pretrain_gpt.py fits, whose models are megatron-core's",
+    why="tasks/main.py (LAMBADA, WIKITEXT103) always builds it, so that no checkpoint of pretrain_gpt.py, "
+    "whose models are megatron-core's, can be loaded",
     upstream_bug=True,
     until="0.13, which has no such tasks",
 )

@@ -21,8 +21,8 @@ linear_products.connect(records)
 @around(
     "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
     devices=("cpu",),
-    why="where no gradient is wanted, autograd's function and its autocast wrapper cost more than the "
-    "product of one token with a small matrix",
+    why="if no gradient is needed, autograd's function and its autocast wrapper cost more than multiplying "
+    "one token by a small matrix",
 )
 def without_gradients(
     original: Callable[..., Tensor],

@@ -18,17 +18,17 @@ from megatron_npu.adaptors.shared import gradients
 from megatron_npu.ops import cross_entropy
 from megatron_npu.ops.embedding import vocab_parallel_embedding
 
-_WHY = "upstream holds an fp32 softmax of the whole logits from forward to backward; ours O(tokens)"
+_WHY = "upstream keeps an fp32 softmax of all logits from forward to backward; ours keeps O(tokens)"
 
 
 _cross_entropy = partial(
     replace,
     "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
     upstream_bug=True,
-    until="it is needed for its memory; the bug is in every version up to 0.19.2, #7464",
+    until="it is needed to save memory; the bug is in every version up to 0.19.2, #7464",
     why=_WHY
-    + "; upstream's label smoothing is over a rank's part of the vocabulary, so that loss and gradient "
-    "depend on the tensor-parallel size",
+    + "; upstream smooths labels over one rank's part of the vocabulary, so that loss and gradient depend "
+    "on the tensor-parallel size",
 )
 
 
@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy_of_group(
 
 @replace(
     "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy",
-    why=_WHY + "; upstream also rounds every gradient to bf16, fp32 models included",
+    why=_WHY + "; upstream also rounds every gradient to bf16, even for fp32 models",
 )
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
@@ -79,7 +79,8 @@ def _loss(logits: Tensor, target: Tensor, group: ProcessGroup, label_smoothing: 
 @around(
     "megatron.core.tensor_parallel.layers:_initialize_affine_weight_cpu",
     devices=("cpu",),
-    why="--use-cpu-initialization draws from the host's generator; on a cpu the default one is the device's",
+    why="--use-cpu-initialization draws from the host's generator, but on a cpu the default generator is "
+    "the device's",
 )
 def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Draw the whole weight from the host's generator, the same on every tensor-parallel rank."""
@@ -90,7 +91,7 @@ def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 @around(
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
     why="upstream indexes with boolean masks, whose size the host has to wait for on npu and cuda; on a cpu "
-    "torch adds the gradients of a frequent token up in 16 bits",
+    "torch sums the gradients of a frequent token in 16 bits",
 )
 def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Tensor) -> Tensor:
     """Map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.

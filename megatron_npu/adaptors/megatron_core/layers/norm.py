@@ -14,8 +14,8 @@ from megatron_npu.ops import norm, residual_norm
 
 @replace(
     "megatron.core.transformer.torch_norm:WrappedTorchNorm",
-    why="upstream's refuses sequence_parallel, layernorm_zero_centered_gamma, persist_layer_norm and "
-    "memory_efficient_layer_norm, and expects apex or TransformerEngine for them",
+    why="upstream's version rejects sequence_parallel, layernorm_zero_centered_gamma, persist_layer_norm "
+    "and memory_efficient_layer_norm, for which it expects apex or TransformerEngine",
 )
 class Norm(torch.nn.Module):
     """Layer norm or RMS norm, depending on ``config.normalization``; parameters as in ``torch.nn.LayerNorm``.

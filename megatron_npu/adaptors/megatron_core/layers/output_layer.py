@@ -25,8 +25,8 @@ from megatron_npu.adaptors.shared.layers.output_layer import loss_of_factors
 from megatron_npu.ops import dispatch
 
 _WHY = (
-    "--cross-entropy-fusion-impl linear, which no release has: logits are never whole in memory; on a cpu, "
-    "where each block of them stays in the cache, always"
+    "--cross-entropy-fusion-impl linear, which no release has, never stores the full logits; on a cpu, "
+    "where each block of logits stays in the cache, it is always used"
 )
 _TOKENS_AT_ONCE = 128  # of each sample
 
@@ -73,8 +73,8 @@ def _is_wanted(model: Any, runtime_gather_output: bool | None) -> bool:
         dispatch.report_fallback(
             "cross-entropy-fusion-impl linear",
             reason,
-            "is as native",
-            "Leave out --cross-entropy-fusion-impl",
+            "runs as native",
+            "Remove --cross-entropy-fusion-impl",
         )
     return reason is None
 
@@ -100,15 +100,15 @@ def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
 
 def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
     if layer._forward_hooks or layer._backward_hooks:  # 0.19's distillation has one
-        return "a hook on the output layer is given the logits"
+        return "a hook on the output layer receives the logits"
     if "forward" in vars(layer):  # somebody has put one around it, and expects to be asked
-        return "the output layer has a forward of its own"
+        return "the output layer has its own forward"
     if layer.bias is not None:
         return "the output layer has a bias"
     if layer.gather_output or runtime_gather_output:
         return "the logits are gathered"
     if layer.disable_grad_reduce or layer.explicit_expert_comm:
-        return "the output layer leaves its gradients to others"
+        return "the output layer leaves its gradients to other code"
     if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
         return "more ranks share the output layer's weight"
     return None
@@ -116,7 +116,7 @@ def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
 
 def _beyond_run(config: Any) -> str | None:
     if torch.is_autocast_enabled(devices.current().torch_device().type):
-        return "autocast chooses the dtype of the product"
+        return "autocast chooses the dtype of the matmul"
     asking = (reason for flag, reason in _ASK_FOR_LOGITS.items() if getattr(config, flag, False))
     return next(asking, None)
 
@@ -167,7 +167,7 @@ def compute_language_model_loss(
 @around(
     "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
     versions=">=0.19",
-    why="it asks for the likeliest further token, of logits that are never whole; it ended in a TypeError",
+    why="it asks for the likeliest next token, but the full logits are never stored; it raised a TypeError",
 )
 def count_right_further_tokens(
     original: Callable[..., tuple[Tensor, Tensor]],

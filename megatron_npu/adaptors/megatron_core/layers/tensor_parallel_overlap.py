@@ -24,8 +24,8 @@ from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 _overlapped = partial(
     around,
     devices=("npu",),
-    why="--tp-comm-overlap: upstream's own layers wait for their collective; torch_npu has it and the "
-    "product in one operation" + LAUNCHES_COUNTED,
+    why="--tp-comm-overlap: upstream's own layers wait for their collective, but torch_npu fuses it with "
+    "the matmul" + LAUNCHES_COUNTED,
 )
 
 
@@ -71,10 +71,10 @@ def _taken(layer: Any, weight: Tensor) -> bool:
     """
     reason = parallel_linear.beyond(weight, _group(layer).size())
     if reason is None and hasattr(weight, "__fsdp_param__"):
-        reason = "Megatron's FSDP takes the gradients of weights itself"
+        reason = "Megatron's FSDP collects weight gradients itself"
     if reason:
         dispatch.report_fallback(
-            "tp-comm-overlap", reason, "is left out for a layer", "Leave out --tp-comm-overlap"
+            "tp-comm-overlap", reason, "is ignored for a layer", "Remove --tp-comm-overlap"
         )
     return reason is None
 
@@ -113,7 +113,7 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     devices=("npu",),
     condition=transformer_engine_present,
-    why="--tp-comm-overlap with ranks or dtypes that no product takes would overlap nothing",
+    why="--tp-comm-overlap with a number of ranks or a dtype that no kernel supports would overlap nothing",
     order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
@@ -135,19 +135,20 @@ def refuse_no_overlap(config: Any) -> None:
         raise UsageError(
             f"--tp-comm-overlap with --tensor-model-parallel-size {size} on an NPU",
             "2, 4 or 8",
-            "Remove --tp-comm-overlap: torch_npu's matmul-communication kernels support only these sizes.",
+            "Remove --tp-comm-overlap, because torch_npu's matmul-communication kernels support only these "
+            "sizes.",
         )
     if not config.sequence_parallel:
         raise UsageError(
             "--tp-comm-overlap without --sequence-parallel",
-            "both flags: the gathering and scattering of the sequence is what is overlapped",
+            "both flags, because the gathering and scattering of the sequence is what is overlapped",
             "Add --sequence-parallel, or remove --tp-comm-overlap.",
         )
     if config.params_dtype is torch.float32:
         raise UsageError(
             "--tp-comm-overlap in fp32 on an NPU",
             "--bf16 or --fp16",
-            "Remove --tp-comm-overlap: torch_npu's matmul-communication kernels need 16-bit types.",
+            "Remove --tp-comm-overlap, because torch_npu's matmul-communication kernels need 16-bit types.",
         )
 
 
@@ -167,7 +168,7 @@ def refuse_arguments(args: Any) -> None:
     "megatron.training.initialize:_initialize_tp_communicators",
     devices=("npu",),
     condition=transformer_engine_present,
-    why="it makes buffers of TransformerEngine, which the products of torch_npu do not need",
+    why="it creates TransformerEngine's buffers, which torch_npu's kernels do not need",
 )
 def without_buffers() -> None:
     """Create no buffers: the matmuls use the communicator of the tensor-parallel group."""

@@ -24,8 +24,8 @@ _found = partial(
     versions=">=0.19",
     until=NOT_FIXED,
     upstream_bug=True,
-    why="a run that goes on with another --lr or --min-lr and --override-opt_param-scheduler ends in a "
-    "ValueError or KeyError: groups of parameters are looked for by their old rates",
+    why="a run that resumes with another --lr or --min-lr and --override-opt_param-scheduler raises a "
+    "ValueError or KeyError, because parameter groups are looked up by their old rates",
 )
 
 

@@ -40,8 +40,9 @@ def multiply_before_reduction(
 
 
 _WRONG_GRADIENTS = (
-    "gloo cannot multiply in a reduction, and before 0.16 upstream's own product is of the wrong buffer: "
-    "the gradients are those of one rank times the number of ranks, which Adam hides"
+    "gloo cannot multiply in a reduction, and before 0.16 upstream's own multiplication uses "
+    "the wrong buffer: the gradients are one rank's times the number of ranks, which Adam "
+    "hides"
 )
 
 
@@ -49,21 +50,21 @@ _WRONG_GRADIENTS = (
     f"{_DISTRIBUTED}.custom_fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
     versions="<0.14",
     devices=("cpu",),
-    until="0.16, which multiplies the right buffer",
+    until="0.16, which multiplies the correct buffer",
     why=_WRONG_GRADIENTS,
 )
 @around(
     f"{_DISTRIBUTED}.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",
     versions=">=0.14,<0.16",
     devices=("cpu",),
-    until="0.16, which multiplies the right buffer",
+    until="0.16, which multiplies the correct buffer",
     why=_WRONG_GRADIENTS,
 )
 def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Reject Megatron's FSDP on a cpu at once."""
     raise UsageError(
         "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 on the cpu device",
-        "a reduction with multiplication, which gloo does not support",
+        "a backend that can multiply in a reduction, which gloo cannot",
         "Use --use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16.",
     )
 
@@ -72,8 +73,8 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     f"{_MEGATRON_FSDP}.utils:get_mesh_names",
     versions=">=0.14,<0.15",
     upstream_bug=True,
-    until="0.15, which asks the mesh itself",
-    why="it reads a table of meshes that torch 2.13 does not have: AttributeError",
+    until="0.15, which queries the mesh itself",
+    why="it reads a mesh table that torch 2.13 no longer has: AttributeError",
 )
 def names_from_mesh(
     original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
@@ -99,7 +100,7 @@ constant(
     f"{_DISTRIBUTED}.torch_fully_sharded_data_parallel:DeviceMesh",
     Mesh,
     devices=WITHOUT_CUDA,
-    why="upstream names the device of the mesh cuda",
+    why="upstream always names the mesh's device cuda",
 )
 
 
@@ -108,8 +109,8 @@ constant(
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="finalize_model_grads passes force_all_reduce, which 0.16 has forgotten here: torch's FSDP, which "
-    "has no method of its own, ends in a TypeError",
+    why="finalize_model_grads passes force_all_reduce, which 0.16 forgot to accept here: torch's FSDP, "
+    "which does not override the method, raises a TypeError",
 )
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
@@ -123,8 +124,8 @@ def accept_force_all_reduce(
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="it asks Megatron's FSDP for gated MLPs by names of one wrapper more or less than there are: with "
-    "--swiglu no checkpoint of the format fsdp_dtensor can be saved or loaded (AttributeError)",
+    why="it looks up gated MLPs in Megatron's FSDP under names with one wrapper too many or too few: with "
+    "--swiglu no fsdp_dtensor checkpoint can be saved or loaded (AttributeError)",
 )
 def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass a view of the model that finds weights regardless of the number of wrappers."""
@@ -147,8 +148,8 @@ class _Parameters:
     "megatron.core.dist_checkpointing.optimizer:get_optim_param_to_id_map",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="parameters of torch's FSDP are found again by the identity of their shards, and since torch 2.13 "
-    "to_local makes a new parameter of a shard: an optimizer cannot be saved (ValueError)",
+    why="parameters of torch's FSDP are looked up by the identity of their shards, but since torch 2.13 "
+    "to_local creates a new parameter from a shard: an optimizer cannot be saved (ValueError)",
 )
 def know_shards_again(
     original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]

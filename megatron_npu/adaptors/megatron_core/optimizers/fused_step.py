@@ -36,7 +36,7 @@ _on_cuda = partial(around, devices=("cuda",), condition=_not_needed)
 
 @_on_cuda(
     f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32",
-    why="it reads and writes all gradients; a kernel of ours multiplies while it takes the step",
+    why="it reads and writes all gradients; our kernel multiplies them during the optimizer step",
 )
 def clip_in_the_step(
     original: Callable[..., None],
@@ -74,7 +74,7 @@ def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
 
 @_on_cuda(
     f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.step_with_ready_grads",
-    why="main weights are read again to be rounded; a kernel of ours rounds them while it takes the step",
+    why="main weights are read again to be rounded; our kernel rounds them during the optimizer step",
 )
 def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
     """Register the 16-bit weights of Adam's fp32 main weights."""
@@ -120,7 +120,7 @@ def _first_of(adam: FusedAdam) -> Tensor:
 
 @_on_cuda(
     f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
-    why="the step has rounded them",
+    why="the optimizer step has already rounded them",
 )
 def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
     """Round the main weights unless the step just taken has done so."""

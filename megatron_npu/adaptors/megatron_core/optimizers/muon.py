@@ -18,7 +18,9 @@ from megatron_npu.patching.patch import NotAsked
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _PACKAGE = "emerging_optimizers"
-_RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_optimizers 0.2 has renamed "
+_RENAMED = (
+    "--optimizer muon and dist_muon of 0.16 raise a TypeError, because emerging_optimizers 0.2 renamed "
+)
 
 
 def names_fit() -> str | None:
@@ -36,7 +38,7 @@ def names_fit() -> str | None:
     versions=">=0.16,<0.17",
     condition=names_fit,
     why=f"{_RENAMED}the argument use_nesterov of its base class",
-    until="0.17, which gives the new name",
+    until="0.17, which uses the new name",
 )
 def with_the_new_name(original: type) -> type:
     """Return the class with an intermediate base class that passes on the argument under its new name."""
@@ -55,7 +57,7 @@ def with_the_new_name(original: type) -> type:
     versions=">=0.16,<0.17",
     condition=names_fit,
     why=f"{_RENAMED}the argument mode of newton_schulz_tp",
-    until="0.17, which gives the new name",
+    until="0.17, which uses the new name",
 )
 def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kwargs: Any) -> Tensor:
     """Orthogonalize ``[rows, columns]``; ``mode``: the argument now called ``tp_mode``."""
@@ -66,7 +68,7 @@ def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kw
     f"{_LAYER_WISE}.allgather_params",
     versions=">=0.16",
     devices=("cpu",),
-    why="its ranks gather parts of different sizes, which NCCL and HCCL can and gloo cannot",
+    why="its ranks gather parts of different sizes, which NCCL and HCCL support but gloo does not",
 )
 def broadcast_params(original: Callable[..., None], self: Any) -> None:
     """Broadcast each rank's updated parameters with upstream's own function."""
@@ -79,8 +81,9 @@ def broadcast_params(original: Callable[..., None], self: Any) -> None:
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="fp32 weights end in a KeyError when they are saved: it looks for the state of a 16-bit optimizer, "
-    "which has that of the inner one under a name of its own; of fp32 it is the inner one's",
+    why="saving fp32 weights raises a KeyError: it looks for the state of a 16-bit optimizer, which stores "
+    "the inner optimizer's state under a separate name; with fp32 the state is the inner optimizer's "
+    "itself",
 )
 def sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make fp32 optimizers return their state in the 16-bit form while upstream collects it."""
@@ -109,8 +112,8 @@ def _under_a_name(make: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     versions=">=0.18",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="with fp32 weights the first step ends in an AttributeError: it is handed torch's optimizers, and "
-    "puts Megatron's around them in bf16 only",
+    why="with fp32 weights the first step raises an AttributeError: it is given torch's optimizers, and "
+    "wraps them in Megatron's only with bf16",
 )
 def around_each(
     original: Callable[..., None], self: Any, optimizers: list[Any], config: Any, *args: Any, **kwargs: Any
@@ -138,7 +141,7 @@ _uncompiled = functools.partial(
     around,
     devices=WITHOUT_CUDA,
     condition=package_not_taken,
-    why="Lion and SOAP of emerging_optimizers let torch.compile fuse their updates, which needs a C++ "
+    why="emerging_optimizers' Lion and SOAP let torch.compile fuse their updates, which needs a C++ "
     "compiler on cpu and fails in torch_npu's inductor",
     until="torch_npu's inductor compiles them",
 )

@@ -46,7 +46,8 @@ _adam(f"{_OPTIMIZER}.distrib_optimizer:USING_APEX_OPTIMIZER", True, versions=">=
 _without_apex(
     f"{_OPTIMIZER}:SGD",
     FusedSGD,
-    why="torch's SGD loops over parameters, and its fused one is wrong with 16 bits on a cpu (torch 2.13)",
+    why="torch's SGD loops over parameters, and its fused version is wrong with 16 bits on a cpu (torch "
+    "2.13)",
 )
 
 
@@ -54,8 +55,8 @@ _without_apex(
     f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="an fp32 parameter's shard is a view of a leaf that requires grad: copying into it needs no_grad; of "
-    "the precision-aware optimizer it takes the mark of padding (since 0.14) for a state",
+    why="an fp32 parameter's shard is a view of a leaf that requires grad, so copying into it needs "
+    "no_grad; in the precision-aware optimizer it mistakes the padding mark (since 0.14) for a state",
 )
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
@@ -68,8 +69,8 @@ def set_main_param_without_grad(
 @around(
     f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__",
     devices=("cpu",),
-    why="on a cpu the copy of a parameter that is to be updated on the host counts as one of the device: it "
-    "alone is updated, from no gradient, and the model never learns. There is nothing to offload",
+    why="on a cpu the host copy of an offloaded parameter counts as the device's: only that copy is "
+    "updated, without a gradient, and the model never learns. There is nothing to offload",
 )
 def offload_nothing_on_a_cpu(
     original: Callable[..., None],
@@ -82,7 +83,7 @@ def offload_nothing_on_a_cpu(
     """Offload nothing, because everything is on the host already; the device's optimizer updates it."""
     if offload_fraction:
         dispatch.report_fallback(
-            "optimizer-cpu-offload", "everything is on the host already", "moves nothing"
+            "optimizer-cpu-offload", "everything is already on the host", "moves nothing"
         )
     original(self, params, 0.0, *args, **kwargs)
 
@@ -91,8 +92,8 @@ _saving = functools.partial(
     around,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="a checkpoint of a run whose updates were all skipped, as the first ones of fp16 are, has no states "
-    "of the optimizer, and cannot be loaded (KeyError)",
+    why="a checkpoint of a run whose updates were all skipped, as the first ones in fp16 often are, has no "
+    "optimizer states and cannot be loaded (KeyError)",
 )
 
 
@@ -116,8 +117,7 @@ _multi_tensor(f"{_OPTIMIZER}.clip_grads:l2_norm_impl", multi_tensor.multi_tensor
 
 replace(
     f"{_OPTIMIZER}.optimizer:_multi_tensor_copy_this_to_that",
-    why="upstream copies tensor by tensor, bf16 always: a launch for each parameter of the model"
-    + LAUNCHES_COUNTED,
+    why="upstream copies tensor by tensor, always for bf16, with one launch per parameter" + LAUNCHES_COUNTED,
 )(multi_tensor.copy_all)
 
 # Without TransformerEngine nothing in these loops is fp8.

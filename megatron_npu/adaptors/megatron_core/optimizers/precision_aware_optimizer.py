@@ -46,8 +46,8 @@ def _importable_from_transformer_engine() -> Iterator[None]:
 
 @_around(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-    why="--use-precision-aware-optimizer asks whether TransformerEngine's FusedAdam takes four arguments, "
-    "which ours takes as well; fp8 moments it does not",
+    why="--use-precision-aware-optimizer checks whether TransformerEngine's FusedAdam accepts four "
+    "arguments, which ours accepts as well; ours does not support fp8 moments",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     """Let upstream inspect our Adam; remember a request for remainders, which upstream switches off.
@@ -71,8 +71,8 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     versions=">=0.13,<0.14",
     upstream_bug=True,
     until="0.14",
-    why="without a recipe of fp8 the precision-aware optimizer is built without the gradients that it is "
-    "then given: nothing is trained",
+    why="without an fp8 recipe the precision-aware optimizer is built without the gradients that it is "
+    "given later: nothing is trained",
 )
 def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
     """Set the recipe that has the same meaning, which is also the scripts' default."""
@@ -83,8 +83,9 @@ def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
 
 @_around(
     "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
-    why="without TransformerEngine 2.1 upstream does not ask for remainders in place of fp32 main weights "
-    "(store_param_remainders, on by default), which our Adam keeps; its checkpoints hold fp32 all the same",
+    why="without TransformerEngine 2.1 upstream does not request remainders instead of fp32 main weights "
+    "(store_param_remainders, on by default), which our Adam supports; checkpoints contain fp32 either "
+    "way",
     order=1,
 )
 def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:

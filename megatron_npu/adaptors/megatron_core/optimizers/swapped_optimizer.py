@@ -29,8 +29,8 @@ def tell_adam(args: Namespace) -> None:
     "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
     devices=("npu",),
     condition=fused_optimizer_present,
-    why="before a checkpoint is saved or loaded upstream makes all moments by itself, on the device; with "
-    "--swap-optimizer there is no room for them",
+    why="before a checkpoint is saved or loaded, upstream creates all moments on the device, where "
+    "--swap-optimizer leaves no room for them",
 )
 def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let our Adam allocate the moments in swapped memory."""

@@ -98,7 +98,9 @@ def tell_factors_without_effect(args: argparse.Namespace) -> None:
     if getattr(args, "use_rope_scaling", False) and scaling != UPSTREAMS_FACTOR:
         without.append(f"--rope-scaling-factor {scaling:g}")
     for flag in without:
-        line = "%s has no effect: the script does not pass it to the model. %s=1 does"
+        line = (
+            "%s has no effect, because the script does not pass it to the model. Set %s=1 to have it passed"
+        )
         logger.warning(line, flag, settings.BACKPORT.name)
 
 
@@ -113,7 +115,8 @@ def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
-            "--rerun-mode disabled: Megatron cannot repeat a batch that is already distributed to the ranks",
+            "--rerun-mode disabled, because Megatron cannot repeat a batch that is already distributed to "
+            "the ranks",
             "Add --rerun-mode disabled.",
         )
 
@@ -132,8 +135,8 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
         if wrong:
             raise UsageError(
                 f"--moe-grouped-gemm {given} with Megatron {package_info.__version__}",
-                f"{flag} with it: its grouped experts support only bf16 without biases",
-                f"Add {flag}, leave out --moe-grouped-gemm, or use Megatron 0.17 or newer.",
+                f"{flag} as well, because its grouped experts support only bf16 without biases",
+                f"Add {flag}, remove --moe-grouped-gemm, or use Megatron 0.17 or newer.",
             )
 
 
@@ -142,7 +145,7 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
             "--init-method-xavier-uniform",
-            "no such flag: Megatron sets a field that its configuration does not have",
+            "the flag to be absent, because Megatron sets a field that its configuration does not have",
             "Remove it; --init-method-std sets the standard deviation of the weights.",
         )
 
@@ -152,7 +155,7 @@ def refuse_flex_dispatching(args: argparse.Namespace) -> None:
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex",
-            "allgather or alltoall: flex uses DeepEP or HybridEP, which are CUDA libraries",
+            "allgather or alltoall, because flex uses DeepEP or HybridEP, which are CUDA libraries",
             "Pass alltoall.",
         )
 
@@ -176,13 +179,14 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--profile without --use-pytorch-profiler on the {device} device",
             "--profile --use-pytorch-profiler",
-            "Add the second flag: without it Megatron profiles for Nsight Systems, which supports only GPUs.",
+            "Add the second flag, because without it Megatron profiles for Nsight Systems, which supports "
+            "only GPUs.",
         )
     if args.record_memory_history and device == "cpu":
         raise UsageError(
             "--record-memory-history on the cpu device",
             "a device whose allocator records a history",
-            "Remove the flag: torch's host allocator records none.",
+            "Remove the flag, because torch's host allocator records no history.",
         )
 
 
@@ -198,7 +202,7 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
         raise UsageError(
             "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
             "both flags",
-            "Add --cross-entropy-loss-fusion: without it Megatron ignores both.",
+            "Add --cross-entropy-loss-fusion, because without it Megatron ignores both.",
         )
 
 
@@ -220,115 +224,115 @@ CHECKS = (  # they run in this order
     Check(
         take_older_flags,
         why="--checkpoint-activations ends a run with exit code 0, as if it had trained; --batch-size, "
-        "--warmup and --model-parallel-size with the traceback of an assertion",
+        "--warmup and --model-parallel-size end it with an assertion's traceback",
     ),
     Check(
         name_the_rerun_mode,
-        why="--rerun-mode report_stats is a ValueError when the run starts: the state machine calls that "
-        "mode report_determinism_stats, which the parser refuses (0.12 to 0.16)",
+        why="--rerun-mode report_stats raises a ValueError when the run starts: the state machine calls "
+        "that mode report_determinism_stats, which the parser rejects (0.12 to 0.16)",
         until=NOT_FIXED,
     ),
     Check(
         evaluate_at_the_end_alone,
-        why="without --eval-interval a script of 0.16 or newer ends in a TypeError, when its data are built",
+        why="without --eval-interval a script of 0.16 or newer raises a TypeError when its data is built",
         until=NOT_FIXED,
     ),
     Check(
         tell_factors_without_effect,
-        why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor have no effect, and nothing "
-        "says so (0.12 to 0.20)",
+        why="--rotary-seq-len-interpolation-factor and --rope-scaling-factor silently have no effect (0.12 "
+        "to 0.20)",
         until=NOT_FIXED,
     ),
     Check(
         name_the_length_for_servers,
-        why="tools/run_text_generation_server.py and run_inference_performance_test.py are AttributeErrors: "
-        "they read inference_max_sequence_length of a flag that is inference_max_seq_length (0.18 to 0.20)",
+        why="tools/run_text_generation_server.py and run_inference_performance_test.py raise an "
+        "AttributeError: they read inference_max_sequence_length, but the flag's name is "
+        "inference_max_seq_length (0.18 to 0.20)",
         until=NOT_FIXED,
     ),
     Check(
         refuse_reruns_of_hybrid_batches,
-        why="--hybrid-context-parallel (0.16 to 0.19) is an AssertionError in the first step "
-        "with any --rerun-mode but disabled, which is not the default: training.py puts its scheduler around "
-        "the iterator that can be rewound",
+        why="--hybrid-context-parallel (0.16 to 0.19) raises an AssertionError in the first step with any "
+        "--rerun-mode except disabled, which is not the default: training.py wraps its scheduler around "
+        "the rewindable iterator",
         until=NOT_FIXED,
     ),
     Check(
         optimizer_checks.refuse_offload_in_fp32,
-        why="--optimizer-cpu-offload with fp32 parameters is a ValueError of torch when the optimizer is "
-        "built: the offloading one is handed views of them, which are not leaves (0.12 to 0.16, every "
-        "device)",
+        why="--optimizer-cpu-offload with fp32 parameters makes torch raise a ValueError when the optimizer "
+        "is built: the offloading optimizer is given views of them, which are not leaves (0.12 to 0.16, "
+        "every device)",
         until=NOT_FIXED,
     ),
     Check(
         refuse_linear_loss_alone,
-        why="--cross-entropy-fusion-impl alone is silently left out",
+        why="--cross-entropy-fusion-impl alone is silently ignored",
     ),
     Check(
         optimizer_checks.refuse_muon_without_its_package,
-        why="--optimizer muon ends in an assertion without emerging_optimizers, when the model is there",
+        why="--optimizer muon without emerging_optimizers fails an assertion, after the model is built",
     ),
     Check(
         optimizer_checks.refuse_lion_that_nothing_builds,
-        why="--optimizer lion of 0.17 is a ValueError, Invalid optimizer type!, when the model is there",
+        why="--optimizer lion of 0.17 raises a ValueError, Invalid optimizer type!, after the model is built",
     ),
     Check(
         optimizer_checks.refuse_soap_that_cannot_be_saved,
-        why="--optimizer soap of 0.18 and 0.19 ends in an assertion when it is saved in a distributed format",
+        why="--optimizer soap of 0.18 and 0.19 fails an assertion when saved in a distributed format",
     ),
     Check(
         optimizer_checks.refuse_shares_that_cannot_be_saved,
-        why="--optimizer muon --use-distributed-optimizer of 0.18 ends in an AttributeError when it is saved "
-        "in --ckpt-format torch",
+        why="--optimizer muon --use-distributed-optimizer of 0.18 raises an AttributeError when saved in "
+        "--ckpt-format torch",
     ),
     Check(
         refuse_grouped_experts_of_other_kinds,
         condition=te_layers_present,
-        why="--moe-grouped-gemm with biases, or not in bf16, is an assertion of upstream's grouped MLP when "
-        "the model is there, or in the first step (0.12 to 0.16)",
+        why="--moe-grouped-gemm with biases, or not in bf16, fails an assertion of upstream's grouped MLP "
+        "after the model is built, or in the first step (0.12 to 0.16)",
     ),
     Check(
         refuse_xavier_weights,
-        why="--init-method-xavier-uniform is a TypeError when the configuration is made: it is handed on as "
-        "scaled_init_method, which TransformerConfig does not have (0.12 to 0.20)",
+        why="--init-method-xavier-uniform raises a TypeError when the configuration is created: it is "
+        "passed on as scaled_init_method, which TransformerConfig does not have (0.12 to 0.20)",
         until=NOT_FIXED,
     ),
     Check(
         refuse_flex_dispatching,
         devices=WITHOUT_CUDA,
         condition=functools.partial(installed, "deep_ep"),
-        why="--moe-token-dispatcher-type flex ends in an assertion, or an ImportError, when the model is "
+        why="--moe-token-dispatcher-type flex fails with an assertion or an ImportError when the model is "
         "built",
     ),
     Check(
         refuse_wrong_hierarchical_sizes,
-        why="--hierarchical-context-parallel-sizes that do not make up the ranks are an assertion without "
-        "words",
+        why="--hierarchical-context-parallel-sizes whose product is not the number of ranks fail an "
+        "assertion without a message",
     ),
     Check(
         refuse_tools_of_cuda,
         devices=WITHOUT_CUDA,
         why="--profile without --use-pytorch-profiler is for Nsight Systems, and --record-memory-history "
-        "needs an allocator that keeps one: both end in an AttributeError, the first in the middle of the "
-        "run",
+        "needs an allocator that records a history: both raise an AttributeError, the first in the "
+        "middle of the run",
     ),
     Check(
         do_without_cuda,
         devices=WITHOUT_CUDA,
-        why="upstream checks the options of CUDA graphs against others, which mean nothing without the "
-        "graphs; buffers registered with NCCL, and SHARP, end in errors of torch in the middle of the start",
+        why="upstream checks CUDA graph options, which mean nothing without the graphs, against others; "
+        "NCCL-registered buffers and SHARP end in torch errors in the middle of the start",
     ),
     Check(
         set_variables_of_cuda,
-        why="upstream asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, for "
-        "anything else with FSDP, and for an NCCL_ALGO with --deterministic-mode; without CUDA they mean "
-        "nothing, and with it they are what its examples set",
+        why="upstream requires CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism, any other "
+        "value with FSDP, and an NCCL_ALGO with --deterministic-mode; without CUDA they mean nothing, "
+        "and with CUDA its examples set them",
     ),
     Check(
         memory_flags.check_precision_aware_optimizer,
         condition=fused_optimizer_present,
-        why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer ends in an "
-        "assertion without the distributed optimizer, and loads rounded main weights from --ckpt-format "
-        "torch",
+        why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer fails an assertion "
+        "without the distributed optimizer, and loads rounded main weights from --ckpt-format torch",
     ),
     Check(
         swapped_optimizer.tell_adam,
@@ -337,18 +341,19 @@ CHECKS = (  # they run in this order
     ),
     Check(
         hccl_buffers.choose,
-        why="--hccl-group-buffer-adaptive is for HCCL alone; the sizes follow from the arguments",
+        why="--hccl-group-buffer-adaptive is only for HCCL; the sizes follow from the arguments",
     ),
     Check(
         communicators.refuse_an_unreadable_file,
         devices=WITHOUT_CUDA,
-        why="a file of --nccl-communicator-config-path that is not there, or is no YAML, is a traceback",
+        why="a file for --nccl-communicator-config-path that does not exist, or is not YAML, causes a "
+        "traceback",
     ),
     Check(
         tensor_parallel_overlap.refuse_arguments,
         devices=("npu",),
         condition=transformer_engine_present,
-        why="--tp-comm-overlap without --sequence-parallel is an assertion of upstream",
+        why="--tp-comm-overlap without --sequence-parallel fails an assertion in upstream",
     ),
     Check(
         activation_offloading.refuse_on_the_host,
@@ -357,13 +362,13 @@ CHECKS = (  # they run in this order
     ),
     Check(
         memory_flags.refuse_moving_nothing,
-        why="--fine-grained-activation-offloading without modules is an assertion without words, and modules "
-        "without it move nothing, and nothing is said",
+        why="--fine-grained-activation-offloading without modules fails an assertion without a message, and "
+        "modules without it silently move nothing",
     ),
     Check(
         unsupported_options.take_local_implementation,
         condition=transformer_engine_present,
-        why="--transformer-impl transformer_engine, the default, ends in a NameError without "
-        "TransformerEngine; so does, in other errors, the default of a fused RoPE",
+        why="--transformer-impl transformer_engine, the default, raises a NameError without "
+        "TransformerEngine; the default of a fused RoPE fails too, with other errors",
     ),
 )

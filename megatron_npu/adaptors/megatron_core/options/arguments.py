@@ -37,7 +37,7 @@ around(
 
 @around(
     "megatron.training.arguments:add_megatron_arguments",
-    why="flags of older Megatrons, such as --data-impl mmap, which documents still give",
+    why="flags from older versions of Megatron, such as --data-impl mmap, which documents still use",
 )
 def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
     """Add the older flags after upstream's own."""
@@ -62,18 +62,18 @@ def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParse
 around(
     "megatron.training.arguments:add_megatron_arguments",
     condition=fused_optimizer_present,
-    why="--reuse-fp32-param, the name that users of Ascend know for main weights without a second copy",
+    why="--reuse-fp32-param, the flag that Ascend users know for main weights without a second copy",
 )(declaring(memory_flags.add_reuse_of_weights))
 
 around(
     "megatron.training.arguments:add_megatron_arguments",
     condition=fused_optimizer_present,
-    why="--swap-optimizer, the name that users of Ascend know for moments in the host's memory",
+    why="--swap-optimizer, the flag that Ascend users know for moments in host memory",
 )(declaring(memory_flags.add_swap_optimizer))
 
 around(
     "megatron.training.arguments:add_megatron_arguments",
-    why="--hccl-group-buffer-adaptive, the name that users of Ascend know for HCCL's buffers by group",
+    why="--hccl-group-buffer-adaptive, the flag that Ascend users know for per-group HCCL buffers",
 )(declaring(hccl_buffers.add))
 
 

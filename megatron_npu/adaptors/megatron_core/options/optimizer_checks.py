@@ -12,8 +12,9 @@ def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
     if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
         raise UsageError(
             "--optimizer-cpu-offload with fp32 parameters",
-            "--bf16 or --fp16 with it",
-            "Add one, or remove --optimizer-cpu-offload: Megatron cannot offload fp32 parameters.",
+            "--bf16 or --fp16 as well",
+            "Add one of them, or remove --optimizer-cpu-offload, because Megatron cannot offload fp32 "
+            "parameters.",
         )
 
 
@@ -26,7 +27,7 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UsageError(
             f"--optimizer {args.optimizer} without the package emerging_optimizers ({error})",
-            "the package, which contains this optimizer",
+            "the package, which provides this optimizer",
             "pip install --no-deps --ignore-requires-python emerging_optimizers==0.3.0",
         ) from error
     if args.optimizer == "adaptive_muon" and hasattr(
@@ -34,9 +35,9 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
     ):
         raise UsageError(
             "--optimizer adaptive_muon with emerging_optimizers 0.3 or newer",
-            "version 0.2: Megatron 0.18 and 0.19 scale the updates before the second "
-            "moments, 0.3 scales them after",
-            "Install emerging_optimizers of the tag v0.2.0 from its repository, or use --optimizer muon.",
+            "version 0.2, because Megatron 0.18 and 0.19 scale the updates before the second moments, but "
+            "version 0.3 scales them after",
+            "Install emerging_optimizers from the tag v0.2.0 of its repository, or use --optimizer muon.",
         )
 
 
@@ -47,7 +48,8 @@ def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
     if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
         raise UsageError(
             f"--optimizer lion with Megatron {package_info.__version__}",
-            "adam, sgd, muon or dist_muon: the scripts of this version accept lion but cannot build it",
+            "adam, sgd, muon or dist_muon, because the scripts of this version accept lion but cannot build "
+            "it",
             "Use one of these (--muon-scalar-optimizer lion works), or Megatron 0.18 or newer.",
         )
 
@@ -57,9 +59,9 @@ def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
         raise UsageError(
             f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
-            "--ckpt-format torch: in other formats Megatron mistakes SOAP's preconditioners "
-            "for copies of the weights",
-            "Change it.",
+            "--ckpt-format torch, because in other formats Megatron mistakes SOAP's preconditioners for "
+            "copies of the weights",
+            "Change --ckpt-format.",
         )
 
 
@@ -73,6 +75,7 @@ def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--optimizer {args.optimizer} with a distributed optimizer, --save and "
             "--ckpt-format torch in Megatron 0.18",
-            "--ckpt-format torch_dist: the other calls a method that chained optimizers do not have",
-            "Change it, or add --no-use-layer-wise-param-layout.",
+            "--ckpt-format torch_dist, because the torch format calls a method that chained optimizers do "
+            "not have",
+            "Change --ckpt-format, or add --no-use-layer-wise-param-layout.",
         )

@@ -28,8 +28,8 @@ def in_one_line() -> Iterator[None]:
         kind = _kind(AssertionError if isinstance(error, AssertionError) else ValueError)
         said = str(error).strip().rstrip(".")
         raise kind(
-            f"options that Megatron rejects: {said}",
-            "options that can be combined",
+            f"Megatron rejects these options: {said}",
+            "a combination of options that Megatron supports",
             "Change the options that the message names.",
         ) from error
 
@@ -42,7 +42,7 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
 
 @around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    why="options that upstream refuses end a script in a traceback of some twenty lines, with exit code 1",
+    why="options that upstream rejects end a script with a traceback of about twenty lines and exit code 1",
     order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:

@@ -43,35 +43,36 @@ class Option(NamedTuple):
 
 
 NEED_TRANSFORMER_ENGINE = (
-    Option("--fp8-format", ("fp8",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
-    Option("--fp4-format", ("fp4",), remedy="Leave it out and train in bf16, or install TransformerEngine."),
+    Option("--fp8-format", ("fp8",), remedy="Remove it and train in bf16, or install TransformerEngine."),
+    Option("--fp4-format", ("fp4",), remedy="Remove it and train in bf16, or install TransformerEngine."),
     Option(
         "--te-precision-config-file",
         ("te_precision_config_file",),
-        remedy="Leave it out: the local layers have the one precision of their parameters.",
+        remedy="Remove it, because the local layers compute in the precision of their parameters.",
     ),
     Option(
         "--tp-comm-overlap",
         ("tp_comm_overlap",),
         asks=lambda value: bool(value) and devices.current().name != "npu",  # see tensor_parallel_overlap
-        remedy="Leave it out: its buffers are TransformerEngine's; --sequence-parallel works without.",
+        remedy="Remove it, because its buffers are TransformerEngine's; --sequence-parallel works without "
+        "it.",
     ),
     Option(  # since 0.18
         "--moe-paged-stash",
         ("moe_paged_stash",),
-        remedy="Leave it out: it moves the memory of TransformerEngine's experts with kernels in Triton.",
+        remedy="Remove it, because it moves the memory of TransformerEngine's experts with Triton kernels.",
     ),
     Option(  # since 0.18
         "--moe-expert-rank-capacity-factor",
         ("moe_expert_rank_capacity_factor",),
         asks=lambda value: value is not None,
-        remedy="Leave it out: it is for experts whose memory is stashed in pages, by kernels in Triton.",
+        remedy="Remove it, because it is for experts whose memory is stashed in pages by Triton kernels.",
     ),
     Option(  # since 0.19
         "--tensor-parallel-num-weight-shards",
         ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
         asks=lambda value: value not in (None, 1),
-        remedy="Leave it out: its weights are gathered by TransformerEngine's layers.",
+        remedy="Remove it, because TransformerEngine's layers gather its weights.",
     ),
     Option(
         "--cross-entropy-fusion-impl",
@@ -90,8 +91,12 @@ DO_WITHOUT_TRANSFORMER_ENGINE = (
     ),
 )
 NEED_CUDA = (
-    Option("--use-nccl-ub", ("nccl_ub",), remedy="Leave it out: it registers buffers with NCCL."),
-    Option("--use-sharp", ("use_sharp",), remedy="Leave it out: it lets InfiniBand's switches add for NCCL."),
+    Option("--use-nccl-ub", ("nccl_ub",), remedy="Remove it, because it registers buffers with NCCL."),
+    Option(
+        "--use-sharp",
+        ("use_sharp",),
+        remedy="Remove it, because it lets InfiniBand switches reduce for NCCL.",
+    ),
 )
 CUDA_GRAPHS = (
     Option("--enable-cuda-graph", ("enable_cuda_graph",)),
@@ -115,7 +120,9 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
             value = getattr(options, field, None)
             if option.asks(value):
                 given = option.flag if value is True else f"{option.flag} {value}"
-                raise UsageError(f"{given} without {absent}", "options that work without it", option.remedy)
+                raise UsageError(
+                    f"{given} without {absent}", f"only options that work without {absent}", option.remedy
+                )
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
@@ -127,8 +134,8 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
     for option in harmless:
         for field in option.fields:
             if option.asks(getattr(options, field, None)):
-                remedy = f"Leave out {option.flag}"
-                dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is left out", remedy)
+                remedy = f"Remove {option.flag}"
+                dispatch.report_fallback(option.flag.removeprefix("--"), reason, "is ignored", remedy)
                 setattr(options, field, option.off)
 
 
@@ -191,8 +198,8 @@ def take_local_implementation(args: argparse.Namespace) -> None:
 @around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     condition=transformer_engine_present,
-    why="without TransformerEngine fp8 is silently another precision; overlapped communication, its "
-    "cross-entropy and the fusions of experts end in an assertion, a NameError or an ImportError",
+    why="without TransformerEngine fp8 silently becomes another precision; overlapped communication, its "
+    "cross-entropy and the expert fusions fail with an assertion, a NameError or an ImportError",
     order=2,
 )
 def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
@@ -204,7 +211,7 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
 @around(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     devices=WITHOUT_CUDA,
-    why="CUDA graphs are captured from CUDA streams: the first step ends in an assertion",
+    why="CUDA graphs are captured from CUDA streams: the first step fails an assertion",
     order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
@@ -215,15 +222,15 @@ def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) ->
 
 def _mamba_present() -> str | None:
     """Return why Mamba layers are not rejected: mamba_ssm is installed, or our scan replaces it."""
-    ours = "MEGATRON_NPU_TE=local: the scan of megatron_npu under mamba_ssm's name"
+    ours = "MEGATRON_NPU_TE=local: megatron_npu's scan under mamba_ssm's name"
     return ours if standins.mamba_kernels() else installed("mamba_ssm")
 
 
 _without_mamba_ssm = partial(
     around,
     condition=_mamba_present,
-    why="its layers are mamba_ssm's kernels, which are CUDA's: without the package an AttributeError of None "
-    "or an ImportError in the middle of the model, by version",
+    why="its layers use mamba_ssm's kernels, which need CUDA: without the package, building the model fails "
+    "with an AttributeError on None or an ImportError, depending on the version",
 )
 
 
@@ -232,7 +239,7 @@ _without_mamba_ssm = partial(
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Reject a Mamba model before it is built, or since 0.18 when its first Mamba layer is built."""
     raise UsageError(
-        "a Mamba model without the packages mamba-ssm and causal-conv1d, which need CUDA",
+        "a Mamba model needs the packages mamba-ssm and causal-conv1d, which are not installed and need CUDA",
         "these packages, or MEGATRON_NPU_TE=local, which provides the layers in plain torch",
         "Set MEGATRON_NPU_TE=local.",
     )
@@ -243,15 +250,15 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
     versions=">=0.18",
     order=1,
     condition=te_layers_present,
-    why="the specs of hybrid models name TransformerEngine's layers, of which there are mocks without it: a "
-    "StopIteration of unittest in the middle of the model",
+    why="the specs of hybrid models name TransformerEngine's layers, which are mocks without it: building "
+    "the model raises unittest's StopIteration",
 )
 def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Reject TransformerEngine's attention classes in a hybrid; a spec of local layers is accepted."""
     submodules = kwargs.get("submodules", args[1] if len(args) > 1 else None)
     if isinstance(_query_projection(submodules), NonCallableMock):
         raise UsageError(
-            "a hybrid model of TransformerEngine's layers, which is not installed",
+            "a hybrid model uses the layers of TransformerEngine, which is not installed",
             "the package, or MEGATRON_NPU_TE=local, which provides its layers",
             "Set MEGATRON_NPU_TE=local.",
         )

@@ -27,8 +27,8 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
 @replace(
     "megatron.core.parallel_state:get_nccl_options",
     devices=WITHOUT_CUDA,
-    why="torch has ProcessGroupNCCL only where it was built with CUDA; FSDP asks it for streams "
-    "of high priority",
+    why="torch has ProcessGroupNCCL only if it was built with CUDA; FSDP uses it to request high-priority "
+    "streams",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return torch_npu's options for a group if any are given; None on other devices.
@@ -84,15 +84,13 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     """
     for name, value in given.items():
         if name in OF_NCCL:
-            reason = f"{name} of group {group} is an option of NCCL"
-            dispatch.report_fallback(
-                FLAG.removeprefix("--"), reason, "is left out in part", f"Leave out {name}"
-            )
+            reason = f"{name} of group {group} is an option for NCCL"
+            dispatch.report_fallback(FLAG.removeprefix("--"), reason, "is partly ignored", f"Remove {name}")
         elif name in OF_HCCL:
             if not isinstance(value, int) or isinstance(value, bool) or value < OF_HCCL[name]:
                 raise UsageError(
                     f"{FLAG}: {name}: {value!r} of group {group}",
-                    f"a whole number from {OF_HCCL[name]}",
+                    f"an integer of at least {OF_HCCL[name]}",
                     "Correct the file." if name != hccl.BUFFER else "Pass MiB, such as 32.",
                 )
         elif name != "is_high_priority_stream":

@@ -19,8 +19,8 @@ from megatron_npu.base.errors import LoaderWorkerError
 @around(
     "megatron.core.utils:StragglerDetector.configure",
     devices=WITHOUT_CUDA,
-    why="--log-straggler measures nothing where CUDA is not available, and says nothing; over HCCL it then "
-    "broadcasts a tensor of the host",
+    why="--log-straggler silently measures nothing if CUDA is not available; over HCCL it then broadcasts a "
+    "host tensor",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Configure the detector as on CUDA: it uses this device's events and clocks."""
@@ -33,7 +33,7 @@ def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, *
     "megatron.core.utils:StragglerDetector.__exit__",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="a Ctrl-C while a batch is loaded is logged as a Python list of the lines of its traceback",
+    why="Ctrl-C while a batch is loaded is logged as a Python list of its traceback's lines",
 )
 def leave_without_a_word(
     original: Callable[..., bool], self: Any, ex_type: type[BaseException] | None, ex_val: Any, ex_tb: Any
@@ -60,8 +60,7 @@ def _claiming_cuda() -> Iterator[None]:
     versions=">=0.14",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="its report of statistics asks for the file and line that 0.14 took out of this class, "
-    "and ends there",
+    why="its statistics report reads the file and line that 0.14 removed from this class, and fails",
 )
 def with_place(original: Any) -> type[tuple]:
     """Use the message as the file name: since 0.14 it distinguishes the calls of ``validate_result``."""

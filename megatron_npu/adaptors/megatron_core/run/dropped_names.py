@@ -24,7 +24,7 @@ _UNSET = {
 @wrap(
     "megatron.core.transformer.enums:ModelType",
     versions=">=0.17",
-    why="mbridge 0.15.1 compares every model's type with that of T5's (core/util.py:52, 83), which is gone",
+    why="mbridge 0.15.1 compares every model's type with T5's (core/util.py:52, 83), which no longer exists",
 )
 def with_type_of_two_stacks(original: type) -> type:
     """Add the name to upstream's enumeration, not as a member, so that no model has that type."""
@@ -37,7 +37,7 @@ def with_type_of_two_stacks(original: type) -> type:
     "megatron.core.transformer.transformer_layer:TransformerLayer",
     versions=">=0.20",
     why="mcore-bridge 1.6.5 builds the parts of its layer itself and runs upstream's forward, which reads "
-    "fields of 0.20's __init__: an AttributeError in the first forward",
+    "fields set in 0.20's __init__: the first forward raises an AttributeError",
 )
 def with_fields_of_layers_that_build_themselves(original: type) -> type:
     """Give upstream's class the fields that its ``__init__`` sets, for layers that do not call it."""
@@ -50,8 +50,8 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
 @wrap(
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
     versions=">=0.20",
-    why="mbridge 0.15.1 asks whether a model is an instance of it (core/util.py:284): a TypeError since it "
-    "is a function that makes one of two classes",
+    why="mbridge 0.15.1 checks whether a model is an instance of it (core/util.py:284), which raises a "
+    "TypeError since it became a function that creates one of two classes",
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
     """Return a type that creates what the function creates, and accepts instances of both classes."""

@@ -11,14 +11,14 @@ from megatron_npu.base.errors import UsageError
 
 around(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    why="called before each step: the place to say once what was patched",
+    why="called before each step; hook point for logging once which functions were patched",
 )(announce_first)
 
 
 @around(
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
-    why="with two stages a rank is its neighbour's neighbour on both sides, and batched sends carry no tag: "
-    "the activations of two chunks are exchanged, the loss is wrong and nothing fails",
+    why="with two stages the neighbor on both sides is the same rank, and batched sends carry no tag: the "
+    "activations of two chunks are swapped, and the loss is wrong without any error",
     devices=("cpu",),
 )
 def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     config = chunks[0].config
     if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
         raise UsageError(
-            "interleaved pipeline of 2 stages with batch_p2p_comm=True",
+            "an interleaved pipeline with 2 stages and batch_p2p_comm=True",
             "overlap_p2p_comm=True and batch_p2p_comm=False, which are correct",
             "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
         )
@@ -42,9 +42,9 @@ def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     "megatron.core.pipeline_parallel.schedules:backward_step",
     versions=">=0.17,<0.19",
     upstream_bug=True,
-    why="--hybrid-context-parallel is a TypeError in the first backward: its scheduler hands over the type "
-    "of the model, which 0.17 and 0.18 have taken out of the arguments",
-    until="0.19, whose scheduler hands over four arguments",
+    why="--hybrid-context-parallel raises a TypeError in the first backward: its scheduler passes the model "
+    "type, which 0.17 and 0.18 removed from the arguments",
+    until="0.19, whose scheduler passes four arguments",
 )
 def drop_model_type(
     original: Callable[..., Any],

@@ -20,8 +20,8 @@ from megatron_npu.adaptors.shared.random import set_cuda_rng_state
 replace(
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
     devices=WITHOUT_CUDA,
-    why="upstream queues the change with _lazy_call until CUDA is initialised, which never happens: "
-    "fork() would neither set nor restore a state, and tensor-parallel ranks would share masks",
+    why="upstream queues the change with _lazy_call until CUDA is initialized, which never happens: fork() "
+    "would neither set nor restore a state, and tensor-parallel ranks would share masks",
 )(set_cuda_rng_state)
 
 
@@ -31,8 +31,8 @@ replace(
     condition=transformer_engine_present,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="upstream takes fp8=False, its own default, to ask for fp8: without TransformerEngine the "
-    "recomputation of moe_act and mla_up_proj ends in a NameError",
+    why="upstream treats fp8=False, its own default, as a request for fp8: without TransformerEngine the "
+    "recomputation of moe_act and mla_up_proj raises a NameError",
 )
 def false_is_no_fp8(
     original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
@@ -45,8 +45,9 @@ def false_is_no_fp8(
     "megatron.core.tensor_parallel.random:checkpoint",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="an MLP returns its bias together with its output; a checkpoint makes that parameter a non-leaf, and "
-    "its backward pass calls itself until memory runs out: --recompute-modules mlp",
+    why="with --recompute-modules mlp, an MLP returns its bias together with its output; activation "
+    "checkpointing makes that parameter a non-leaf, and its backward pass calls itself until memory "
+    "runs out",
 )
 def checkpoint_returns_aliases(
     original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any

@@ -15,8 +15,8 @@ from megatron_npu.checkpoint_files import replicas
 
 @around(
     "megatron.training.training:check_param_hashes_across_dp_replicas",
-    why="upstream says in the log's level INFO which parameter differs, and only where rank 0 is not the one "
-    "that is wrong; then every rank ends in the traceback of an assertion that names neither",
+    why="upstream logs which parameter differs only at level INFO, and only if rank 0 is not the faulty "
+    "one; then every rank ends with the traceback of an assertion that names neither",
 )
 def name_what_differs(
     original: Callable[..., bool], model: list[Any], cross_check: bool = False, *args: Any, **kwargs: Any
@@ -30,8 +30,8 @@ def name_what_differs(
 
 @around(
     "megatron.training.training:finalize_model_grads",
-    why="--check-weight-hash-across-dp-replicas-interval finds a gradient that differs between replicas only "
-    "when it has spoilt the weights",
+    why="--check-weight-hash-across-dp-replicas-interval finds a gradient that differs between replicas "
+    "only after it has corrupted the weights",
 )
 def compare_gradients(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Compare the reduced gradients at the iterations at which upstream compares the weights."""

@@ -20,7 +20,7 @@ from megatron_npu.adaptors.shared import private_files, rendezvous, start
 @around(
     "megatron.training.initialize:initialize_megatron",
     devices=WITHOUT_CUDA,
-    why="its assertion that CUDA is available has an argument to turn it off",
+    why="it asserts that CUDA is available unless an argument turns the check off",
 )
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``initialize_megatron`` with ``allow_no_cuda=True``."""
@@ -29,7 +29,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 @around(
     "megatron.training.initialize:initialize_megatron",
-    why="init_process_group asks for MASTER_ADDR and MASTER_PORT, which only a launcher sets",
+    why="init_process_group needs MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Set a rendezvous address for a process that runs alone."""
@@ -51,21 +51,22 @@ def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 replace(
     "megatron.legacy.fused_kernels:load",
     versions="<0.17",
-    why="it compiles CUDA kernels with nvcc, which nothing uses here; without the toolkit it ends in a "
+    why="it compiles CUDA kernels with nvcc, which nothing uses here; without the toolkit it raises a "
     "TypeError",
 )(start.load_no_kernels)
 
 replace(
     "megatron.core.datasets.utils:compile_helpers",
-    why="it runs make inside the checkout, for whichever python3-config is first on the path, and ends the "
-    "process if that fails; helpers_cpp is compiled already or a stand-in",
+    why="it runs make inside the checkout, for the first python3-config on the path, and exits if that "
+    "fails; helpers_cpp is already compiled, or a stub",
 )(start.compile_no_helpers)
 
 
 @replace(
     "megatron.training.dist_signal_handler:get_device",
     devices=WITHOUT_CUDA,
-    why="it knows nccl and gloo: any other backend, HCCL too, is a RuntimeError without a word",
+    why="it supports nccl and gloo: any other backend, including HCCL, raises a RuntimeError without a "
+    "message",
 )
 def get_device(local_rank: int | None = None) -> torch.device:
     """Return this process's device, on which its backend gathers tensors."""
@@ -77,8 +78,8 @@ def get_device(local_rank: int | None = None) -> torch.device:
     versions=">=0.18",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="the builders of 0.18 (hybrid models) and 0.19 (GPT, too) leave a model that "
-    "--use-cpu-initialization has made on the host, where no device finds it",
+    why="the builders of 0.18 (hybrid models) and 0.19 (also GPT) leave a model that was initialized with "
+    "--use-cpu-initialization on the host, where the device cannot use it",
 )
 def move_to_the_device(
     original: Callable[..., Any], model_list: list[Any], transformer_config: Any, *args: Any, **kwargs: Any
@@ -97,8 +98,8 @@ def move_to_the_device(
     "megatron.core.ssm.ops.gdp.common:check_shared_mem",
     versions=">=0.20",
     devices=WITHOUT_CUDA,
-    why="megatron.training always imports it, and it queries the first device's shared memory "
-    "when it is imported: every rank initializes the first NPU, and none can fork after that",
+    why="megatron.training always imports it, and it queries the first device's shared memory at import: "
+    "every rank initializes the first NPU, and none can fork after that",
 )
 def small_blocks(arch: str = "none") -> bool:
     """Return False, as upstream does if its query fails: the block size matters only for CUDA kernels."""

@@ -28,7 +28,7 @@ def _local_bert_layer() -> Any:
 around(
     f"{_BERT}:get_bert_layer_with_transformer_engine_spec",
     condition=te_layers_present,
-    why="without TransformerEngine it is an ImportError",
+    why="without TransformerEngine it raises an ImportError",
 )(redirect_to_local(_local_bert_layer))
 
 
@@ -61,13 +61,15 @@ for _part in ("encoder", "decoder"):
     around(
         f"{_T5}:{_part}_model_with_transformer_engine_default_spec",
         condition=te_layers_present,
-        why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
+        why="without TransformerEngine it raises a NameError, or returns layers made of a mock or of None, "
+        "depending on the version",
     )(redirect_to_local(f"{_part}_model_with_local_spec"))
 
     around(
         f"{_T5}:get_t5_{_part}_with_transformer_engine_block_spec",
         condition=te_layers_present,
-        why="without TransformerEngine it is a NameError, or gives layers of a mock or of None, by version",
+        why="without TransformerEngine it raises a NameError, or returns layers made of a mock or of None, "
+        "depending on the version",
     )(redirect_to_local(f"get_t5_{_part}_with_local_block_spec"))
 
     around(
@@ -75,19 +77,20 @@ for _part in ("encoder", "decoder"):
         condition=te_layers_present,
         upstream_bug=True,
         until=NOT_FIXED,
-        why="its final norm is TransformerEngine's: a NameError, a mock, or silently none, by version",
+        why="its final norm is TransformerEngine's: a NameError, a mock, or silently no norm, depending on "
+        "the version",
     )(_block_with_local_norm(f"{_part}_model_with_local_spec"))
 
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_layer_te_spec",
         versions="<0.16",
         condition=te_layers_present,
-        why="without TransformerEngine it ends in a NameError",
+        why="without TransformerEngine it raises a NameError",
     )(redirect_to_local(f"get_retro_{_part}_layer_local_spec"))
 
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_block_spec",
         versions="<0.16",
         condition=te_layers_present,
-        why="asked for TransformerEngine without it, it ends in a NameError",
+        why="it raises a NameError if TransformerEngine is requested but not installed",
     )(force_flag_off("use_transformer_engine"))

@@ -26,7 +26,7 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     "megatron.core.extensions.transformer_engine:TENorm",
     versions=">=0.13",
     condition=te_layers_present,
-    why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
+    why="without TransformerEngine it raises an ImportError or is a mock; image models name it directly",
 )
 class TENorm:
     """Create the norm of the local layers, and log it; like upstream's class, it has no instances.
@@ -45,9 +45,9 @@ constant(
     versions=">=0.14,<0.17",
     condition=te_layers_present,
     upstream_bug=True,
-    until="0.17, which asks the wrapper",
-    why="upstream takes it for present because its own wrapper can be imported without it, and asks then "
-    "whether a layer is an instance of None: TypeError",
+    until="0.17, which checks the wrapper",
+    why="upstream considers it installed because its own wrapper can be imported without it, and then "
+    "checks whether a layer is an instance of None: TypeError",
 )
 
 
@@ -56,9 +56,9 @@ constant(
     versions="<0.17",
     condition=te_layers_present,
     upstream_bug=True,
-    until="0.17, which says 0.0.0",
-    why="0.12 imports TransformerEngine for the answer, 0.13 to 0.16 give None, which cannot be compared: "
-    "loading a checkpoint asks, and the check of --rotary-interleaved",
+    until="0.17, which returns 0.0.0",
+    why="0.12 imports TransformerEngine for the answer, and 0.13 to 0.16 return None, which cannot be "
+    "compared: loading a checkpoint and the check of --rotary-interleaved call it",
 )
 def get_te_version() -> Version:
     """Return version 0, which is older than any required version."""
@@ -71,8 +71,8 @@ def get_te_version() -> Version:
     condition=te_layers_present,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="without TransformerEngine the layers that it compares with are mocks: --mtp-num-layers "
-    "ends in a TypeError",
+    why="without TransformerEngine the layers that it compares with are mocks: --mtp-num-layers raises a "
+    "TypeError",
 )
 def is_never_for_inference(module: Any) -> bool:
     """Return False: inference layers are built from TransformerEngine's."""
@@ -83,9 +83,9 @@ def is_never_for_inference(module: Any) -> bool:
     "megatron.core.fp8_utils:_quantize_param_shard_impl",
     versions="<0.13",
     upstream_bug=True,
-    until="0.13, which returns at once itself",
-    why="without TransformerEngine 0.12's raises for every step of the distributed optimizer, which has no "
-    "fp8 parameter to give it",
+    until="0.13, which returns immediately itself",
+    why="without TransformerEngine 0.12's version raises an error in every step of the distributed "
+    "optimizer, which has no fp8 parameters to pass",
 )
 def skip_without_parameters(
     original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any

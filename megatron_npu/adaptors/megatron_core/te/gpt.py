@@ -16,7 +16,7 @@ from megatron_npu.adaptors.megatron_core.options.script_arguments import script_
 from megatron_npu.adaptors.megatron_core.te.redirect import force_flag_off, redirect_to_local
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
-_NAME_ERROR = "without TransformerEngine it ends in a NameError"
+_NAME_ERROR = "without TransformerEngine it raises a NameError"
 
 # Asked for RMSNorm, the local spec takes the norm that goes by the config, as TransformerEngine's does.
 # Not asked, it takes apex's where that is installed, which knows layer norm alone.
@@ -34,10 +34,10 @@ around(
     f"{_SPECS}:get_gpt_layer_with_transformer_engine_submodules",
     versions=">=0.17",  # the spec calls it
     condition=te_layers_present,
-    why="without TransformerEngine its layers are made of a mock",
+    why="without TransformerEngine its layers are built from a mock",
 )(_local_submodules)
 
-_WHY_INFERENCE = "its layers are TransformerEngine's, and it asserts that"
+_WHY_INFERENCE = "its layers are TransformerEngine's, which it asserts"
 around(
     f"{_SPECS}:get_gpt_layer_with_inference_spec",
     versions=">=0.16,<0.17",
@@ -73,21 +73,21 @@ for _name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
 around(
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
     condition=te_layers_present,
-    why="asked for TransformerEngine without it, its layers are None",
+    why="its layers are None if TransformerEngine is requested but not installed",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
     versions="<0.20",
     condition=te_layers_present,
-    why="its default is TransformerEngine: a NameError in 0.12, layers of a mock since",
+    why="its default is TransformerEngine: a NameError in 0.12, layers built from a mock since then",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.transformer.multi_token_prediction:get_mtp_layer_spec",
     versions="<0.20",
     condition=te_layers_present,
-    why="asked for TransformerEngine without it, it ends in an AssertionError or a NameError",
+    why="it raises an AssertionError or a NameError if TransformerEngine is requested but not installed",
 )(force_flag_off("use_transformer_engine"))
 
 
@@ -95,7 +95,7 @@ _with_qk_l2_norm = partial(
     around,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="stock pretrain_gpt.py does not hand --qk-l2-norm to the local spec: it is ignored without a word",
+    why="stock pretrain_gpt.py does not pass --qk-l2-norm to the local spec, so it is silently ignored",
 )
 
 

@@ -28,8 +28,8 @@ def report(asked: str) -> None:
     """
     dispatch.report_fallback(
         "transformer_engine",
-        f"not installed: {asked} gives the local layers",
-        remedy="Give --transformer-impl local, or ask for the local layers' spec",
+        f"it is not installed, so {asked} returns the local layers",
+        remedy="Pass --transformer-impl local, or request the local layers' spec",
     )
 
 
@@ -39,7 +39,7 @@ def refuse_fp8(fp8: Any) -> None:
         raise UsageError(
             f"fp8={fp8!r} without TransformerEngine",
             "a precision that the local layers support",
-            "Leave fp8 out and train in bf16, or install TransformerEngine.",
+            "Remove fp8 and train in bf16, or install TransformerEngine.",
         )
 
 

@@ -44,19 +44,19 @@ def spec_provider() -> type:
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
     versions=">=0.13",
     condition=te_layers_present,
-    why="without TransformerEngine the layers that it provides are made of a mock",
+    why="without TransformerEngine the layers that it provides are built from a mock",
 )
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider",
     versions=">=0.20",
     condition=te_layers_present,
-    why="without TransformerEngine there is none: what asks for its layers ends in a TypeError",
+    why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 @wrap(
     "megatron.core.transformer.multi_token_prediction:TESpecProvider",
     versions=">=0.20",
     condition=te_layers_present,
-    why="without TransformerEngine there is none: what asks for its layers ends in a TypeError",
+    why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 def provide_local_layers(original: type | None) -> type:
     """Return our provider, and log it."""
@@ -67,7 +67,7 @@ def provide_local_layers(original: type | None) -> type:
     "megatron.core.models.gpt.gpt_layer_specs:TENorm",
     versions=">=0.20",
     condition=te_layers_present,
-    why="without TransformerEngine there is none, and a block of its layers ends without a norm",
+    why="without TransformerEngine there is no such norm, and a block of its layers has no final norm",
 )
 def provide_norm(original: type | None) -> type:
     """Return the norm that the config selects."""

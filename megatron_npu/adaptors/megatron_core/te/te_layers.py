@@ -20,8 +20,8 @@ from megatron_npu.patching.patch import NotAsked
 @wrap(
     "megatron.core.extensions.transformer_engine:TEDotProductAttention",
     condition=te_layers_not_ours,
-    why="it is made of TransformerEngine's kernels; megatron-core's own attention, which runs our operation, "
-    "has the same meaning: masks, windows, packed sequences, context parallelism",
+    why="it is built from TransformerEngine's kernels; megatron-core's own attention, which runs our "
+    "operation, supports the same: masks, windows, packed sequences, context parallelism",
 )
 def attention_of_megatron_core(original: type) -> type:
     """Return megatron-core's attention with the arguments of upstream's ``TEDotProductAttention``.
@@ -62,7 +62,8 @@ def attention_of_megatron_core(original: type) -> type:
     "megatron.core.extensions.transformer_engine:TEFusedResidualRMSNorm.forward",
     versions=">=0.17",
     condition=te_layers_not_ours,
-    why="it is a chain of TransformerEngine's fused operations; our norm takes the sum before it in as it is",
+    why="it is a chain of TransformerEngine's fused operations; our norm already fuses the preceding "
+    "addition",
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of ``[s, b, h]``, and the input itself (--fused-residual-rmsnorm)."""
@@ -74,7 +75,9 @@ def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tenso
 def scan_not_ours() -> str | None:
     """Return why a patch for our scan under mamba_ssm's name is not needed."""
     return (
-        None if standins.mamba_kernels() else NotAsked("MEGATRON_NPU_TE is not local, or mamba_ssm is there")
+        None
+        if standins.mamba_kernels()
+        else NotAsked("MEGATRON_NPU_TE is not local, or mamba_ssm is installed")
     )
 
 
@@ -82,12 +85,12 @@ def scan_not_ours() -> str | None:
     "megatron.core.ssm.mamba_mixer:_check_mamba_sequence_packing_support",
     versions=">=0.16",
     condition=scan_not_ours,
-    why="it asks for the version of causal-conv1d, CUDA's kernels, without which packed sequences end in a "
-    "ModuleNotFoundError; our scan takes them one by one",
+    why="it queries the version of causal-conv1d, a CUDA package, without which packed sequences raise a "
+    "ModuleNotFoundError; our scan processes them one by one",
 )
 def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
     """Return whether a Mamba layer accepts packed sequences, and why not: generation uses caches."""
-    return not for_inference_not_training, "packed sequences are taken to train, not to generate"
+    return not for_inference_not_training, "packed sequences are supported in training, not in generation"
 
 
 def _window(attention: Any) -> tuple[int, int]:

@@ -22,8 +22,8 @@ from megatron_npu.adaptors.megatron_core.te.redirect import redirect_to_local
     condition=te_layers_present,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="without TransformerEngine its default norm is torch.nn.LayerNorm, which does not take the config "
-    "that it is then given: TypeError",
+    why="without TransformerEngine its default norm is torch.nn.LayerNorm, which does not accept the config "
+    "passed to it: TypeError",
 )
 def with_local_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Use the norm of the local layers instead."""
@@ -48,7 +48,7 @@ def _local_vit_layer() -> Any:
 around(
     "megatron.core.models.vision.vit_layer_specs:get_vit_layer_with_transformer_engine_spec",
     condition=te_layers_present,
-    why="without TransformerEngine its layers are made of a mock; 0.12 imports it always",
+    why="without TransformerEngine its layers are built from a mock; 0.12 always imports it",
 )(redirect_to_local(_local_vit_layer))
 
 
@@ -65,5 +65,5 @@ def _local_llava_layer(qk_layernorm: bool = False, **kwargs: Any) -> Any:
 around(
     "megatron.core.models.multimodal.llava_spec:decoder_model_with_transformer_engine_default_spec",
     condition=te_layers_present,
-    why="without TransformerEngine its layers are made of a mock; 0.12 imports it always",
+    why="without TransformerEngine its layers are built from a mock; 0.12 always imports it",
 )(redirect_to_local(_local_llava_layer))

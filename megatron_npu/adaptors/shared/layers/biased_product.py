@@ -25,13 +25,9 @@ from megatron_npu.patching.registry import Recorder
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
-_WHY = (
-    "on an NPU a product adds a bias in the same launch; upstream takes another one for it" + LAUNCHES_COUNTED
-)
+_WHY = "on an NPU a matmul can add the bias in the same launch; upstream uses a second one" + LAUNCHES_COUNTED
 
-_WHY_OWN = (
-    "one launch and pass over memory where a layer adds its bias itself, as of queries, keys and values"
-)
+_WHY_OWN = "one launch and one pass over memory if a layer adds its bias itself, as in the QKV projection"
 
 _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
 
@@ -53,7 +49,7 @@ class _Offer:
         return bias
 
 
-_OFFER: ContextVar[_Offer | None] = ContextVar("bias of the layer that runs", default=None)
+_OFFER: ContextVar[_Offer | None] = ContextVar("tracks the bias of the layer that runs", default=None)
 
 
 def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:

@@ -21,7 +21,7 @@ def initialise_without_kernel(original: Callable[..., None], self: Any, *args: A
 def _importable(name: str) -> Iterator[None]:
     absent = name not in sys.modules
     if absent:
-        sys.modules[name] = ModuleType(name, "Empty: layer norm is an operation of megatron_npu.")
+        sys.modules[name] = ModuleType(name, "Empty, because layer norm is an operation of megatron_npu.")
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ from megatron_npu.patching.registry import Recorder
 _NO_BIAS = "megatron_npu_no_bias"
 
 COMPILED_ANEW = (
-    "three passes; and TorchScript compiles it again in every process, rounding bf16 otherwise until it has: "
-    "a resumed run would not be the interrupted one to the bit"
+    "three passes; TorchScript compiles it again in every process and rounds bf16 differently "
+    "until it has, so that a resumed run would not be bitwise identical to the interrupted one"
 )
 
 
@@ -28,7 +28,8 @@ def connect(recorder: Recorder) -> None:
     recorder.constant(
         "megatron.model.fused_bias_gelu:bias_gelu_impl",
         bias_gelu_impl,
-        why="eight element-wise passes forward and more backward; nvfuser, which joined them, is gone",
+        why="eight element-wise passes forward and more backward; nvfuser, which fused them, no longer "
+        "exists",
     )
     transformer = "megatron.model.transformer"
     recorder.replace(f"{transformer}:bias_dropout_add_fused_train", why=COMPILED_ANEW)(

@@ -22,8 +22,8 @@ from megatron_npu.ops import residual_norm
 from megatron_npu.ops.activation_offload import saving
 
 WHY = (
-    "on an NPU one operation adds the residual and normalises the sum, on cuda a kernel of ours; upstream "
-    "takes two" + LAUNCHES_COUNTED
+    "on an NPU one operation, and on cuda one kernel of ours, adds the residual and normalizes the sum; "
+    "upstream needs two" + LAUNCHES_COUNTED
 )
 
 
@@ -90,7 +90,7 @@ def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
 
 
 # The norms that will read the sums of the layer that runs; None where it has its own launch.
-_READERS: ContextVar[Iterator[Any]] = ContextVar("norms that read the sums of the layer that runs")
+_READERS: ContextVar[Iterator[Any]] = ContextVar("tracks the norms that read the sums of the layer that runs")
 
 
 @contextlib.contextmanager

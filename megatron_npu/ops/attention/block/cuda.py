@@ -18,12 +18,12 @@ from megatron_npu.ops.attention.spec import AttentionSpec
 
 def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
     if len(spec.segments) > 1 or spec.dropout_p or not spec.segments[0].is_plain:
-        return "packed sequences, a window or dropout: here torch's flash kernel is called without"
+        return "torch's flash kernel is called here without packed sequences, a window or dropout"
     if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {query.dtype}: torch's flash kernel has fp16 and bf16"
+        return f"torch's flash kernel supports fp16 and bf16, not {query.dtype}"
     sizes = {t.size(3) for t in (query, key, value)}
     if len(sizes) > 1 or query.size(3) % 8 or query.size(3) > 256:
-        return f"head sizes {sorted(sizes)}: torch's flash kernel has one size, a multiple of 8 up to 256"
+        return f"torch's flash kernel needs one head size, a multiple of 8 up to 256, not {sorted(sizes)}"
     return None
 
 

@@ -104,8 +104,8 @@ def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     if any(length % (2 * cp_size) for length in lengths):
         raise UsageError(
-            f"packed sequences of {lengths} tokens, context-parallel size {cp_size}",
-            f"multiples of {2 * cp_size}: each rank has two chunks of each",
+            f"packed sequences have {lengths} tokens with context-parallel size {cp_size}",
+            f"multiples of {2 * cp_size}, because each rank has two chunks of every sequence",
             "Pad the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
         )
 
@@ -113,10 +113,10 @@ def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
 def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> None:
     if cu_seqlens_padded[-1] != tokens * cp_size:
         raise UsageError(
-            f"packed sequences that end at {cu_seqlens_padded[-1]}, "
-            f"and {tokens} tokens on each of {cp_size} ranks",
-            "the same number of tokens in both",
-            "Let the last boundary of cu_seqlens_q_padded be the end of the tokens.",
+            f"packed sequences end at {cu_seqlens_padded[-1]}, but each of {cp_size} ranks has {tokens} "
+            "tokens",
+            "the same total number of tokens",
+            "Set the last boundary of cu_seqlens_q_padded to the total number of tokens.",
         )
 
 

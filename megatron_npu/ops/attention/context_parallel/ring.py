@@ -78,10 +78,10 @@ def ring_attention(
 
 def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
     if any(each.tokens % 2 for each in documents):
-        raise ValueError(f"{tokens} tokens on this rank, which are not two chunks of equal length")
+        raise ValueError(f"the {tokens} tokens on this rank cannot be split into two equal chunks")
     there = sum(each.tokens for each in documents)
     if there != tokens:
-        raise ValueError(f"documents of {there} tokens, {tokens} are there")
+        raise ValueError(f"the documents have {there} tokens in total, but the tensors have {tokens}")
 
 
 class Route(NamedTuple):

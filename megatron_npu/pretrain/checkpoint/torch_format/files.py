@@ -79,7 +79,7 @@ def ranks(path: Path) -> RankFiles:
     tensor, pipeline = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     if missing := sorted(wanted - paths.keys()):
-        raise _incomplete(path, f"no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
+        raise _incomplete(path, f"no file for tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
     return RankFiles(tensor, pipeline, paths)
 
 
@@ -105,14 +105,14 @@ def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> Non
     if (found.tensor, found.pipeline) != (tensor, pipeline):
         raise _incomplete(
             path,
-            f"there are files of tensor-parallel {found.tensor} x pipeline-parallel {found.pipeline}, "
-            f"but its arguments say {tensor} x {pipeline}",
+            f"its files are for tensor-parallel {found.tensor} x pipeline-parallel {found.pipeline}, but "
+            f"its arguments say {tensor} x {pipeline}",
         )
 
 
 def _incomplete(path: Path, what: str) -> UsageError:
     return UsageError(
-        f"the checkpoint {path} is not complete: {what}", "one file per rank", "Get the missing files."
+        f"the checkpoint {path} is incomplete: {what}", "one file per rank", "Get the missing files."
     )
 
 
@@ -124,7 +124,7 @@ def read(file: Path) -> dict[str, Any]:
     """
     content = safe_load.read(file, safe_load.OF_STOCK_SCRIPTS | _HARMLESS)
     if not isinstance(content, dict):
-        raise safe_load.refusal(file, f"it holds a {type(content).__name__}")
+        raise safe_load.refusal(file, f"it contains a {type(content).__name__}")
     return content
 
 

@@ -75,14 +75,14 @@ class Checkpoint:
         """Return a number from the description, or 0 if it is missing."""
         value = values.get(name) or 0
         if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-            raise self._damaged(f"{name} {value!r}")
+            raise self._damaged(f"{name} is {value!r}")
         return value
 
     def _require_tables(self, stages: list[Any]) -> None:
         if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
             raise self._damaged("its pipeline stages have different numbers of model chunks")
         if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
-            raise self._damaged("its model is not a table of weights")
+            raise self._damaged("its model is not a mapping of names to weights")
 
     def _gather(self, found: files.RankFiles) -> None:
         """Collect each rank's part of every weight, with layers renumbered for the whole model."""
@@ -109,13 +109,13 @@ class Checkpoint:
         """
         parts = self._parts.get(name, [])
         if len(parts) != self._tensor or not all(isinstance(part, Tensor) for part in parts):
-            raise self._damaged(f"{len(parts)} parts of {name} on {self._tensor} tensor-parallel ranks")
+            raise self._damaged(f"{name} has {len(parts)} parts for {self._tensor} tensor-parallel ranks")
         try:
             return shards.join(
                 name, [self._ordered(name, part) for part in parts], gated=bool(self.args.get("swiglu"))
             )
         except (RuntimeError, IndexError) as error:
-            raise self._damaged(f"the parts of {name} do not fit together") from error
+            raise self._damaged(f"the parts of {name} have shapes that cannot be joined") from error
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
         if self._version >= 2:
@@ -146,7 +146,7 @@ class Checkpoint:
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
-                f"{self.path} was written by Megatron's tool that changes layouts, which does not store "
+                f"{self.path} was written by Megatron's checkpoint conversion tool, which does not store "
                 "--no-bias-gelu-fusion and --layernorm-epsilon: assuming their defaults"
             )
 
@@ -158,7 +158,7 @@ class Checkpoint:
     def _damaged(self, reason: str) -> UsageError:
         return UsageError(
             f"the checkpoint {self.path} cannot be read: {reason}",
-            "a GPT of Megatron-LM, with the files of all ranks",
+            "a Megatron-LM GPT checkpoint with the files of all ranks",
             "Get the missing files, or load another checkpoint.",
         )
 
@@ -222,7 +222,7 @@ def _require_all_used(rest: set[str], path: Path) -> None:
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
         raise UsageError(
-            f"{path} has {min(rest)}{more}",
-            "the weights of a plain GPT as its arguments describe it",
+            f"{path} has the unexpected tensor {min(rest)}{more}",
+            "only the weights of the plain GPT that its arguments describe",
             "Load a checkpoint of a plain GPT.",
         )

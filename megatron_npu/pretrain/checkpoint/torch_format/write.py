@@ -28,11 +28,11 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _ONLY: tuple[tuple[str, object, str], ...] = (
     ("position_embedding_type", "learned_absolute", "learned positions"),
     ("normalization", "LayerNorm", "LayerNorm"),
-    ("layernorm_zero_centered_gamma", False, "LayerNorm with an ordinary scale"),
+    ("layernorm_zero_centered_gamma", False, "LayerNorm with its scale stored directly"),
     ("swiglu", False, "an MLP with GELU"),
     ("add_bias_linear", True, "biases in every linear layer"),
-    ("qk_layernorm", False, "no norm of queries and keys"),
-    ("untie_embeddings_and_output_weights", False, "the embedding as output layer"),
+    ("qk_layernorm", False, "no query-key norm"),
+    ("untie_embeddings_and_output_weights", False, "an output layer tied to the embedding"),
     ("pre_tokens", None, "no window"),
     ("num_experts", None, "no experts"),
 )
@@ -84,7 +84,8 @@ def _require_model_of_285068c8(args: Namespace) -> None:
             )
     if args.num_query_groups != args.num_attention_heads:
         raise _refusal(
-            f"{args.num_query_groups} query groups", f"separate keys and values for each head in {UPSTREAM}"
+            f"{args.num_query_groups} query groups",
+            f"separate keys and values for each head, the only kind that {UPSTREAM} supports",
         )
     if args.tokenizer_type != "GPT2BPETokenizer":
         raise _refusal(
@@ -94,11 +95,13 @@ def _require_model_of_285068c8(args: Namespace) -> None:
 
 def _require_model_of_core(args: Namespace) -> None:
     if args.num_experts is not None:
-        raise _refusal("experts", "a dense model: the format does not store where each expert is")
+        raise _refusal(
+            "a model with experts", "a dense model: the format does not store where each expert is"
+        )
     unknown = [what for what in stock_arguments.beyond(args) if "core_v" not in what]
     if unknown:
         raise _refusal(
-            f"a model with {unknown[0]}", "a model that flags of megatron-core's scripts can describe"
+            f"a model with {unknown[0]}", "a model that the flags of megatron-core's scripts can describe"
         )
 
 

@@ -27,7 +27,7 @@ def check(args: Namespace) -> None:
     _validation(args)
     if not args.has_data:
         if args.trains or not args.save:
-            raise UsageError("no --data-path", "the prefix of a dataset, or --mock-data", "Pass one.")
+            raise UsageError("no --data-path", "the path prefix of a dataset, or --mock-data", "Pass one.")
         return
     if args.train_data_path:
         _parts_of_their_own(args, vocabulary)
@@ -61,10 +61,12 @@ def _one_source(args: Namespace) -> None:
     if len(given) > 1:
         raise UsageError(" and ".join(given), "only one of them", "Remove one.")
     if parts and not args.train_data_path:
-        raise UsageError(parts[0], "--train-data-path with it", "Add --train-data-path.")
+        raise UsageError(f"{parts[0]} without --train-data-path", "both flags", "Add --train-data-path.")
     if parts and args.split is not None:
         raise UsageError(
-            f"--split {args.split!r} and --train-data-path", "only one of them", "--split is for --data-path."
+            f"--split {args.split!r} with --train-data-path",
+            "only one of them",
+            "Remove --split, which applies only to --data-path.",
         )
 
 
@@ -90,7 +92,7 @@ def _validation(args: Namespace) -> None:
     if args.multiple_validation_sets and not args.valid_data_path:
         raise UsageError(
             "--multiple-validation-sets without --valid-data-path",
-            "the prefixes of the sets",
+            "the path prefixes of the validation sets",
             "Use --train-data-path and --valid-data-path instead of --data-path.",
         )
     flag = "--valid-data-path" if args.train_data_path else "--data-path"

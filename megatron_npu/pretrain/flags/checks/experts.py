@@ -35,7 +35,11 @@ def check(args: Namespace) -> None:
     _bias(args)
     _versions(args)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
-        raise UsageError("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size", "Add it.")
+        raise UsageError(
+            "--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
+            "--moe-shared-expert-intermediate-size",
+            "Add it.",
+        )
     if args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex",
@@ -48,10 +52,14 @@ def _layers(args: Namespace) -> None:
     frequency = args.moe_layer_freq
     if isinstance(frequency, list) and len(frequency) != args.num_layers:
         raise UsageError(
-            f"--moe-layer-freq of {len(frequency)} layers", f"--num-layers {args.num_layers}", "Change one."
+            f"--moe-layer-freq describes {len(frequency)} layers",
+            f"--num-layers {args.num_layers}",
+            "Change one of the two.",
         )
     if not any(derive.expert_layers(args)):
-        raise UsageError(f"--moe-layer-freq {frequency}", "at least one layer with experts", "Change it.")
+        raise UsageError(
+            f"--moe-layer-freq {frequency} selects no layer", "at least one layer with experts", "Change it."
+        )
 
 
 def _router(args: Namespace) -> None:
@@ -65,13 +73,13 @@ def _router(args: Namespace) -> None:
     if args.moe_router_topk == 1 and plain and args.moe_router_load_balancing_type != "sinkhorn":
         raise UsageError(
             "--moe-router-topk 1 with a softmax over the selected experts, which is always 1",
-            "--moe-router-pre-softmax, a softmax over all experts",
+            "--moe-router-pre-softmax, which computes the softmax over all experts",
             "Add it.",
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise UsageError(
-            "--moe-router-enable-expert-bias",
-            "--moe-router-score-function sigmoid with it",
+            "--moe-router-enable-expert-bias without --moe-router-score-function sigmoid",
+            "both flags",
             "Add --moe-router-score-function sigmoid.",
         )
     _groups(args)
@@ -82,7 +90,7 @@ def _groups(args: Namespace) -> None:
     if (groups is None) != (taken is None):
         raise UsageError(
             "only one of --moe-router-num-groups and --moe-router-group-topk",
-            "both or neither",
+            "both flags or neither",
             "Add the other flag.",
         )
     if groups is not None:
@@ -106,7 +114,7 @@ def _balance(args: Namespace) -> None:
         if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
             raise UsageError(
                 f"--moe-aux-loss-coeff {weight:g} with --moe-router-load-balancing-type {kind}",
-                "a type with a balancing loss, or no weight",
+                "a type that has a balancing loss, or the weight 0",
                 "Change one of the two flags.",
             )
     _capacity(args, kinds)
@@ -121,8 +129,8 @@ def _capacity(args: Namespace, kinds: list[Any]) -> None:
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise UsageError(
-            "--moe-pad-expert-input-to-capacity",
-            "--moe-expert-capacity-factor with it",
+            "--moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor",
+            "both flags",
             "Add --moe-expert-capacity-factor.",
         )
 
@@ -136,7 +144,7 @@ def _bias(args: Namespace) -> None:
     ):
         if getattr(args, attribute):
             raise UsageError(
-                flag, "--disable-bias-linear with it, because it does not support biases", "Add it."
+                flag, "--disable-bias-linear as well, because this flag does not support biases", "Add it."
             )
 
 
@@ -164,7 +172,7 @@ def _versions(args: Namespace) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
-    flag = "biases of experts" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
+    flag = "expert biases" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
 
 
@@ -183,8 +191,8 @@ def layout(args: Namespace) -> None:
     if expert > 1 and args.use_cpu_initialization:
         raise UsageError(
             "--use-cpu-initialization with --expert-model-parallel-size",
-            "weights initialized on the device: on the host all ranks would initialize their "
-            "different experts alike",
+            "weights initialized on the device: on the host, all ranks would initialize their experts "
+            "identically",
             "Remove it.",
         )
 
@@ -192,7 +200,7 @@ def layout(args: Namespace) -> None:
 def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
     if args.add_bias_linear and tensor > 1:
         raise UsageError(
-            f"biases of experts with --expert-tensor-parallel-size {tensor}",
+            f"expert biases with --expert-tensor-parallel-size {tensor}",
             "1",
             "Pass --disable-bias-linear.",
         )
@@ -200,9 +208,8 @@ def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
         raise UsageError(
             f"--expert-tensor-parallel-size {tensor} with --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size} and no --expert-model-parallel-size",
-            "equal sizes, or expert parallelism: otherwise megatron-core does not sum the "
-            "gradients of experts",
-            "Change one.",
+            "equal sizes, or expert parallelism: otherwise megatron-core does not sum the experts' gradients",
+            "Change one of the two.",
         )
     if args.tensor_model_parallel_size > 1 and args.train_iters != 0 and not args.sequence_parallel:
         raise UsageError(

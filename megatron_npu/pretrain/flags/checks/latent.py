@@ -21,7 +21,7 @@ def check(args: Namespace) -> None:
     else:
         yarn = args.position_embedding_type == "yarn"  # which has the same scale
         add = latent_flags.add_attention if yarn else latent_flags.add
-        nothing_without("--multi-latent-attention", add, args, "both", "Add that flag.")
+        nothing_without("--multi-latent-attention", add, args, "both flags", "Add that flag.")
     if args.mtp_num_layers is not None:
         _prediction(args)
 
@@ -37,19 +37,20 @@ def _attention(args: Namespace) -> None:
         if given:
             raise UsageError(
                 f"{flag} with --multi-latent-attention",
-                "only one of them: this attention has its own keys, rotary embedding and projections",
+                "only one of them, because latent attention has its own keys, rotary embedding and "
+                "projections",
                 f"Remove {flag}.",
             )
     if args.position_embedding_type != "rope":
         raise UsageError(
             f"--multi-latent-attention with --position-embedding-type {args.position_embedding_type}",
-            "rope: this attention rotates a part of each head whatever the flag is",
+            "rope, because latent attention always rotates part of each head",
             "Pass --position-embedding-type rope.",
         )
     if args.qk_pos_emb_head_dim % 2:
         raise UsageError(
             f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}",
-            "an even number, because channels are rotated in pairs",
+            "an even number, because rotary embeddings rotate pairs of channels",
             "Change it.",
         )
 
@@ -58,19 +59,19 @@ def _prediction(args: Namespace) -> None:
     if args.position_embedding_type == "learned_absolute":
         raise UsageError(
             "--mtp-num-layers with --position-embedding-type learned_absolute",
-            "rope or none, the only ones that megatron-core supports with it",
+            "rope or none, the only types that megatron-core supports with multi-token prediction",
             "Pass --position-embedding-type rope.",
         )
     if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
         raise UsageError(
             "--mtp-num-layers with --pipeline-model-parallel-size and a tied output layer",
-            "a separate output layer: the last stage also has the embedding, and megatron-core (0.16) "
-            "fails an assertion when it saves both",
+            "a separate output layer, because the last stage also has the embedding, and megatron-core "
+            "(0.16) fails an assertion when saving both",
             "Pass --untie-embeddings-and-output-weights.",
         )
     if args.context_parallel_size > 1 and tuple(map(int, args.megatron_version.split(".")[:2])) < (0, 15):
         raise UsageError(
             f"--mtp-num-layers and --context-parallel-size with megatron-core {args.megatron_version}",
             "0.15 or later",
-            "Remove one.",
+            "Remove one of the two flags.",
         )

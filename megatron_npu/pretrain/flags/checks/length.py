@@ -23,10 +23,10 @@ def check(args: Namespace) -> None:
         raise UsageError(
             " and ".join(given) or "no --train-iters",
             f"exactly one of {', '.join(_UNITS)}",
-            "Remove the others." if given else "Pass one, for example --train-iters 1000.",
+            "Remove all but one." if given else "Pass one, for example --train-iters 1000.",
         )
     if args.epochs is not None and args.mock_data:
-        raise UsageError(given[0], "data of a known size, not --mock-data", "Pass --train-iters.")
+        raise UsageError(given[0], "a dataset of known size instead of --mock-data", "Pass --train-iters.")
     derive.length(args)
 
 
@@ -43,7 +43,7 @@ def iterations(args: Namespace) -> None:
     if not args.train_iters:
         flag = f"--epochs {args.epochs}" if args.epochs else f"--train-samples {args.train_samples}"
         raise UsageError(
-            f"{flag}, which is {samples} samples of {args.seq_length} tokens",
+            f"{flag} amounts to {samples} samples of {args.seq_length} tokens",
             f"at least one global batch of {args.global_batch_size}",
-            "Provide more, or lower --global-batch-size.",
+            "Train on more samples, or lower --global-batch-size.",
         )

@@ -22,7 +22,7 @@ def check(args: Namespace) -> None:
     device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > device.count():
         raise UsageError(
-            f"{local} processes on a machine with {device.count()} {device.name} device(s)",
+            f"torchrun started {local} processes on a machine with {device.count()} {device.name} device(s)",
             "at most one process per device",
             "Pass a smaller --nproc-per-node to torchrun.",
         )

@@ -29,7 +29,7 @@ def check(args: Namespace) -> None:
             "Shorten the sequence or raise the number of positions.",
         )
     if args.bf16 and args.fp16:
-        raise UsageError("--bf16 and --fp16", "only one of them or none", "Remove one.")
+        raise UsageError("--bf16 and --fp16", "at most one of them", "Remove one.")
     rotary.check(args)
     windows(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
@@ -50,7 +50,7 @@ def windows(args: Namespace) -> None:
     if skipped is None:
         return
     if AttentionFlags.from_args(args).window == (None, None):
-        raise UsageError("--window-attn-skip-freq without --pre-tockens", "both", "Add that flag.")
+        raise UsageError("--window-attn-skip-freq without --pre-tockens", "both flags", "Add that flag.")
     if args.mtp_num_layers is not None:
         raise UsageError(
             "--window-attn-skip-freq with --mtp-num-layers",
@@ -59,9 +59,9 @@ def windows(args: Namespace) -> None:
         )
     if isinstance(skipped, list) and len(skipped) != args.num_layers:
         raise UsageError(
-            f"--window-attn-skip-freq with {len(skipped)} layers",
-            f"--num-layers {args.num_layers} of them",
-            "Change the pattern.",
+            f"--window-attn-skip-freq lists {len(skipped)} layers",
+            f"--num-layers {args.num_layers} layers",
+            "Change the list.",
         )
 
 
@@ -89,15 +89,15 @@ def recompute(args: Namespace) -> None:
     derive.recompute(args)
     if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
         raise UsageError(
-            "--recompute-granularity full",
-            "--recompute-method and --recompute-num-layers with it",
-            "Add them.",
+            "--recompute-granularity full without --recompute-method or --recompute-num-layers",
+            "all three flags",
+            "Add the missing flag.",
         )
     if args.recompute_granularity != "full" and args.recompute_method is not None:
         raise UsageError(
-            "--recompute-method",
-            "--recompute-granularity full with it",
-            "Add it, or remove the method.",
+            "--recompute-method without --recompute-granularity full",
+            "both flags",
+            "Add --recompute-granularity full, or remove --recompute-method.",
         )
     since_0_16 = tuple(map(int, args.megatron_version.split(".")[:2])) >= (0, 16)
     more = memory_flags.OFFLOADED_OF_EXPERTS if since_0_16 and args.num_experts else ()

@@ -20,7 +20,7 @@ def check(args: Namespace) -> None:
     if args.optimizer == "muon":
         _muon(args)
     else:
-        nothing_without("--optimizer muon", muon_flags.add, args, "both", "Add that flag.")
+        nothing_without("--optimizer muon", muon_flags.add, args, "both flags", "Add that flag.")
     _narrow(args)
     memory_flags.check_swap_optimizer(args)
     _learning_rate(args)
@@ -47,13 +47,13 @@ def _muon(args: Namespace) -> None:
     if version < muon_flags.COEFFICIENTS_SINCE and args.muon_coefficient_type != "quintic":
         raise UsageError(
             f"--muon-coefficient-type {args.muon_coefficient_type} of megatron-core {args.megatron_version}",
-            "quintic: other types can be selected from 0.17 on",
+            "quintic, because earlier versions than 0.17 have no other type",
             "Remove it.",
         )
     if not muon_flags.installed():
         raise UsageError(
             f"--optimizer muon without the package {muon_flags.PACKAGE}",
-            "the package, which contains Muon for megatron-core",
+            "this package, which provides Muon for megatron-core",
             f"pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0",
         )
     for what, given in (
@@ -65,7 +65,7 @@ def _muon(args: Namespace) -> None:
         if given:
             raise UsageError(
                 f"--optimizer muon with {what}",
-                "fp32 or bf16, and whole matrices on every data-parallel rank",
+                "fp32 or bf16, with whole matrices on every data-parallel rank",
                 "Remove one of them.",
             )
 
@@ -76,7 +76,7 @@ def _refuse_types_alone(args: Namespace) -> None:
         if value != "fp32":
             raise UsageError(
                 f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
-                "both",
+                "both flags",
                 "Add that flag.",
             )
 
@@ -92,7 +92,7 @@ def _narrow(args: Namespace) -> None:
         raise UsageError(
             "--use-precision-aware-optimizer or --reuse-fp32-param with "
             + ("FSDP" if args.fully_sharded else f"--optimizer {args.optimizer}"),
-            "Adam as the distributed optimizer",
+            "Adam with the distributed optimizer",
             "Remove one.",
         )
     if args.main_grads_dtype == "bf16" and not (args.bf16 and not args.accumulate_allreduce_grads_in_fp32):
@@ -105,7 +105,7 @@ def _narrow(args: Namespace) -> None:
 
 def _learning_rate(args: Namespace) -> None:
     if args.lr is None:
-        raise UsageError("no --lr", "the highest learning rate", "Pass one, for example --lr 1e-3.")
+        raise UsageError("--lr is missing", "the peak learning rate", "Pass it, for example --lr 1e-3.")
     if not 0 <= args.min_lr <= args.lr:
         raise UsageError(
             f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two flags."
@@ -149,17 +149,21 @@ def _schedule(args: Namespace) -> None:
             )
         if not 0 <= args.lr_warmup_fraction < 1:
             raise UsageError(
-                f"--lr-warmup-fraction {args.lr_warmup_fraction}", "from 0 to below 1", "Change it."
+                f"--lr-warmup-fraction {args.lr_warmup_fraction}",
+                "a fraction of at least 0 and less than 1",
+                "Change it.",
             )
     elif warmup >= decay:
         raise UsageError(
             f"--lr-warmup-{unit} {warmup}",
-            f"less than the {decay} {'iterations' if unit == 'iters' else unit} of the decay",
+            f"fewer than the {decay} {'iterations' if unit == 'iters' else unit} of the decay",
             f"Lower it, raise --lr-decay-{unit}, or train longer.",
         )
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         raise UsageError(
-            "--lr-decay-style WSD", f"--lr-wsd-decay-{unit} with it", f"Add --lr-wsd-decay-{unit} N."
+            f"--lr-decay-style WSD without --lr-wsd-decay-{unit}",
+            "both flags",
+            f"Add --lr-wsd-decay-{unit} N.",
         )
 
 
@@ -168,13 +172,13 @@ def _weight_decay(args: Namespace) -> None:
     if args.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
             raise UsageError(
-                "--start-weight-decay or --end-weight-decay",
+                "--start-weight-decay or --end-weight-decay with a constant weight decay",
                 "--weight-decay-incr-style linear or cosine",
                 "Add it, or pass only --weight-decay.",
             )
     elif start is None or end is None or not 0 <= start <= end:
         raise UsageError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} from {start} to {end}",
-            "--start-weight-decay from 0 to --end-weight-decay",
+            "--start-weight-decay of at least 0 and at most --end-weight-decay",
             "Pass both.",
         )

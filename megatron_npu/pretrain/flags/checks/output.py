@@ -33,8 +33,8 @@ def logging(args: Namespace) -> None:
     if args.dashboard is not None:
         if not (args.json_log or args.save or args.tensorboard_dir):
             raise UsageError(
-                "--dashboard",
-                "--save, --tensorboard-dir or --json-log, which the dashboard reads",
+                "--dashboard without a folder or file to read",
+                "--save, --tensorboard-dir or --json-log",
                 "Add one.",
             )
         require_packages("--dashboard")
@@ -53,7 +53,7 @@ def sinks(args: Namespace) -> None:
     if args.plot and not derive.has_matplotlib():
         raise UsageError("--plot, but matplotlib is not installed", "matplotlib", "pip install matplotlib")
     if args.plot and not (args.save or args.tensorboard_dir):
-        raise UsageError("--plot", "--save or --tensorboard-dir, where the plot is written", "Add one.")
+        raise UsageError("--plot without a folder to write to", "--save or --tensorboard-dir", "Add one.")
     derive.plot(args)
 
 
@@ -64,7 +64,7 @@ def wandb(args: Namespace) -> None:
         UsageError: the package or the destination is missing, or a W&B flag is given without the project.
     """
     if not args.wandb_project:
-        nothing_without("--wandb-project", job_flags.add_wandb, args, "both", "Add it.")
+        nothing_without("--wandb-project", job_flags.add_wandb, args, "both flags", "Add --wandb-project.")
         return
     if not is_installed("wandb"):
         raise UsageError(
@@ -72,7 +72,7 @@ def wandb(args: Namespace) -> None:
         )
     if not (args.wandb_save_dir or args.save):
         raise UsageError(
-            "--wandb-project", "--save or --wandb-save-dir, where its files are written", "Add one."
+            "--wandb-project without a folder for its files", "--save or --wandb-save-dir", "Add one."
         )
 
 
@@ -84,7 +84,9 @@ def ends(args: Namespace) -> None:
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
         raise UsageError(
-            f"--exit-signal {args.exit_signal}", "--exit-signal-handler with it", "Add --exit-signal-handler."
+            f"--exit-signal {args.exit_signal} without --exit-signal-handler",
+            "both flags",
+            "Add --exit-signal-handler.",
         )
 
 
@@ -96,13 +98,13 @@ def checkpoints(args: Namespace) -> None:
             another run.
     """
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval", "--save DIR with it", "Add --save.")
+        raise UsageError("--save-interval without --save", "both flags", "Add --save DIR.")
     if args.save_per_machine and not args.save:
-        raise UsageError("--save-per-machine", "--save DIR with it", "Add --save.")
+        raise UsageError("--save-per-machine without --save", "both flags", "Add --save DIR.")
     _retention(args)
     if args.async_save and args.fully_sharded:
         raise UsageError(
-            "--async-save with weights that are sharded (zero-2, zero-3, fsdp)",
+            "--async-save with sharded weights (zero-2, zero-3, fsdp)",
             "synchronous checkpoints, the only kind that such a run supports",
             "Remove --async-save.",
         )
@@ -123,7 +125,7 @@ def _require_load(args: Namespace) -> None:
         ("--load-last-good", args.load_last_good),
     ):
         if given and not args.load:
-            raise UsageError(flag, "--load DIR with it", "Add --load.")
+            raise UsageError(f"{flag} without --load", "both flags", "Add --load DIR.")
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
@@ -150,7 +152,11 @@ def _retention(args: Namespace) -> None:
         ("--save-retain-interval", args.save_retain_interval),
     ):
         if value and not args.save_interval:
-            raise UsageError(f"{flag} {value}", "--save DIR --save-interval N with it", "Add them.")
+            raise UsageError(
+                f"{flag} {value} without --save-interval",
+                "both flags, and --save",
+                "Add --save DIR --save-interval N.",
+            )
     if args.save_retain_interval and args.save_retain_interval % args.save_interval:
         raise UsageError(
             f"--save-retain-interval {args.save_retain_interval}",
@@ -169,15 +175,15 @@ def _rewinding(args: Namespace) -> None:
         return
     if not args.save_interval:
         raise UsageError(
-            "--loss-spike-policy rewind",
-            "--save DIR --save-interval N, for checkpoints to return to",
+            "--loss-spike-policy rewind without --save-interval",
+            "--save DIR --save-interval N, for so that there are checkpoints to return to",
             "Add them, or pass --loss-spike-policy skip.",
         )
     for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
         if left_out:
             raise UsageError(
-                f"--loss-spike-policy rewind {flag}",
-                "checkpoints with the complete state of a run",
+                f"--loss-spike-policy rewind with {flag}",
+                "checkpoints that contain the complete state of a run",
                 f"Remove {flag}.",
             )
 
@@ -190,7 +196,7 @@ def _choose_whole(args: Namespace) -> None:
     """
     if args.ckpt_step is not None:
         raise UsageError(
-            f"--ckpt-step {args.ckpt_step} --load-last-good", "only one of them", "Remove one of them."
+            f"--ckpt-step {args.ckpt_step} with --load-last-good", "only one of them", "Remove one of them."
         )
     there = checkpoint_files.iterations(args.load)
     derive.last_good(args, whole_checkpoints.newest_whole(args.load))
@@ -215,8 +221,8 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     found = stock_checkpoints.find(args.load, args.ckpt_step)
     if found is None and not same_directory(args.load, args.save):
         raise UsageError(
-            f"--load {args.load}: no checkpoint there",
-            f"a directory with {checkpoint_files.TRACKER}",
+            f"--load {args.load} contains no checkpoint",
+            f"a directory with the file {checkpoint_files.TRACKER}",
             "Correct the path, or remove --load to start from scratch.",
         )
     return found
@@ -231,8 +237,7 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
     stock_checkpoints.require_vocabulary(found, args)
     if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
         raise UsageError(
-            f"--load {found.path} was saved by a script of Megatron-LM, whose optimizer state cannot "
-            "be loaded",
+            f"--load {found.path} was saved by a Megatron-LM script, whose optimizer state cannot be loaded",
             "--finetune, or --no-load-optim",
             "--finetune loads the weights and starts at iteration 0; --no-load-optim resumes from "
             f"iteration {found.iteration} with a fresh optimizer state.",
@@ -277,8 +282,8 @@ def _spare_later(args: Namespace) -> None:
                 f"{args.ckpt_step}: "
             )
             + ", ".join(map(str, later)),
-            "a directory where the run overwrites no other checkpoint",
-            "Use another --save, or move them away.",
+            "a directory in which the run does not overwrite other checkpoints",
+            "Use another --save, or move the checkpoints away.",
         )
 
 
@@ -308,7 +313,7 @@ def _require_no_address(flag: str, place: str) -> None:
     if "://" in place:
         raise UsageError(
             f"{flag} {place}",
-            "a directory in a file system; addresses are not supported",
+            "a directory in a file system, because URLs are not supported",
             "Mount the storage, or save to a disk and copy complete checkpoints.",
         )
 

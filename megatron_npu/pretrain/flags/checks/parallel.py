@@ -36,22 +36,22 @@ def check(args: Namespace) -> None:
     if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
         raise UsageError(
             f"--tp-comm-overlap on the {devices.current().name} device",
-            "an Ascend NPU: on other devices only TransformerEngine's layers support it, which this "
-            "command does not use",
-            "Remove it; --sequence-parallel works without.",
+            "an Ascend NPU, because on other devices only TransformerEngine's layers support this flag, and "
+            "this command does not use them",
+            "Remove it; --sequence-parallel works without it.",
         )
     hccl_buffers.choose(args)
     if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
         raise UsageError(
-            f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded}'s)",
-            "replicas to compare: with FSDP each rank has a different part of every weight",
+            f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded})",
+            "replicas that can be compared, but with FSDP each rank has a different part of every weight",
             "Remove it, or use the distributed optimizer.",
         )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError(
-            "--overlap-param-gather",
-            "--use-distributed-optimizer and --overlap-grad-reduce with it",
-            "Add both.",
+            "--overlap-param-gather without --use-distributed-optimizer or --overlap-grad-reduce",
+            "all three flags",
+            "Add the missing flags.",
         )
 
 
@@ -84,7 +84,9 @@ def _hierarchy(args: Namespace) -> None:
 def _cuts_stages(args: Namespace, flag: str, size: int) -> None:
     if args.pipeline_model_parallel_size == 1:
         raise UsageError(
-            flag, "--pipeline-model-parallel-size of at least 2", "Raise it, or remove the flag."
+            flag,
+            "a --pipeline-model-parallel-size of at least 2",
+            "Raise --pipeline-model-parallel-size, or remove this flag.",
         )
     stage = args.num_layers // args.pipeline_model_parallel_size
     divides(size, flag, stage, "layers of a pipeline stage")
@@ -108,8 +110,9 @@ def _interleaving(args: Namespace) -> None:
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     if interleaved and args.pipeline_model_parallel_size == 2 and not args.overlap_p2p_comm:
         raise UsageError(
-            "an interleaved pipeline of 2 stages with --no-overlap-p2p-communication",
-            "overlapped p2p (batched sends of two chunks to the same neighbour cannot be distinguished)",
+            "an interleaved pipeline with 2 stages and --no-overlap-p2p-communication",
+            "overlapped point-to-point communication, because batched sends of two chunks to the same "
+            "neighbor cannot be told apart",
             "Remove --no-overlap-p2p-communication.",
         )
 
@@ -153,12 +156,12 @@ def _ramp(args: Namespace) -> None:
     if args.train_samples is None:
         raise UsageError(
             given,
-            "--train-samples with it, because a ramped batch counts samples",
-            "Pass --train-samples instead.",
+            "--train-samples, because the ramp is measured in samples",
+            "Pass --train-samples instead of --train-iters or --epochs.",
         )
     if start >= args.global_batch_size or (args.global_batch_size - start) % increment:
         raise UsageError(
             f"{given} with --global-batch-size {args.global_batch_size}",
-            "a smaller start, and a whole number of increments from one to the other",
-            "Change one of them.",
+            "a smaller start, and a whole number of increments between start and global batch size",
+            "Change one of the two flags.",
         )

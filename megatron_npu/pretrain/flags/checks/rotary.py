@@ -23,9 +23,9 @@ def check(args: Namespace) -> None:
         _yarn(args)
     else:
         yarn = "--position-embedding-type yarn"
-        nothing_without(yarn, rotary_flags.add_yarn, args, "both", "Add that flag.")
+        nothing_without(yarn, rotary_flags.add_yarn, args, "both flags", "Add that flag.")
     if not args.use_rope_scaling:
-        nothing_without("--use-rope-scaling", rotary_flags.add_scaling, args, "both", "Add that flag.")
+        nothing_without("--use-rope-scaling", rotary_flags.add_scaling, args, "both flags", "Add that flag.")
     _scaled(args)
 
 
@@ -33,17 +33,21 @@ def _channels(args: Namespace) -> None:
     rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
     if not 2 <= rotated <= args.kv_channels:
         raise UsageError(
-            f"--rotary-percent {args.rotary_percent} of --kv-channels {args.kv_channels}",
-            "at least one pair of channels, and at most all of them",
+            f"--rotary-percent {args.rotary_percent} with --kv-channels {args.kv_channels}",
+            "a rotated part of at least one pair of channels, and at most all channels",
             "Change one of the two.",
         )
 
 
 def _yarn(args: Namespace) -> None:
     for flag, unfit, expected in (
-        ("--rotary-percent", args.rotary_percent < 1, "heads that are rotated completely"),
+        ("--rotary-percent", args.rotary_percent < 1, "fully rotated heads"),
         ("--rotary-base", args.rotary_base < 2, "a base above 1"),
-        ("--rotary-interleaved", args.rotary_interleaved, "rotated halves, as in upstream's yarn"),
+        (
+            "--rotary-interleaved",
+            args.rotary_interleaved,
+            "rotated halves, as in upstream's yarn implementation",
+        ),
         ("--yarn-beta-fast", args.yarn_beta_fast < args.yarn_beta_slow, "at least --yarn-beta-slow"),
     ):
         if unfit:
@@ -75,7 +79,9 @@ def _scaled(args: Namespace) -> None:
     if args.rope_scaling_type == rotary_flags.DYNAMIC:
         if args.kv_channels * args.rotary_percent < 4:
             raise UsageError(
-                f"--rope-scaling-type dynamic of {args.kv_channels} channels", "at least 4", "Change it."
+                f"--rope-scaling-type dynamic with --kv-channels {args.kv_channels}",
+                "at least 4",
+                "Change it.",
             )
     elif args.rope_scaling_low_freq_factor >= args.rope_scaling_high_freq_factor:
         raise UsageError(

@@ -37,26 +37,29 @@ def check(args: Namespace) -> None:
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
     """Return the given flags that exclude a CUDA graph, each with the reason."""
-    changing, reads = "each step generates different random numbers", "the host reads results during a step"
+    changing, reads = (
+        "each step must generate different random numbers",
+        "the host reads results during a step",
+    )
     found = [
         (
             args.pipeline_model_parallel_size > 1,
             "--pipeline-model-parallel-size",
-            "stages wait for each other",
+            "pipeline stages wait for each other",
         ),
-        (args.context_parallel_size > 1, "--context-parallel-size", "it is not tested"),
+        (args.context_parallel_size > 1, "--context-parallel-size", "the combination is not tested"),
         (bool(args.num_experts), "--num-experts", "the number of tokens per expert changes between steps"),
         (bool(args.mtp_num_layers), "--mtp-num-layers", reads),
-        (args.fp16, "--fp16", "the loss scale changes"),
+        (args.fp16, "--fp16", "the loss scale changes between steps"),
         (args.attention_dropout > 0, "--attention-dropout above 0", changing),
         (args.hidden_dropout > 0, "--hidden-dropout above 0", changing),
         (bool(args.recompute_granularity), "--recompute-granularity", "it resets the random generators"),
         (
             args.overlap_grad_reduce,
             "--overlap-grad-reduce",
-            "gradients are sent as soon as they are computed",
+            "gradients are sent while others are still being computed",
         ),
-        (args.fully_sharded, "fully sharded weights", "parameters are gathered during the pass"),
+        (args.fully_sharded, "fully sharded weights", "parameters are gathered during the forward pass"),
         (bool(settings.verified_operations()), settings.VERIFY.name, reads),
     ]
     return [(given, why) for holds, given, why in found if holds]

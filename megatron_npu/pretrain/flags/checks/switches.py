@@ -35,7 +35,7 @@ def check(args: Namespace) -> None:
     if switches.checkpoint_activations:
         derive.recompute_all(args)
     if switches.fused_ops:
-        _say(args, "--fused-ops: no effect: the plug-in already uses this project's operations")
+        _say(args, "--fused-ops has no effect, because the plug-in already uses this project's operations")
 
 
 def _say(args: Namespace, line: str) -> None:
@@ -51,7 +51,10 @@ def _precision(args: Namespace, switches: Switches) -> None:
     if getattr(args, other):
         raise UsageError(f"--mixed-precision {wanted} and --{other}", "only one of them", "Remove one.")
     derive.precision(args, wanted)
-    _say(args, f"--mixed-precision means --{wanted} here: weights in {wanted}, optimizer states in fp32")
+    _say(
+        args,
+        f"--mixed-precision means --{wanted} here, with weights in {wanted} and optimizer states in fp32",
+    )
 
 
 def _place(args: Namespace) -> Place:
@@ -67,12 +70,12 @@ def _share_out(args: Namespace, sharding: str, place: Place) -> None:
         _optimizer_states(
             args,
             flag,
-            "; each rank keeps the whole gradients of its part of the model, because a pipeline "
-            "accumulates into them with every micro batch, and only their sums are sharded at the end "
-            "of a step; weights are not sharded",
+            "; each rank keeps the full gradients of its part of the model, because a pipeline accumulates "
+            "into them with every micro batch and shards only their sums at the end of a step; weights are "
+            "not sharded",
         )
     elif place.alone:  # where megatron-core 0.16's FSDP doubles its gradients
-        _say(args, f"{flag}: one data-parallel rank, so there is nothing to shard")
+        _say(args, f"{flag} has no effect, because there is only one data-parallel rank")
     else:
         _FULLY[sharding](args, flag)
 
@@ -100,13 +103,14 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
     if version < _FIRST_FSDP:
         raise UsageError(
             f"{flag} with megatron-core {args.megatron_version}",
-            "0.16 or newer, whose FSDP reduces gradients correctly",
-            "Use --fsdp-memory-optimization (torch's FSDP) or --zero-1-memory-optimization, or install 0.16.",
+            "megatron-core 0.16 or newer, whose FSDP reduces gradients correctly",
+            "Use --fsdp-memory-optimization (torch's FSDP) or --zero-1-memory-optimization, or install "
+            "megatron-core 0.16.",
         )
     _require_shardable(args, flag)
     derive.sharding(args, "megatron", strategy)
     derive.distributed_optimizer(args)
-    _say(args, f"{flag} means Megatron's FSDP ({strategy}) here; sharded: {what}")
+    _say(args, f"{flag} means Megatron's FSDP ({strategy}) here, which shards {what}")
 
 
 def _torch_fsdp(args: Namespace, flag: str) -> None:
@@ -118,7 +122,7 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
         )
     _require_shardable(args, flag)
     derive.sharding(args, "torch")
-    _say(args, f"{flag} means torch's fully_shard here; sharded: Adam's states, gradients and weights")
+    _say(args, f"{flag} means torch's fully_shard here, which shards Adam's states, gradients and weights")
 
 
 def _require_shardable(args: Namespace, flag: str) -> None:
@@ -127,10 +131,10 @@ def _require_shardable(args: Namespace, flag: str) -> None:
     for word, expected, remedy in (
         (
             "--num-experts",
-            "a dense model: experts are distributed over other groups of ranks",
+            "a dense model, because experts are distributed over different groups of ranks",
             "Use --zero-1-memory-optimization.",
         ),
-        ("--sample-prompt", "no samples: weights are gathered only for training", "Remove the flag."),
+        ("--sample-prompt", "no samples, because weights are gathered only for training", "Remove the flag."),
         ("--overlap-grad-reduce", overlaps, "Remove the flag."),
         ("--overlap-param-gather", overlaps, "Remove the flag."),
     ):
@@ -156,7 +160,7 @@ def _offload(args: Namespace, switches: Switches) -> None:
     if args.use_precision_aware_optimizer or args.reuse_fp32_param:
         raise UsageError(
             "--cpu-offload with --use-precision-aware-optimizer or --reuse-fp32-param",
-            "only one of them: the update on the host is in fp32",
+            "only one of them, because the update on the host is in fp32",
             "Remove one.",
         )
     for flag, given, without in (
@@ -166,8 +170,8 @@ def _offload(args: Namespace, switches: Switches) -> None:
         if given and not without:
             raise UsageError(
                 f"{flag} with --cpu-offload",
-                "a checkpoint without the optimizer: an offloaded one of megatron-core 0.12 to 0.16 "
-                "contains torch objects, which are not loaded",
+                "a checkpoint without the optimizer, because the offloaded optimizer of megatron-core 0.12 "
+                "to 0.16 saves torch objects, which cannot be loaded safely",
                 f"Pass --no-{flag.removeprefix('--')}-optim, or remove --cpu-offload.",
             )
     derive.offloaded_optimizer(args, on=True)

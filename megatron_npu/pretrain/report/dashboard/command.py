@@ -57,7 +57,7 @@ def find(run: str) -> Path:
     if not path.is_file():
         raise UsageError(
             f"{path}: no such file",
-            f"the --save of a run, which has a {METRICS}, or the file of its --json-log",
+            f"the --save folder of a run, which contains {METRICS}, or its --json-log file",
             "Correct the path.",
         )
     return path

@@ -57,7 +57,7 @@ def _start(metrics: Path, descriptor: int, host: str) -> subprocess.Popen[bytes]
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
-        print(f" the dashboard ended early, with exit code {process.returncode}", flush=True)
+        print(f" the dashboard process exited early with code {process.returncode}", flush=True)
         return
     process.terminate()
     try:

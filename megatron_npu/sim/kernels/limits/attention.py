@@ -144,18 +144,18 @@ def _lengths() -> tuple[Limit, ...]:
             )
             for name in names
         ),
-        Limit("actual_seq_kvlen", "as many entries as actual_seq_qlen", partial(same_count, list)),
+        Limit("actual_seq_kvlen", "the same number of entries as actual_seq_qlen", partial(same_count, list)),
         *(
             Limit(
                 name,
-                f"ends that do not fall and reach all tokens of {tokens}; final zeros leave sequences out",
+                f"non-decreasing ends that reach all tokens of {tokens}; trailing zeros leave sequences out",
                 is_cumulative(name, tokens),
             )
             for name, tokens in zip(names, ("query", "key"), strict=True)
         ),
         Limit(
             "actual_seq_kvlen",
-            "the sequences of actual_seq_qlen left out",
+            "the same sequences left out as in actual_seq_qlen",
             partial(same_count, layouts.used),
         ),
     )
@@ -171,7 +171,7 @@ def _modes() -> tuple[Limit, ...]:
         Limit("sparse_mode", "0 to 6", lambda a: a.sparse_mode in SIMULATED_MODES, simulated=False),
         Limit(
             "atten_mask",
-            "the mask that belongs to a sparse_mode above 0; without it the device attends to everything",
+            "the mask that a sparse_mode above 0 requires; without it the device attends to everything",
             lambda a: a.sparse_mode == MASKLESS_MODE or a.atten_mask is not None,
             even_none=True,
         ),
@@ -259,9 +259,10 @@ def _gradient() -> tuple[Limit, ...]:
 
 
 V1_NOTES = (
-    "pse: the formula adds it before the scale, an example in the same text after it; the formula counts, "
-    "as for pse_type 1 of npu_fusion_attention_v2. A query whose mask row is all ones gives zeros, as the "
-    "device does with inner_precise=2. actual_seq_qlen: two maximal lengths are named, the larger is allowed."
+    "pse: the documented formula adds it before the scale, an example in the same text after it; the "
+    "simulator follows the formula, as for pse_type 1 of npu_fusion_attention_v2. A query whose mask "
+    "row is all ones gives zeros, as the device does with inner_precise=2. actual_seq_qlen: the "
+    "documentation names two maximum lengths; the larger one is allowed."
 )
 _SOURCE = "wheel, npu_fusion_attention; op-plugin, FlashAttentionKernelNpuOpApi.cpp"
 _SOURCE_V2 = "wheel, npu_fusion_attention_v2"
@@ -271,7 +272,7 @@ _DROPOUT = (
     dtype("dropout_mask", torch.uint8),
     Limit(
         "dropout_mask",
-        "a bit for every attention weight",
+        "one bit per attention weight",
         lambda a: a.dropout_mask.numel() * 8 >= sizes_of(a).heads * weights_of_a_head(a),
     ),
 )
@@ -296,7 +297,9 @@ BACKWARD = Limits(_SOURCE, (*_V1, *_gradient()))
 FORWARD_V2 = Limits(_SOURCE_V2, (*_V2, *_DROPOUT))
 BACKWARD_V2 = Limits(_SOURCE_V2, (*_V2, *_gradient()))
 FORWARD_V3 = Limits(
-    _SOURCE_V3, _V1, "Hardware wants the lengths of TND on the host; the simulator takes them on the NPU."
+    _SOURCE_V3,
+    _V1,
+    "Hardware expects the lengths for TND on the host; the simulator expects them on the NPU.",
 )
 BACKWARD_V3 = Limits(_SOURCE_V3, (*_V1, *_gradient()))
 

@@ -32,8 +32,8 @@ _COMMON = (
     *_QUANTISED,
 )
 _NOTES = (
-    "On Atlas A2 all products of one model that communicate must name one communicator, and its NPUs be "
-    "linked each to each; neither is checked. Atlas A3 takes 16 ranks, too."
+    "On Atlas A2, all communicating matmuls of one model must name the same communicator, whose NPUs "
+    "must be fully connected; neither is checked. Atlas A3 also supports 16 ranks."
 )
 
 ALL_GATHER = Limits("wheel, npu_all_gather_base_mm", (*_COMMON, one_of("gather_index", 0)), _NOTES)
@@ -67,7 +67,7 @@ ALL_REDUCE = Limits(
             ).split()
         ),
     ),
-    "For inference, says the wheel, and no k below 256 is forbidden. 1, 2, 4 or 8 ranks; not checked.",
+    "The wheel documents it for inference and does not forbid k below 256. 1, 2, 4 or 8 ranks; not checked.",
 )
 
 LIMITS = {

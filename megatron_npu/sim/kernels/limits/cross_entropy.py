@@ -40,7 +40,7 @@ CROSS_ENTROPY_LOSS = Limits(
             "weight", "values above 0 and up to 1", lambda a: bool(((a.weight > 0) & (a.weight <= 1)).all())
         ),
         Limit("ignore_index", "below c for input [n, c]", lambda a: a.ignore_index < a.input.size(1)),
-        Limit("label_smoothing", "0.0 up to below 1.0", lambda a: 0.0 <= a.label_smoothing < 1.0),
+        Limit("label_smoothing", "at least 0.0 and below 1.0", lambda a: 0.0 <= a.label_smoothing < 1.0),
         one_of("return_zloss", False),
     ),
     "A negative ignore_index ignores nothing; torch's -100 targets are outside the allowed classes.",
@@ -81,10 +81,10 @@ FUSED_LINEAR_ONLINE_MAX_SUM = Limits(
         dtype("target", torch.int32, torch.int64),
         dimensions("target", 1),
         Limit("target", "[n] for input [n, h]", lambda a: a.target.size(0) == a.input.size(0)),
-        Limit("vocab_start_index", "0 and more", lambda a: a.vocab_start_index >= 0),
+        Limit("vocab_start_index", "at least 0", lambda a: a.vocab_start_index >= 0),
         Limit(
             "vocab_end_index",
-            "vocab_start_index and more",
+            "at least vocab_start_index",
             lambda a: a.vocab_end_index >= a.vocab_start_index,
         ),
         Limit(
@@ -99,8 +99,9 @@ FUSED_LINEAR_ONLINE_MAX_SUM = Limits(
             ),
         ),
     ),
-    "aclnn also wants both indices below the largest target, which its own examples do not keep. It counts "
-    "vocab_end_index as a word of the part; public tests of the kernel do not. Here it is counted.",
+    "aclnn also requires both indices to be below the largest target, which its own examples violate. It "
+    "counts vocab_end_index as part of the vocabulary shard, but public tests of the kernel do not; the "
+    "simulator does.",
 )
 
 FUSED_CROSS_ENTROPY_LOSS_WITH_MAX_SUM = Limits(
@@ -119,14 +120,14 @@ FUSED_LINEAR_CROSS_ENTROPY_BACKWARD = Limits(
     "wheel, npu_fused_linear_cross_entropy_loss_with_max_sum_backward",
     (
         *_FACTORS,
-        Limit("weight", "128 and more for v in [v, h]", lambda a: a.weight.size(0) >= 128),
+        Limit("weight", "at least 128 for v in [v, h]", lambda a: a.weight.size(0) >= 128),
         dtype("grad", torch.float32),
         dimensions("grad", 1),
         Limit("grad", "[n] for input [n, h]", lambda a: a.grad.size(0) == a.input.size(0)),
         dtype("target_mask", torch.uint8),
         Limit(
             "target_mask",
-            "[(n + 7) // 8], a bit for each row",
+            "[(n + 7) // 8], one bit per row",
             lambda a: a.target_mask.shape == ((a.input.size(0) + 7) // 8,),
         ),
         dtype("masked_target", torch.int32, torch.int64),
@@ -140,7 +141,7 @@ FUSED_LINEAR_CROSS_ENTROPY_BACKWARD = Limits(
         ),
         *(dtype(each, torch.float32) for each in ("logits_max", "sum_exp_logits", "softmax")),
     ),
-    "The kernel's own memory for sums in fp32, among them [v, h], is not counted by the simulator.",
+    "The simulator does not count the kernel's own memory for fp32 sums, which include [v, h].",
 )
 
 LIMITS = {

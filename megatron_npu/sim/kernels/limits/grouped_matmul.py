@@ -62,7 +62,7 @@ GROUPED_TENSORS = (
         "float16 with float16, float32 with bfloat16 and float32",
         lambda a: all(t.dtype == GROUPED_BIAS[a.x[0].dtype] for t in a.bias),
     ),
-    Limit("bias", "as many tensors as weight", lambda a: len(a.bias) == len(a.weight)),
+    Limit("bias", "the same number of tensors as weight", lambda a: len(a.bias) == len(a.weight)),
 )
 
 
@@ -97,7 +97,7 @@ GROUPED_MATMUL = Limits(
         *(not_simulated(f"{name}_dtype") for name in ("x", "weight", "scale", "per_token_scale")),
         Limit(
             "weight",
-            "as many as x with group_type -1; one [e, k, n], or [k, n] each, with 0; one with 2",
+            "the same number as x with group_type -1; one [e, k, n], or [k, n] each, with 0; one with 2",
             _group_count,
         ),
         Limit(
@@ -127,12 +127,12 @@ GROUPED_MATMUL = Limits(
         ),
         Limit(
             "group_list",
-            "no negative sizes, cumulative ends not falling",
+            "no negative sizes, non-decreasing cumulative ends",
             lambda a: not_decreasing(_ends(a)),
         ),
         Limit(
             "group_list",
-            "the whole of the divided axis: rows of x with group_type 0, k with 2",
+            "a sum that covers the divided axis: rows of x with group_type 0, k with 2",
             lambda a: _ends(a)[-1] == (a.x[0].size(1) if a.group_type == 2 else sum(t.size(0) for t in a.x)),
         ),
         Limit(
@@ -159,17 +159,17 @@ GROUPED_MATMUL_LIST = Limits(
         dimensions("weight", 2),
         Limit(
             "group_list",
-            "at least two ends, none negative, rising",
+            "at least two non-negative, increasing ends",
             lambda a: len(a.group_list) != 1 and not_decreasing(list(a.group_list)),
         ),
         Limit(
             "group_list",
-            "a value where one x meets several weights",
+            "a value if one x is used with several weights",
             lambda a: a.group_list is not None or len(a.x) == len(a.weight),
             even_none=True,
         ),
         Limit("group_list", "one entry per weight", lambda a: len(a.group_list) == len(a.weight)),
-        Limit("x", "one tensor, or as many as weight", lambda a: len(a.x) in (1, len(a.weight))),
+        Limit("x", "one tensor, or the same number as weight", lambda a: len(a.x) in (1, len(a.weight))),
         Limit(
             "x",
             "2 dimensions with a group_list or with split_item 2 or 3",
@@ -207,7 +207,7 @@ GROUPED_MATMUL_ADD = Limits(
         Limit("group_list", f"up to {GROUPS} groups", lambda a: 1 <= len(a.group_list) <= GROUPS),
         Limit(
             "group_list",
-            "no negative sizes, cumulative ends not falling",
+            "no negative sizes, non-decreasing cumulative ends",
             lambda a: not_decreasing(_ends(a)),
         ),
         Limit("group_list", "at most the rows of x", lambda a: _ends(a)[-1] <= a.x.size(0)),
@@ -218,7 +218,7 @@ GROUPED_MATMUL_ADD = Limits(
             lambda a: tuple(a.input.shape) == (len(a.group_list), a.x.size(1), a.weight.size(1)),
         ),
     ),
-    "op-plugin's operation without underscore also changes its input; here it does not.",
+    "op-plugin's operation without underscore also changes its input; the simulator's does not.",
 )
 
 LIMITS = {

@@ -51,7 +51,7 @@ MOE_TOKEN_PERMUTE = Limits(
         ),
         Limit(
             "num_out_tokens",
-            "not below minus the number of copies",
+            "at least minus the number of copies",
             lambda a: a.num_out_tokens >= -a.indices.numel(),
         ),
         one_of("padded_mode", False),
@@ -75,12 +75,12 @@ MOE_TOKEN_UNPERMUTE = Limits(
         Limit("probs", f"[tokens, topk] with topk up to {TOPK}", lambda a: 0 < a.probs.size(1) <= TOPK),
         Limit(
             "probs",
-            "as many elements as sorted_indices",
+            "the same number of elements as sorted_indices",
             lambda a: a.probs.numel() == a.sorted_indices.numel(),
         ),
         Limit(
             "sorted_indices",
-            "no position twice, from 0 to their number - 1",
+            "each position from 0 to their number - 1 at most once",
             lambda a: torch.equal(
                 a.sorted_indices.sort().values, torch.arange(len(a.sorted_indices), dtype=torch.int32)
             ),
@@ -145,7 +145,7 @@ MOE_TOKEN_PERMUTE_WITH_ROUTING_MAP = Limits(
         ),
         Limit(
             "routing_map",
-            f"num_out_tokens // tokens ones in every row, fewer than {TOPK}",
+            f"num_out_tokens // tokens ones per row, fewer than {TOPK}",
             lambda a: _copies(a) < TOPK and bool((a.routing_map.bool().sum(1) == _copies(a)).all()),
         ),
     ),
@@ -176,7 +176,7 @@ MOE_TOKEN_UNPERMUTE_WITH_ROUTING_MAP = Limits(
         ),
         Limit(
             "sorted_indices",
-            f"as many for each token, at most {TOPK}",
+            f"the same number for each token, at most {TOPK}",
             lambda a: (
                 len(a.sorted_indices) % max(1, a.restore_shape[0]) == 0
                 and len(a.sorted_indices) <= TOPK * a.restore_shape[0]
@@ -194,7 +194,7 @@ MOE_TOKEN_UNPERMUTE_WITH_ROUTING_MAP = Limits(
         not_simulated("drop_and_pad", False),
         Limit(
             "routing_map",
-            "as many ones as sorted_indices has elements, equally many in every row",
+            "as many ones as sorted_indices has elements, with the same number in every row",
             lambda a: (
                 int(a.routing_map.bool().sum()) == len(a.sorted_indices)
                 and len(set(a.routing_map.bool().sum(1).tolist())) <= 1
@@ -227,24 +227,26 @@ MOE_GATING_TOP_K = Limits(
         one_of("group_select_mode", 0, 1),
         Limit(
             "group_count",
-            "a divisor of the number of experts, with more than two of them in a group",
+            "a divisor of the number of experts that leaves more than two experts per group",
             lambda a: (
                 a.group_count > 0 and a.x.size(1) % a.group_count == 0 and a.x.size(1) // a.group_count > 2
             ),
         ),
         Limit(
             "group_count",
-            f"{GATED_EXPERTS} experts once every group is filled up to a multiple of {GROUPS_OF}",
+            f"at most {GATED_EXPERTS} experts after every group is padded to a multiple of {GROUPS_OF}",
             lambda a: _filled_up(a.x.size(1) // a.group_count) * a.group_count <= GATED_EXPERTS,
         ),
         Limit("k_group", "1 to group_count", lambda a: 1 <= a.k_group <= a.group_count),
-        Limit("k", "1 to the experts of k_group groups", lambda a: 1 <= a.k <= _experts_of_groups(a)),
+        Limit(
+            "k", "1 to the number of experts in k_group groups", lambda a: 1 <= a.k <= _experts_of_groups(a)
+        ),
         one_of("renorm", 0),
         one_of("norm_type", 0, 1),
     ),
-    "The wheel says that the operation supports inference, and its gradient training, by autograd of sigmoid "
-    "scores. Weights of softmax scores are not divided by their sum (aclnn; older editions of it do not tell "
-    "the two apart).",
+    "According to the wheel the operation supports inference, and its gradient supports training, through "
+    "autograd of sigmoid scores. Weights from softmax scores are not divided by their sum (aclnn; older "
+    "editions do not distinguish the two).",
 )
 
 MOE_GATING_TOP_K_BACKWARD = Limits(
@@ -256,7 +258,7 @@ MOE_GATING_TOP_K_BACKWARD = Limits(
         dtype("grad_y", *FLOATS),
         Limit(
             "grad_y",
-            "[tokens, k] with k up to the number of experts, no empty tensor",
+            "[tokens, k] with k up to the number of experts, not empty",
             lambda a: (
                 a.grad_y.dim() == 2
                 and a.grad_y.size(0) == a.x_norm.size(0)

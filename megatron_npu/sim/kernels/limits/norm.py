@@ -28,7 +28,8 @@ RMS_NORM = Limits(
         _gamma_ends_input("gamma"),
     ),
     "The wheel says that gamma has 2 to 8 dimensions and shows one; aclnnRmsNorm says 1 to 8. op-plugin's "
-    "tests for Atlas A2 also give a float32 gamma to float16; the wheel's equal dtypes count.",
+    "tests for Atlas A2 also combine a float32 gamma with float16; the simulator follows the wheel, which "
+    "requires equal dtypes.",
 )
 
 RMS_NORM_BACKWARD = Limits(
@@ -62,7 +63,7 @@ _SUMMANDS = (
     _gamma_ends_input("gamma", "x1"),
 )
 _ADD_LAYER_NORM_SOURCE = "aclnnAddLayerNorm, Atlas A2 and A3"
-_ADD_LAYER_NORM_NOTE = "x1 and x2 may differ in dtype on hardware, which the simulator does not take."
+_ADD_LAYER_NORM_NOTE = "On hardware x1 and x2 may differ in dtype, which the simulator does not support."
 
 ADD_LAYER_NORM = Limits(
     _ADD_LAYER_NORM_SOURCE,

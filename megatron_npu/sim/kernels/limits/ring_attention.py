@@ -60,7 +60,7 @@ RING_ATTENTION_UPDATE = Limits(
         dtype("actual_seq_qlen", torch.int64),
         Limit(
             "actual_seq_qlen",
-            "cumulative lengths from 0 to t; the 0 may be missing where input_softmax_layout is TND",
+            "cumulative lengths from 0 to t; the 0 may be omitted if input_softmax_layout is TND",
             _ring_lengths,
         ),
     ),

@@ -75,7 +75,7 @@ ROTARY_MUL = Limits(
 ROTARY_MUL_BACKWARD = Limits(
     ROTARY_MUL.source,
     (*ROTARY_MUL_INPUT, shape_of("grad", "input")),
-    f"Not checked: b · n at most {ROTARY_GRADIENT_COUNT} where cos or sin need a gradient.",
+    f"Not checked: b · n at most {ROTARY_GRADIENT_COUNT} if cos or sin need a gradient.",
 )
 
 
@@ -89,7 +89,7 @@ def _same_but_heads(argument: str) -> Limit:
     allowed = (
         "the shape of query with one head"
         if argument in ("cos", "sin")
-        else "the shape of query but for heads"
+        else "the shape of query except for the number of heads"
     )
     return Limit(argument, allowed, holds)
 

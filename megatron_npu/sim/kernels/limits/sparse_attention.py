@@ -49,7 +49,7 @@ _COMMON = (
     ),
     Limit(
         "sparse_indices",
-        "rows of key, and in each row all that are none (negative) behind those that are",
+        "row numbers of key, with unused entries (negative) at the end of each row",
         lambda a: (
             bool((a.sparse_indices < a.key.size(1)).all())
             and bool(((a.sparse_indices < 0).int().diff(dim=-1) >= 0).all())
@@ -61,9 +61,10 @@ _COMMON = (
 )
 
 _NOTES = (
-    "The wheel names the arguments, and no sizes: those are of the same operation in MindSpore's "
-    "documentation (mindspore.ops.sparse_flash_attention, its constraints and its formula). None states how "
-    "unused indices are written; the wheel's example of npu_sparse_lightning_indexer_grad_kl_loss writes -1."
+    "The wheel names the arguments but no sizes; the sizes are from MindSpore's documentation of the "
+    "same operation (mindspore.ops.sparse_flash_attention, its constraints and its formula). Neither "
+    "states how unused indices are written; the wheel's example of "
+    "npu_sparse_lightning_indexer_grad_kl_loss writes -1."
 )
 
 SPARSE_FLASH_ATTENTION = Limits(
