@@ -1,14 +1,14 @@
 """Explain the differences on the page of equal numbers by comparing each run with one in fp64.
 
-    python benchmarks/equal_truth.py [--seeds N]
+    python benchmarks/equal_truth.py [--seeds N] [--run NAME ...]
 
 Model, data and weights are those of ``equal_numbers.py``, with megatron-core 0.16.1. Recorded in
 ``results/equal/truth.json``, with date and commit:
 
-- ``runs``: for each run, the distance of the first gradient from fp64's at the same weights, and how far
-  losses and norms over ten iterations are from those of training in fp64;
-- ``weight``: the weight whose first update differs most between NPU and CPU, and its gradients;
-- ``epsilon``: the difference of norms between NPU and CPU with Adam's default epsilon and a larger one;
+- ``runs``: of each run the first gradient's distance from fp64's at the same weights (``rounded``: after
+  rounding it to bf16), and how far losses and norms of ten iterations are from those of a training in fp64;
+- ``weight``: the weight that the first update moves most differently on the NPU and the CPU, its gradients;
+- ``epsilon``: the difference of the NPU's and the CPU's norms with Adam's default epsilon and a larger one;
 - ``seeds``: the largest deviation of a loss from fp32's, for bf16 in one process and on two ranks, by seed.
 
 For fp64, the built-in trainer runs with its types and casts replaced; do not train with it. ``npu`` is
@@ -18,6 +18,7 @@ simulated.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -67,7 +68,8 @@ class Run:
         device: ``cpu`` or ``npu``.
         processes: number of processes.
         fp64: whether everything is computed in fp64.
-        rounded: whether the initial weights are rounded to bf16.
+        rounded: whether the weights begin as those of bf16.
+        reduced: whether torch's FSDP reduces gradients in fp32, which upstream does not ask it for.
     """
 
     flags: str = ""
@@ -75,8 +77,10 @@ class Run:
     processes: int = 1
     fp64: bool = False
     rounded: bool = False
+    reduced: bool = False
 
 
+FSDP, ZERO_3 = "cpu bf16, torch's FSDP 2", "cpu bf16, Megatron's FSDP 2"
 TRUTH, TRUTH_BF16 = "fp64", "fp64, from bf16's weights"
 RUNS = {
     TRUTH: Run("--no-gradient-accumulation-fusion", fp64=True),
@@ -88,6 +92,15 @@ RUNS = {
     "cpu bf16, micro batch 1": Run(f"{BF16} {SMALL}"),
     "cpu bf16, micro batch 4": Run(f"{BF16} {LARGE}"),
     "cpu bf16, TP 2": Run(f"{BF16} {equal.TP2}", processes=2),
+    "cpu bf16, DP 2": Run(BF16, processes=2),
+    FSDP: Run(f"{BF16} --fsdp-memory-optimization", processes=2),
+    f"{FSDP}, micro batch 1": Run(f"{BF16} --fsdp-memory-optimization {SMALL}", processes=2),
+    f"{FSDP}, micro batch 4": Run(f"{BF16} --fsdp-memory-optimization {LARGE}", processes=2),
+    f"{FSDP}, micro batch 4, reduced in fp32": Run(
+        f"{BF16} --fsdp-memory-optimization {LARGE}", processes=2, reduced=True
+    ),
+    ZERO_3: Run(f"{BF16} --zero-3-memory-optimization", processes=2),
+    f"{ZERO_3}, micro batch 1": Run(f"{BF16} --zero-3-memory-optimization {SMALL}", processes=2),
     "cpu fp32, epsilon": Run(EPSILON),
     "npu fp32, epsilon": Run(EPSILON, device="npu"),
 }
@@ -106,31 +119,49 @@ class Kept:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many seeds, 0 to 8")
+    parser.add_argument("--run", nargs="+", choices=RUNS, help="only these, beside what is noted already")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         return _work(Path(options.worker))
     with tempfile.TemporaryDirectory() as folder:
-        kept = _train(Path(folder))
-        found = {"runs": _runs(kept), "weight": _weight(kept), "epsilon": _epsilon(kept)}
-        found["seeds"] = _seeds(Path(folder), SEEDS[: options.seeds])
-    words = ["git", "-C", str(equal.ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    noted = {"commit": commit, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **found}
+        if options.run:
+            noted = _with_runs(json.loads(RESULTS.read_text()), _train(Path(folder), options.run))
+        else:
+            kept = _train(Path(folder), list(RUNS))
+            found = {"runs": _runs(kept), "weight": _weight(kept), "epsilon": _epsilon(kept)}
+            found["seeds"] = _seeds(Path(folder), SEEDS[: options.seeds])
+            noted = {**_origin(), **found}
     files.write(RESULTS, json.dumps(noted, indent=1) + "\n")
     print(json.dumps(noted, indent=1))
     return 0
 
 
-def _train(folder: Path) -> dict[str, Kept]:
-    """Train every run from the initial weights of a single process."""
+def _origin() -> dict[str, str]:
+    words = ["git", "-C", str(equal.ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return {"commit": commit, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def _with_runs(noted: dict[str, Any], kept: Mapping[str, Kept]) -> dict[str, Any]:
+    """Return what is noted, with the rows of other runs in place of theirs or behind them."""
+    rows = {row["run"]: row for row in noted["runs"]}
+    rows |= {row["run"]: {**row, **_origin()} for row in _runs(kept)}
+    return {**noted, "runs": list(rows.values())}
+
+
+def _train(folder: Path, names: list[str]) -> dict[str, Kept]:
+    """Train fp64's runs and the named ones from the weights that one process has drawn."""
     data, start = folder / "numbers", folder / "start"
     tiny.write_dataset(data)
     flags = [*tiny.flags_for(data), *equal.MODEL.split()]
     _start(folder, "begin", Run(), [*flags, "--train-iters", "0", "--save", str(start)])
     kept = {}
-    for name, run in RUNS.items():
-        words = [*flags, "--load", str(start), "--finetune", *run.flags.split()]
+    for name in dict.fromkeys((TRUTH, TRUTH_BF16, *names)):
+        run = RUNS[name]
+        # Megatron's FSDP reads its own format alone; drawn on the host, its weights are the same
+        begins = [] if "--zero-3" in run.flags else ["--load", str(start), "--finetune"]
+        words = [*flags, *begins, *run.flags.split()]
         kept[name] = _start(folder, name, run, words)
         print(f"{name}: losses {kept[name].losses[0]:.6f} to {kept[name].losses[-1]:.6f}", flush=True)
     return kept
@@ -147,6 +178,8 @@ def _start(folder: Path, name: str, run: Run, words: list[str]) -> Kept:
     loaded = [torch.load(part, weights_only=True) for part in parts]
     rows = tiny.rows(folder / f"{name}.jsonl") if name != "begin" else []
     answer = Kept(losses=[row["loss"] for row in rows], norms=[row["grad_norm"] for row in rows])
+    if "--tensor" not in run.flags:
+        loaded = loaded[:1]  # each rank has noted whole tensors
     for iteration in zip(*loaded, strict=True):
         answer.gradients.append(_whole([part["gradients"] for part in iteration]))
         answer.weights.append(_whole([part["weights"] for part in iteration]))
@@ -185,11 +218,12 @@ def _runs(kept: Mapping[str, Kept]) -> list[dict[str, Any]]:
     for name, run in kept.items():
         if name in (TRUTH, TRUTH_BF16) or "epsilon" in name:
             continue
-        at_the_same_weights = kept[TRUTH_BF16] if "bf16" in name else truth
+        first, expected = run.gradients[0], kept[TRUTH_BF16 if "bf16" in name else TRUTH].gradients[0]
         rows.append(
             {
                 "run": name,
-                "gradient": _distance(run.gradients[0], at_the_same_weights.gradients[0]),
+                "gradient": _distance(first, expected),
+                "rounded": _distance({key: each.bfloat16() for key, each in first.items()}, expected),
                 "loss": equal._deviation(run.losses, truth.losses),
                 "norm": equal._deviation(run.norms, truth.norms),
             }
@@ -276,16 +310,22 @@ def _work(spec: Path) -> int:
         _compute_in_fp64()
     if told["rounded"]:
         loop.Trainer.run = _from_rounded_weights(loop.Trainer.run)  # type: ignore[method-assign,assignment]
+    if told["reduced"]:
+        _reduce_in_fp32()
     kept: list[dict[str, Tensors]] = []
 
     def keep(iteration: int, chunks: Any) -> None:
         if iteration > 2:
             return
-        named = [(name.replace("module.", ""), each) for name, each in chunks[0].named_parameters()]
+        named = {name.replace("module.", ""): each for name, each in chunks[0].named_parameters()}
+        shards = _shards(chunks[0], named)
+        if shards:
+            kept.append({"gradients": shards, "weights": {}})
+            return
         kept.append(
             {
-                "gradients": {name: each.main_grad.detach().cpu().clone() for name, each in named},
-                "weights": {name: each.detach().cpu().clone() for name, each in named},
+                "gradients": {name: each.main_grad.detach().cpu().clone() for name, each in named.items()},
+                "weights": {name: each.detach().cpu().clone() for name, each in named.items()},
             }
         )
 
@@ -293,6 +333,38 @@ def _work(spec: Path) -> int:
     pretrain.train(arguments.parse(words), on_gradients=keep)
     torch.save(kept, f"{told['out']}.{rank}.pt")
     return 0
+
+
+def _reduce_in_fp32() -> None:
+    """Let torch's FSDP sum the ranks' gradients in fp32; what it keeps of them is bf16 all the same."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as upstreams
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    shard, policy = upstreams.fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    upstreams.fully_shard = functools.partial(shard, mp_policy=policy)
+
+
+def _shards(chunk: Any, named: Mapping[str, Any]) -> Tensors:
+    """Return the whole gradients of a model in either FSDP, from all ranks' shards; else nothing."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    shapes = {name: each.shape for name, each in named.items()}
+    buffer = getattr(getattr(chunk, "module", None), "param_and_grad_buffer", None)
+    if buffer is not None:  # Megatron's, whose sharded parameters lie beside the model
+        sharded = {name.replace("module.", ""): each for name, each in buffer.optimizer_named_parameters}
+        shapes = {name: each.orig_param.shape for name, each in sharded.items()}
+    elif all(isinstance(each, DTensor) for each in named.values()):
+        sharded = dict(named)
+    else:
+        return {}
+    own = {
+        name: torch.zeros(0) if each.grad is None else each.grad.to_local().flatten().float().cpu()
+        for name, each in sharded.items()
+    }
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return {name: torch.cat([part[name] for part in parts]).view(shape) for name, shape in shapes.items()}
 
 
 def _from_rounded_weights(run: Callable[[Any], Any]) -> Callable[[Any], Any]:

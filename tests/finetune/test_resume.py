@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from megatron_npu.commands import cli
+from megatron_npu.finetune.model.prepare import Prepared
+from megatron_npu.finetune.run import resume_changes
+from tests.conftest import ROOT
 from tests.support import tiny, train_runs
 from tests.support.payload import Runs
 
@@ -150,26 +157,111 @@ def test_without_a_checkpoint_it_begins_and_says_so(tmp_path, capsys) -> None:
     assert f"no checkpoint in {tmp_path} yet: starting from scratch" in capsys.readouterr().out
 
 
-def test_other_settings_of_the_optimizer_take_effect_and_are_said(
-    alone: Path, tmp_path: Path, capsys
+HIGHEST, AT = 1e-2, SAVED + 1  # an iteration logs the rate of the next update
+
+# the flag and its value; the rate that the first line then has (None: the plain run's); whether the first
+# loss (that of the same weights), and whether a later one, differs from the plain run's
+ROWS = [
+    ("--lr 1e-3", 1e-3 * (12 - AT) / 12, False),
+    ("--min-lr 5e-3", 5e-3 + (12 - AT) / 12 * 5e-3, False),
+    ("--lr-decay-style cosine", HIGHEST * 0.5 * (math.cos(math.pi * AT / 12) + 1), False),
+    ("--lr-decay-style constant", HIGHEST, False),
+    ("--lr-decay-iters 20", HIGHEST * (20 - AT) / 20, False),
+    ("--lr-warmup-iters 10", HIGHEST * AT / 10, False),
+    ("--lr-warmup-fraction 0.5", HIGHEST * (12 - AT) / 6, False),
+    ("--weight-decay 0.9", None, False),
+    ("--adam-beta1 0.1", None, False),
+    ("--adam-beta2 0.5", None, False),
+    ("--adam-eps 1e-2", None, False),
+    ("--clip-grad 0.01", None, False),
+    ("--train-iters 10", HIGHEST * (10 - AT) / 10, False),
+    ("--epochs 3", HIGHEST * (18 - AT) / 18, False),
+    ("--micro-batch-size 2", None, True),  # other random numbers for dropout
+    ("--mixed-precision bf16", None, True),
+    ("--mixed-precision fp16", None, True),
+]
+
+
+@pytest.mark.parametrize(("words", "rate", "at_once"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_flag_takes_effect_and_is_said(words, rate, at_once, alone, tmp_path, capsys) -> None:
+    plain, flag = train_runs.losses(alone)[SAVED:], words.split()[0]
+    folder = begun(alone, tmp_path / "begun")
+    train(1, *flags(folder, "--load", folder, *words.split()))
+    (line,) = re.findall(rf"^   {flag} .*$", capsys.readouterr().out, re.MULTILINE)
+    expected = {row.flag: row.effect for row in resume_changes.FLAGS}[flag]
+    assert re.fullmatch(rf"   {flag} \S+ \(the checkpoint: \S+\): {re.escape(expected)}", line)
+    found = train_runs.losses(folder)
+    assert (found[0] != plain[0]) == at_once
+    assert found[1] != plain[1]  # after the first update
+    rows = [tiny.rows(path / "metrics.jsonl") for path in (folder, alone)]
+    (first,), (plains,) = ([row for row in each if row["iteration"] == AT] for each in rows)
+    assert first["learning_rate"] == pytest.approx(plains["learning_rate"] if rate is None else rate)
+
+
+@pytest.mark.parametrize(
+    ("provided", "words", "rate", "said"),
+    [
+        (
+            "lambda weights: torch.optim.AdamW(weights, lr=1e-2), None",
+            "--lr 1e-3 --adam-eps 1e-2 --lr-decay-style constant",
+            1e-2,
+            [
+                "--lr 0.001 (the checkpoint: 0.01): no effect: your script creates the optimizer",
+                "--adam-eps 0.01 (the checkpoint: 1e-08): no effect: your script creates the opt",
+                "--lr-decay-style constant (the checkpoint: linear): applies from the next update on",
+            ],
+        ),
+        (
+            "None, lambda adam: torch.optim.lr_scheduler.StepLR(adam, 4)",
+            "--lr 1e-3 --lr-decay-style constant --weight-decay 0.5",
+            1e-4,  # a tenth every four iterations
+            [
+                "--lr 0.001 (the checkpoint: 0.01): no effect: your script creates the schedule",
+                "--lr-decay-style constant (the checkpoint: linear): has an effect only if the schedule that",
+                "--weight-decay 0.5 (the checkpoint: 0.01): applies from the next update on",
+            ],
+        ),
+    ],
+    ids=["optimizer", "schedule"],
+)
+def test_what_the_script_creates_comes_from_the_checkpoint(
+    provided, words, rate, said, tmp_path, capsys
 ) -> None:
-    """The highest and least rate, decay, betas and epsilon: what the rest of the run has, and its numbers."""
-    plain = train_runs.losses(alone)[SAVED:]
-    for number, (words, rate) in enumerate(
-        [
-            (("--lr", "1e-3", "--min-lr", "5e-4"), pytest.approx(5e-4 + 3 / 12 * 5e-4)),
-            (("--weight-decay", "0.9"), None),
-            (("--adam-beta1", "0.1"), None),
-            (("--adam-beta2", "0.5"), None),
-            (("--adam-eps", "1e-2"), None),
-        ]
-    ):
-        folder = begun(alone, tmp_path / str(number))
-        capsys.readouterr()
-        train(1, *flags(folder, "--load", folder, *words))
-        said = capsys.readouterr().out
-        assert f"{words[0]} {float(words[1])} (checkpoint: " in said
-        assert train_runs.losses(folder) != plain
-        assert train_runs.losses(folder)[0] == plain[0]
-        if rate is not None:
-            assert tiny.rows(folder / "metrics.jsonl")[0]["learning_rate"] == rate
+    script, save = tmp_path / "own.py", tmp_path / "save"
+    text = SCRIPT.read_text()
+    assert "(*layers), None, None" in text
+    script.write_text(text.replace("(*layers), None, None", f"(*layers), {provided}"))
+
+    def run(*more: object) -> None:
+        train(1, *(str(script) if word == str(SCRIPT) else word for word in flags(save, *more)))
+
+    run("--save-interval", SAVED)
+    (save / "latest_checkpointed_iteration.txt").write_text(f"{SAVED}\n")
+    shutil.rmtree(save / "iter_0000012")
+    capsys.readouterr()
+    plain = train_runs.losses(save)
+    run("--load", save, *words.split())
+    told = capsys.readouterr().out
+    assert [line for line in said if line not in told] == []
+    (row,) = [row for row in tiny.rows(save / "metrics.jsonl") if row["iteration"] == AT]
+    assert row["learning_rate"] == pytest.approx(rate)
+    found = train_runs.losses(save)
+    assert found[:AT] == plain[:AT]
+    assert found[AT] != plain[AT]  # after the first update
+
+
+def test_another_length_of_samples_is_said() -> None:
+    args, saved = Namespace(max_length=64, lr=1e-2), {"max_length": 128, "lr": 1e-2}
+    prepared = cast("Prepared", Namespace(own_optimizer=True, flags_schedule=True, lr_scheduler=None))
+    expected = "  --max-length 64 (the checkpoint: 128): splits samples at other positions"
+    assert resume_changes.since(args, saved, "there", prepared)[1:] == [expected]
+
+
+def test_the_page_has_a_row_for_each_flag() -> None:
+    page = (ROOT / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
+    page = page[page.index("## `megatron-npu train`") :]
+    tested = {row[0].split()[0] for row in ROWS} | {"--max-length"}
+    for row in resume_changes.FLAGS:
+        rows = [line for line in page.splitlines() if line.startswith("|") and f"`{row.flag}`" in line]
+        assert rows[0].endswith(f"| {row.effect} |"), row.flag
+        assert row.flag in tested

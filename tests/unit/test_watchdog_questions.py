@@ -108,4 +108,4 @@ def test_an_error_on_another_machine_is_named_before_the_limit(watched, monkeypa
     end = time.monotonic() + 60
     while not told and time.monotonic() < end:
         rank._look()
-    assert "rank 1 (node1, process 1) ended with AssertionError: Mismatch in local rank setting" in told[0]
+    assert "rank 1 (node1, process 1) exited with AssertionError: Mismatch in local rank setting" in told[0]

@@ -39,9 +39,15 @@ class Settings:
         """Restore the settings; the learning rate follows from the schedule's position."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
-        if self.rates is None or not isinstance(schedule, LambdaLR):
-            return
-        schedule.base_lrs = list(self.rates)
-        for group, rate, part in zip(optimizer.param_groups, self.rates, schedule.lr_lambdas, strict=True):
-            group["lr"] = rate * part(schedule.last_epoch)
-        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+        if self.rates is not None and isinstance(schedule, LambdaLR):
+            schedule.base_lrs = list(self.rates)
+            follow(schedule)
+
+
+def follow(schedule: LambdaLR) -> None:
+    """Set the learning rates that a schedule has at its position, which its function may have changed."""
+    for group, rate, part in zip(
+        schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        group["lr"] = rate * part(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.model.activations import checkpoint_activations
@@ -26,7 +26,7 @@ from megatron_npu.finetune.model.gradients import clip, norm_of, scale
 from megatron_npu.finetune.model.graph import attention_outside, compile_blocks
 from megatron_npu.finetune.model.lora import adapt
 from megatron_npu.finetune.model.main_weights import MainWeights
-from megatron_npu.finetune.model.optimizer_settings import Settings
+from megatron_npu.finetune.model.optimizer_settings import Settings, follow
 from megatron_npu.finetune.model.optimizer_state import load_optimizer_state, optimizer_state, rebind
 from megatron_npu.finetune.model.precision import LossScale, autocast
 from megatron_npu.finetune.model.sharding import accumulating, data_parallel, mesh_of, shard_fully
@@ -69,6 +69,7 @@ class Prepared:
         loss_scale: the loss scale of fp16.
         ledger: one line per switch with its effect.
         own_optimizer: whether the default optimizer is used, whose settings are arguments of ``prepare``.
+        flags_schedule: whether the schedule is that of the flags, rather than the script's.
     """
 
     model: nn.Module
@@ -83,6 +84,7 @@ class Prepared:
     loss_scale: LossScale | None = None
     ledger: list[str] = field(default_factory=list)
     own_optimizer: bool = False
+    flags_schedule: bool = False
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context for the forward and backward pass of a micro-batch.
@@ -147,7 +149,7 @@ class Prepared:
         """Load the result of ``state_dict`` after a checkpoint has filled it.
 
         For the default optimizer only moments are loaded: settings and learning rate are the current ones. A
-        user's optimizer continues with its stored settings.
+        user's optimizer continues with its stored settings, and a schedule of the flags with theirs.
         """
         settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])
@@ -158,7 +160,9 @@ class Prepared:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if settings is not None:
             settings.restore(self.optimizer, self.lr_scheduler)
-        if self.loss_scale is not None:
+        elif self.flags_schedule and isinstance(self.lr_scheduler, LambdaLR):
+            follow(self.lr_scheduler)
+        if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def full_weights(self) -> dict[str, Tensor]:

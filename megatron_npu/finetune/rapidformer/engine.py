@@ -132,7 +132,8 @@ class RapidformerEngine:
         """
         self.used = True
         args = self.args if plan is None else plan.settled(self.args)
-        if lr_scheduler is None and args.train_iters is not None:
+        of_flags = lr_scheduler is None and args.train_iters is not None
+        if of_flags:
             lr_scheduler = schedule.scheduler_fn(args)
         module = providers.as_module(model)
         self.vocabulary = vocabulary.size_of(module)
@@ -152,6 +153,7 @@ class RapidformerEngine:
                 eps=args.adam_eps,
             ),
         )
+        self.prepared.flags_schedule = of_flags
         own = self.prepared.module
         self.pairs = pair_losses.PairLoss(own) if pair_losses.has_pairs(own) else None
         # weights were drawn alike on all ranks; what is dropped is drawn by each for itself

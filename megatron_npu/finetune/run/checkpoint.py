@@ -28,6 +28,7 @@ from megatron_npu.base import files, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, disks, shared_folder
 from megatron_npu.finetune.model.prepare import Prepared
+from megatron_npu.finetune.run import resume_changes
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
     checkpoint_failures,
@@ -43,18 +44,6 @@ _SAME = {  # what decides which samples an iteration has
     "seed": "--seed",
     "train_samples": "the number of training samples",
 }
-_RATES = "applies from the next update on, at the run's position in the schedule"
-_OF_OWN_OPTIMIZER = (
-    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-)
-_AT_ONCE = (
-    ("clip_grad", "applies from the next update on"),
-    ("train_iters", "changes the end of the run and, without --lr-decay-iters, the end of the schedule"),
-    ("micro_batch_size", "changes memory and speed; results differ in their last digits"),
-    ("mixed_precision", "changes the precision of matmuls from the next iteration on"),
-    ("max_length", "splits the data into samples at other positions"),
-)
 
 
 @watchdog.phase(watchdog.SAVING)
@@ -129,8 +118,10 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     said = [f"loaded {place}; resuming from iteration {found['iteration']}"]
-    said += _changes(args, found["arguments"], place, own_optimizer=prepared.own_optimizer)
+    said += resume_changes.since(args, found["arguments"], place, prepared)
     content: dict[str, Any] = {"train": prepared.state_dict()}
+    if found["arguments"].get("mixed_precision") != "fp16":
+        content["train"].pop("loss_scale", None)  # the checkpoint has none
     same_ranks = found["arguments"].get("world_size") == args.world_size
     if same_ranks:
         content["random"] = {str(args.rank): _random_states()}
@@ -176,21 +167,6 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
                 "the same value, because it determines the samples of each iteration",
                 "Pass the flags of the original run, or start again from the trained weights.",
             )
-
-
-def _changes(args: Namespace, saved: dict[str, Any], place: Path, *, own_optimizer: bool) -> list[str]:
-    """Return what differs from the run that saved, a line a flag, and what that does."""
-    own = _OF_OWN_OPTIMIZER if own_optimizer else ()
-    lines = [
-        f"  --{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]}): {effect}"
-        for name, effect in (*((name, _RATES) for name in own), *_AT_ONCE)
-        if name in saved and hasattr(args, name) and saved[name] != _plain(getattr(args, name))
-    ]
-    return [f"changed since the checkpoint {place}:", *lines] if lines else []
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.options import memory_flags
@@ -64,6 +65,45 @@ def test_a_copy_of_the_configuration_keeps_remainders(asked):
         model = make_ddp(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         (built,) = get_megatron_optimizer(each, [model]).chained_optimizers
         assert built.optimizer.store_param_remainders is asked
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations in the block create."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in args if torch.is_tensor(each)}
+        if torch.is_tensor(result) and result.untyped_storage().data_ptr() not in given:
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("changes", [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}])
+def test_a_resume_does_not_create_the_state_again(changes):
+    """Megatron-LM #7288: after the tensors are filled upstream hands the optimizer its own state."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(**{
+        "optimizer": "adam", "lr": 0.1, "bf16": True, "params_dtype": torch.bfloat16,
+        "use_distributed_optimizer": True, "use_precision_aware_optimizer": True,
+        "store_param_remainders": False, **changes,
+    })  # fmt: skip
+    model = make_ddp(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    (built,) = get_megatron_optimizer(config, [model]).chained_optimizers
+    built.init_state_fn(built.optimizer, config)
+    state = built.optimizer.state
+    before = {(id(key), name): one for key, values in state.items() for name, one in values.items()}
+    assert len(before) == 3 * 4
+    with Allocated() as ours:
+        built.load_state_dict(built.state_dict())
+    assert ours.bytes == 0
+    assert all(state[key][name] is before[id(key), name] for key in state for name in state[key])
+    with Allocated() as torchs:  # which TransformerEngine's begins with, before it creates the state again
+        torch.optim.Optimizer.load_state_dict(built.optimizer, built.optimizer.state_dict())
+    assert torchs.bytes > 0
 
 
 PLAIN = {

@@ -48,6 +48,7 @@ def test_shards_train_like_the_whole(tree: Path, tmp_path: Path, whole, kind: st
     rest = pretrain(tree, tmp_path, *flags, *load, processes=2, **variables)
     assert norms(rest) == norms(whole)[1:]
     # the second line of a process is the mean of its first two losses
+    assert losses(rest)[0] == pytest.approx(2 * losses(whole)[1] - losses(whole)[0], abs=3e-6)
     assert 2 * losses(rest)[1] - losses(rest)[0] == pytest.approx(losses(whole)[2], abs=3e-6)
 
 

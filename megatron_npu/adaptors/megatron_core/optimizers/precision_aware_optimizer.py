@@ -46,8 +46,11 @@ def _importable_from_transformer_engine() -> Iterator[None]:
 
 @_around(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-    why="--use-precision-aware-optimizer checks whether TransformerEngine's FusedAdam accepts four "
-    "arguments, which ours accepts as well; ours does not support fp8 moments",
+    upstream_bug=True,
+    until="it is needed without TransformerEngine; the bug is in every version up to 0.19.2, #7288",
+    why="a resume with --use-precision-aware-optimizer creates the optimizer's whole state a second time, "
+    "which needs memory: TransformerEngine's FusedAdam casts and copies what upstream passes back to it; "
+    "ours, which takes its place where TransformerEngine is absent, keeps the tensors",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     """Let upstream inspect our Adam; remember a request for remainders, which upstream switches off.

@@ -1,0 +1,103 @@
+"""Differences between a fine-tuning and the checkpoint it resumes from, with their effects.
+
+One table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are reported by
+``checkpoint.load``.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_npu.finetune.model.prepare import Prepared
+
+_RATES = "applies from the next update on, at the run's position in the schedule"
+_NEXT = "applies from the next update on"
+_END = "changes the end of the run, and without --lr-decay-iters also that of the schedule"
+_OF_OPTIMIZER = "no effect: your script creates the optimizer, whose settings come from the checkpoint"
+_OF_SCHEDULE = "no effect: your script creates the schedule, whose rates come from the checkpoint"
+_READ_BY_SCRIPT = "has an effect only if the schedule that your script creates reads it"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that may change on resume.
+
+    Attributes:
+        name: its attribute.
+        effect: the effect of another value, where no script creates an optimizer or a schedule.
+    """
+
+    name: str
+    effect: str
+
+    @property
+    def flag(self) -> str:
+        """Its spelling."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+RATE = Flag("lr", _RATES)
+SCHEDULE = tuple(
+    Flag(name, _RATES)
+    for name in ("min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
+)
+OPTIMIZER = tuple(Flag(name, _NEXT) for name in ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"))
+OTHERS = (
+    Flag("clip_grad", _NEXT),
+    Flag("epochs", _END),
+    Flag("train_iters", _END),
+    Flag("micro_batch_size", "changes memory and speed; results differ in their last digits"),
+    Flag(
+        "mixed_precision",
+        "uses other matrix products from the next iteration on; fp16 starts with its initial loss scale if "
+        "the checkpoint has none",
+    ),
+    Flag("max_length", "splits samples at other positions"),
+)
+FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
+
+
+def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
+    """Return the log lines, one per difference; empty without any.
+
+    Args:
+        args: the flags of this run.
+        saved: those of the run that saved.
+        place: the checkpoint.
+        prepared: whose optimizer and schedule decide what the flags do.
+    """
+    lines = [
+        f"  {row.flag} {getattr(args, row.name)} (the checkpoint: {saved[row.name]}): {effect}"
+        for row, effect in _effects(prepared)
+        if row.name in saved
+        and hasattr(args, row.name)
+        and saved[row.name] != _plain(getattr(args, row.name))
+    ]
+    return [f"changed since the checkpoint {place}:", *lines] if lines else []
+
+
+def _effects(prepared: Prepared) -> Iterator[tuple[Flag, str]]:
+    """Yield each flag with its effect on this optimizer and this schedule."""
+    yield RATE, _effect_of_rate(prepared)
+    for row in SCHEDULE:
+        yield row, row.effect if prepared.flags_schedule else _READ_BY_SCRIPT
+    for row in OPTIMIZER:
+        yield row, row.effect if prepared.own_optimizer else _OF_OPTIMIZER
+    for row in OTHERS:
+        yield row, row.effect
+
+
+def _effect_of_rate(prepared: Prepared) -> str:
+    if not prepared.own_optimizer:
+        return _OF_OPTIMIZER
+    return RATE.effect if isinstance(prepared.lr_scheduler, LambdaLR) else _OF_SCHEDULE
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
