@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-EXIT_CODES = "exit codes: 0 success; 1 failure; 2 bad input; 130 interrupted (docs/reference/exit-codes.md)"
+EXIT_CODES = (
+    "exit codes: 0 success; 1 failure; 2 bad input; 130 Ctrl-C; 143 SIGTERM (docs/reference/exit-codes.md)"
+)
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "megatron-npu run": (

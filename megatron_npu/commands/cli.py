@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
+TERMINATED = 143  # the same of SIGTERM
 _OURS = (
     "a package that megatron_npu declares",
     f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for another "
@@ -91,6 +92,18 @@ _REQUIRED = {
         "work without it.",
     ),
 }
+# these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:
+# Python hears no signal while it waits for another rank
+_HEAR_TERMINATION = (
+    "generate",
+    "lambada",
+    "evaluate",
+    "convert",
+    "checkpoint",
+    "data",
+    "plan",
+    "doctor",
+)
 # these let the garbage collector go on themselves, once their model is built
 _BUILD_A_MODEL = ("pretrain",)
 # these start a rank for each device that CUDA_VISIBLE_DEVICES lists; torch, once imported, has counted them
@@ -128,7 +141,7 @@ options:
   --completion        print a completion script for bash and zsh: eval "$(megatron-npu --completion)"
 
 Several processes: torchrun --nproc-per-node N -m megatron_npu COMMAND [ARGUMENTS...]
-Exit codes: 0 success; 1 failure; 2 bad input; 130 interrupted (docs/reference/exit-codes.md)
+Exit codes: 0 success; 1 failure; 2 bad input; 130 Ctrl-C; 143 SIGTERM (docs/reference/exit-codes.md)
 docs/reference/flags.md lists the environment variables."""
 
 # the commands, and after one of them the flags that its --help lists
@@ -189,9 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return _reader_is_gone()
     except KeyboardInterrupt as interrupt:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"megatron-npu {argv[0]}: interrupted{interrupt}", file=sys.stderr)
-        return INTERRUPTED
+        return _stopped(argv[0], interrupt)
     except Exception as error:
         ended = _ended_by(error, argv[0])
         if ended is None:
@@ -201,6 +212,15 @@ def main(argv: list[str] | None = None) -> int:
         launcher_report.tell(line)
         print(line, file=sys.stderr)
         return code
+
+
+def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
+    """Say that a signal has ended a command; return its exit code."""
+    terminated = isinstance(interrupt, interruption.TerminatedError)
+    if int(os.environ.get("RANK", "0")) == 0:
+        told = "terminated" if terminated else "interrupted"
+        print(f"megatron-npu {command}: {told}{interrupt}", file=sys.stderr)
+    return TERMINATED if terminated else INTERRUPTED
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
@@ -226,7 +246,7 @@ def _run_heard(argv: list[str]) -> int:
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
     try:
-        with interruption.heard(), _packages_for(argv):
+        with interruption.heard(), _terminable(argv[0]), _packages_for(argv):
             code = _run(argv)
             sys.stdout.flush()  # Python does so at its end, where nobody hears that a reader is gone
             return code
@@ -318,6 +338,13 @@ def _run(argv: list[str]) -> int:
 def rapidformer() -> int:
     """Run ``megatron-npu train`` under the name ``rapidformer``, which the PAI-Rapidformer document uses."""
     return main(["train", *sys.argv[1:]])
+
+
+def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
+    """Hear SIGTERM in a command that cleans up after it; ranks of a launcher keep its default effect."""
+    if command in _HEAR_TERMINATION and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return interruption.termination_heard()
+    return contextlib.nullcontext()
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:

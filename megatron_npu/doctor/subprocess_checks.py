@@ -49,7 +49,12 @@ def communication() -> dict[str, Any]:
             _start("megatron_npu.doctor.collectives", store, str(rank), size, LOCAL_WORLD_SIZE=size)
             for rank in range(processes)
         ]
-        found = [_wait(rank, TIMEOUT + collectives.TIMEOUT)[1] for rank in ranks]
+        try:
+            found = [_wait(rank, TIMEOUT + collectives.TIMEOUT)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()  # without effect on one that has ended
+                rank.wait()
     errors = [f"rank {rank}: {error}" for rank, error in enumerate(found) if error is not None]
     if errors:
         return {"error": "; ".join(errors)}
@@ -110,6 +115,10 @@ def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | No
         process.kill()
         process.communicate()
         return "", f"no result after {seconds:.0f} seconds"
+    except KeyboardInterrupt:  # also of SIGTERM
+        process.kill()
+        process.wait()
+        raise
     if process.returncode == 0:
         return stdout, None
     lines = [line for line in stderr.splitlines() if line.strip()]

@@ -1,4 +1,7 @@
-"""Keep Ctrl-C from being lost: Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks."""
+"""Keep Ctrl-C from being lost, and let SIGTERM end a command as Ctrl-C does.
+
+Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 _AGAIN = 0.02  # seconds: by then what has dropped it is over
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, inside of ``termination_heard``."""
+
+
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Send SIGINT to the main thread again if Python dropped a KeyboardInterrupt inside the block.
@@ -28,7 +35,8 @@ def heard() -> Iterator[None]:
     def hook(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             # without ``threading``, whose locks may be what the main thread has just taken
-            _thread.start_new_thread(_send_again, ())
+            again = signal.SIGTERM if issubclass(dropped.exc_type, TerminatedError) else signal.SIGINT
+            _thread.start_new_thread(_send_again, (again,))
         else:
             former(dropped)
 
@@ -39,9 +47,30 @@ def heard() -> Iterator[None]:
         sys.unraisablehook = former
 
 
-def _send_again() -> None:
+def _send_again(number: signal.Signals) -> None:
     time.sleep(_AGAIN)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+@contextlib.contextmanager
+def termination_heard() -> Iterator[None]:
+    """Raise ``TerminatedError`` on SIGTERM inside the block, so that files and processes are cleaned up.
+
+    A second SIGTERM has its former effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -81,3 +82,65 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
     assert third.returncode == 0, third.stderr
     assert f"removed {left}" in third.stdout
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+
+
+def test_sigterm_ends_lambada_with_one_line(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """In the middle of the passages: no process, no file, and the exit code of the page."""
+    saved, passages, results = tmp_path / "saved", tmp_path / "passages.jsonl", tmp_path / "out" / "results"
+    results.parent.mkdir()
+    assert (
+        tiny.run("pretrain", *flags("--save", saved, "--train-iters", 1, "--eval-iters", 0)).returncode == 0
+    )
+    os.mkfifo(passages)
+    asked = ["--load", str(saved), "--valid-data", str(passages), "--results", str(results)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        tiny.command("lambada", *asked), env=tiny.environment(), stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            with passages.open("w") as sent:  # opens when the command reads
+                sent.write('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 30_000)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=LONGEST)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert [line for line in err.splitlines() if "Warning" not in line and "warn(" not in line] == [
+        "megatron-npu lambada: terminated"
+    ]
+    assert "LAMBADA" not in out
+    assert not list(results.parent.iterdir())
+    assert not psutil.wait_procs(children, timeout=LONGEST)[1]
+
+
+GPT = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor"],
+        [
+            *"plan --devices 2 -- pretrain --train-iters 1 --micro-batch-size 1 --mock-data".split(),
+            *GPT.split(),
+        ],
+    ],
+    ids=["doctor", "plan"],
+)
+def test_sigterm_ends_what_a_command_has_started(words: list[str], tmp_path: Path) -> None:
+    environment = tiny.environment() | {"TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(tiny.command(*words), env=environment, stdout=pipe, stderr=pipe, text=True)
+    with process:
+        try:
+            wait_until(lambda: psutil.Process(process.pid).children(), process, process.communicate)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=LONGEST)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert err.splitlines()[-1] == f"megatron-npu {words[0]}: terminated"
+    assert not psutil.wait_procs(children, timeout=1)[1]
+    assert not list(tmp_path.glob("megatron-npu-plan-*"))

@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,11 @@ from tests.conftest import ROOT
 from tests.support import held_rows
 
 PAGE = ROOT / "docs" / "records" / "requirements.md"
+TYPED = ROOT / "benchmarks" / "results" / "requirements" / "typed.json"  # which rows somebody typed or read
+# one of these is what a "partly" wants
+WANTED = re.compile(
+    r"hardware|GPU|NPU|A100|cards|chip|Ascend machine|machine with|network|weights|docker|cannot be had"
+)
 ROWS = {"003": 54, "000": 21, "002": 25, "004": 20, "001": 95}  # rows of each document
 
 
@@ -62,6 +68,32 @@ def test_a_row_is_held_by_tests_that_exist(row: Row) -> None:
 def test_what_is_missing_is_said_where_something_is(row: Row) -> None:
     assert row.state in ("yes", "yes, changed", "partly", "no")
     assert bool(row.missing) == (row.state != "yes"), f"{row.number} is {row.state!r}: {row.missing!r}"
+
+
+def test_a_partly_needs_what_cannot_be_had_here() -> None:
+    assert [row.number for row in rows() if row.state == "partly" and not WANTED.search(row.missing)] == []
+    assert not [row for row in rows() if row.state == "no"]
+
+
+def test_the_page_counts_what_was_typed() -> None:
+    typings = json.loads(TYPED.read_text(encoding="utf-8"))["typings"]
+    typed = {number for one in typings for number in one["typed"]}
+    read = {number for one in typings for number in one["read"]}
+    everything = [row.number for row in rows()]
+    assert typed | read == set(everything)
+    assert not typed & read
+    states = Counter(row.state for row in rows() if row.number in typed)
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    for words in (
+        f"{len(typed)} of the {len(everything)} rows were typed",
+        f"{states['yes']} rows do it verbatim, {states['yes, changed']} with what their last column names, "
+        f"{states['partly']} in part",
+        f"The other {len(read)} rows were read",
+    ):
+        assert words in text
+    for one in typings:
+        assert one["commit"] in text
+        assert re.fullmatch(r"2\d{3}-\d\d-\d\d", one["date"])
 
 
 def test_the_suite_says_which_named_tests_ran(tmp_path: Path) -> None:

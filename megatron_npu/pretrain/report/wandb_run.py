@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
@@ -13,6 +17,7 @@ from megatron_npu.pretrain.checkpoint.checkpoint_description import plain_argume
 from megatron_npu.pretrain.flags.plan_parts import WandbFlags
 
 _PATIENCE = 600.0  # seconds that the end of a run waits for a server that is out of reach
+_GRACE = 60.0  # seconds that wandb's service process has to take a row, or to end after _PATIENCE
 
 
 class WandbRun:
@@ -36,6 +41,7 @@ class WandbRun:
         if "finish_timeout" in getattr(settings, "model_fields", {}):  # older ones wait for ever
             further["settings"] = wandb.Settings(finish_timeout=_PATIENCE)
         self._failed = False
+        before = {child.pid for child in psutil.Process().children()}
         try:
             self._run: Any = wandb.init(
                 project=flags.wandb_project,
@@ -50,24 +56,58 @@ class WandbRun:
                 "wandb to start the run",
                 "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
+        self._service = [child for child in psutil.Process().children() if child.pid not in before]
 
     def log(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the values of an iteration."""
         if numbers:
-            self._tried(self._run.log, dict(numbers), step=iteration)
+            self._tried(_GRACE, self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
         """Flush remaining data, for at most ten minutes, and report whether the run failed."""
-        self._tried(self._run.finish, exit_code=0 if went_well else 1)
+        self._tried(_PATIENCE + _GRACE, self._run.finish, exit_code=0 if went_well else 1)
+        if self._failed:
+            self._give_up()
 
-    def _tried(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the package; log its first error, and let the training continue."""
+    def _tried(self, limit: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call the package; log its first error, and let the training continue.
+
+        A service process that does not answer for ``limit`` seconds is killed: then the call fails.
+        """
         try:
-            call(*args, **kwargs)
+            with self._service_killed_after(limit):
+                call(*args, **kwargs)
         except Exception as error:  # of its own kinds: its service has ended, its disk is full
             if not self._failed:
-                print(f" Weights & Biases failed; training continues without it: {_words(error)}", flush=True)
+                print(f" Weights & Biases failed; the run goes on without it: {_words(error)}", flush=True)
             self._failed = True
+
+    @contextlib.contextmanager
+    def _service_killed_after(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self._kill_service)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _kill_service(self) -> None:
+        for process in self._service:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _give_up(self) -> None:
+        """End the service of a run that has failed.
+
+        At the interpreter's exit the package would otherwise wait for it without a limit, or print a
+        traceback.
+        """
+        import wandb
+
+        self._kill_service()
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown()
 
 
 def _words(error: Exception) -> str:

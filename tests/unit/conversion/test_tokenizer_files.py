@@ -282,8 +282,10 @@ def test_templates_of_conversations_come_along(folder, tmp_path):
 # -- to Hugging Face -----------------------------------------------------------------------------------------
 
 
-def exported(folder: Path, place: Path, **arguments: object) -> dict:
-    """Write the files of a run's tokenizer, prove them, and return the keys for config.json."""
+def exported(folder: Path, place: Path, kind: str = "gpt2", **arguments: object) -> dict:
+    """Write the files of a run's tokenizer for a model of a kind, prove them, and return the keys for
+    config.json.
+    """
     from argparse import Namespace
 
     plain = {"vocab_file": None, "merge_file": None, "tokenizer_model": None, "max_position_embeddings": 32}
@@ -293,9 +295,9 @@ def exported(folder: Path, place: Path, **arguments: object) -> dict:
     else:
         tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
     place.mkdir()
-    write_json(place / "config.json", {"model_type": "gpt2"})
+    write_json(place / "config.json", {"model_type": kind})
     keys = tokenizer_files.copy_from_checkpoint(folder, args, tokenizer, place)
-    write_json(place / "config.json", {"model_type": "gpt2", **keys})
+    write_json(place / "config.json", {"model_type": kind, **keys})
     assert any("agree" in line for line in tokenizer_files.prove(tokenizer, place))
     return keys
 
@@ -322,14 +324,17 @@ def test_transformers_is_told_to_take_tokenizer_json_as_it_is(folder, tmp_path):
     assert theirs.encode("to be") == Tokenizer.from_file(str(folder / "tokenizer.json")).encode("to be").ids
 
 
-def test_gpt2_s_own_files_are_written_with_its_end(folder, tmp_path):
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
+def test_gpt2_s_own_files_are_written_with_its_end(folder, tmp_path, kind):
+    """Mixtral's class reads neither of the two files: it gets a ``tokenizer.json``."""
     write_gpt2_files(folder, byte_level())
     (folder / "config.json").unlink()
     vocab_file = (folder / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     merge_file = (folder / "merges.txt").rename(tmp_path / "gpt2-merges.txt")
     names = {"vocab_file": str(vocab_file), "merge_file": str(merge_file)}
-    keys = exported(tmp_path, tmp_path / "written", tokenizer_type="GPT2BPETokenizer", **names)
+    keys = exported(tmp_path, tmp_path / "written", kind, tokenizer_type="GPT2BPETokenizer", **names)
     assert keys["bos_token_id"] == keys["eos_token_id"] == GPT2Tokenizer(vocab_file, merge_file).eod
+    assert (tmp_path / "written" / "tokenizer.json").exists() == (kind == "mixtral")
 
 
 def test_another_tokenizer_takes_the_place_of_the_one_that_came_with_the_weights(talking, folder, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from argparse import Namespace
 from importlib.machinery import ModuleSpec
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_npu.base.errors import UsageError
@@ -18,8 +21,9 @@ from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.flags.checks import output
 from megatron_npu.pretrain.flags.plan_parts import LogFlags, WandbFlags
-from megatron_npu.pretrain.report import log
+from megatron_npu.pretrain.report import log, wandb_run
 from megatron_npu.pretrain.run import pretrain
+from tests.conftest import LONGEST, wait_until
 from tests.support import tiny
 
 WORDS = ("--wandb-project", "numbers", "--wandb-exp-name", "tiny", "--wandb-entity", "us", "--no-plot")
@@ -181,6 +185,55 @@ def test_the_real_package_keeps_a_run(flags, tmp_path):
         assert word in content
 
 
+def test_a_run_outlives_the_packages_service(flags, tmp_path):
+    """Its service is killed in the middle of a run: one line, and no traceback at the end."""
+    if not is_installed("wandb"):
+        pytest.skip("wandb is not installed")
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    words = (*WORDS, "--save", str(tmp_path), "--train-iters", "100000", "--exit-signal-handler")
+    command = tiny.command("pretrain", *flags(*words, "--eval-iters", "0"))
+    with (
+        open(tmp_path / "said", "w+") as said,
+        subprocess.Popen(command, env=tiny.environment() | offline, stdout=said, stderr=said) as process,
+    ):
+        try:
+            rows = tmp_path / "metrics.jsonl"
+            wait_until(lambda: rows.exists() and '"iteration": 3' in rows.read_text(), process)
+            (service,) = psutil.Process(process.pid).children()
+            service.kill()
+            wait_until(lambda: "Weights & Biases failed" in (tmp_path / "said").read_text(), process)
+            seen = len(rows.read_text().splitlines())
+            wait_until(lambda: len(rows.read_text().splitlines()) > seen + 1, process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LONGEST) == 0
+        finally:
+            process.kill()
+    told = (tmp_path / "said").read_text()
+    assert told.count("Weights & Biases failed; the run goes on without it: ") == 1
+    assert "Traceback" not in told
+    assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
+
+
+def test_a_service_that_does_not_answer_is_killed(train, wandb, tmp_path, capsys, monkeypatch):
+    """It is stopped: what is sent to it waits, and at the end of Python the package waits without limit."""
+    services = []
+
+    def begin(**_: Any) -> Fake:
+        services.append(subprocess.Popen(["sleep", "1000"]))
+        return wandb
+
+    def wait(*_: Any, **__: Any) -> None:
+        services[0].wait()
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(wandb, "init", begin)
+    monkeypatch.setattr(wandb, "log", wait)
+    monkeypatch.setattr(wandb_run, "_GRACE", 0.2)
+    assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
+    assert services[0].returncode == -signal.SIGKILL
+    assert capsys.readouterr().out.count("the run goes on without it: ConnectionResetError") == 1
+
+
 def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise BrokenPipeError(32, "its service\nhas ended")
@@ -189,4 +242,4 @@ def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, mon
     monkeypatch.setattr(wandb, "finish", fail)
     assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
     told = capsys.readouterr().out
-    assert told.count("Weights & Biases failed; training continues without it: BrokenPipeError") == 1
+    assert told.count("Weights & Biases failed; the run goes on without it: BrokenPipeError") == 1
