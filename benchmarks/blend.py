@@ -29,7 +29,7 @@ import report
 import torch
 from numpy.typing import NDArray
 
-from megatron_npu.standins import compiled_dataset_indices, core_dataset_helpers
+from megatron_npu.standins.datasets import compiled_dataset_indices, core_dataset_helpers
 
 SAMPLES = 146_000_000  # what is told of
 _MAKEFILE = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC")  # of upstream

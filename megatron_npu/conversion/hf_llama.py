@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import rotary, unsupported, windows
+from megatron_npu.conversion import unsupported, windows
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import (
     ATTENTION_BIAS,
@@ -26,6 +26,7 @@ from megatron_npu.conversion.family import (
     Family,
     traits_of,
 )
+from megatron_npu.conversion.positions import rotary
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import (
     Heads,

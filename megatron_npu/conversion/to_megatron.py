@@ -22,10 +22,11 @@ from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
     checkpoint_files,
     checkpoints,
-    sharded_weights,
     torch_format,
 )
+from megatron_npu.pretrain.checkpoint.weights import sharded_weights
 from megatron_npu.pretrain.flags import arguments, stock_arguments, validation
+from megatron_npu.pretrain.flags.checkpoint_parts import StoreFlags
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 from megatron_npu.pretrain.model import gpt as model
@@ -116,7 +117,7 @@ def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoints.save(
-            args,
+            StoreFlags.of(args),
             checkpoints.State([sharded_weights.GivenAway(_filled(args, family, found))], None, None),
             checkpoints.Position(),
             {"args": stock_arguments.to_stock(args)},
@@ -143,11 +144,11 @@ def _layout_flags(given: Namespace) -> list[str]:
     ]
 
 
-def _moved(args: Namespace, part: Path, final: Path) -> Namespace:
+def _moved(args: Flags, part: Path, final: Path) -> Flags:
     """Return the arguments with the final paths of the tokenizer's files."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
-    return Namespace(**{**vars(args), **there})
+    return args.changed(**there)
 
 
 def _save_for_ranks(

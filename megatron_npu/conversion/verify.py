@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.conversion import far_rotation, fp32, weights
+from megatron_npu.conversion import fp32, weights
 from megatron_npu.conversion.family import Family
+from megatron_npu.conversion.positions import far_rotation
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.model.gpt import unwrap
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_npu.pretrain.checkpoint import vocab_padding
+from megatron_npu.pretrain.checkpoint.weights import vocab_padding
 
 
 @dataclass(frozen=True)

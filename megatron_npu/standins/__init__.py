@@ -264,7 +264,7 @@ STAND_INS = (
     ),
     StandIn(
         "megatron.data.helpers",
-        "megatron_npu.standins.dataset_helpers",
+        "megatron_npu.standins.datasets.dataset_helpers",
         "",
         ("megatron_lm", "megatron_deepspeed"),
         _COMPILED_IN_THE_CHECKOUT,
@@ -272,7 +272,7 @@ STAND_INS = (
     ),
     StandIn(
         "megatron.data.helpers",
-        "megatron_npu.standins.wide_dataset_helpers",
+        "megatron_npu.standins.datasets.wide_dataset_helpers",
         "",
         ("megatron_deepspeed_core",),
         _COMPILED_IN_THE_CHECKOUT,
@@ -280,7 +280,7 @@ STAND_INS = (
     ),
     StandIn(
         "megatron.core.datasets.helpers_cpp",
-        "megatron_npu.standins.core_dataset_helpers",
+        "megatron_npu.standins.datasets.core_dataset_helpers",
         "",
         ("megatron_core",),
         "a checkout compiles it when training starts, and a wheel ships it",

@@ -18,6 +18,7 @@ from megatron_npu.generation.sampling.sampler import Sample, Sampler
 from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, stock_checkpoints
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 from megatron_npu.pretrain.model import gpt
 from megatron_npu.pretrain.run import initialize, layout
 
@@ -52,7 +53,7 @@ def texts(args: Namespace, path: Path) -> dict[str, list | None]:
     )
     chunks = gpt.build(args, gpt.transformer_config(args))
     checkpoints.load_weights(chunks, path)
-    sampler = Sampler(chunks, tokenizers.build(args), args.tokenizer_vocab_size)
+    sampler = Sampler(chunks, tokenizers.build(TokenizerFlags.of(args)), args.tokenizer_vocab_size)
     ways = [
         (Options(num_tokens=12, seed=5, top_p=0.9), None),
         (Options(num_tokens=12, temperature=0, alternatives=1), wants_no_more),

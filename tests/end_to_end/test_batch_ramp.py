@@ -6,7 +6,7 @@ import pytest
 
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.run import pretrain
-from megatron_npu.pretrain.run.expert_losses import ExpertLosses
+from megatron_npu.pretrain.run.losses.expert_losses import ExpertLosses
 from tests.support import curves, tiny
 
 pytest.importorskip("megatron.core")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 
 import pytest
 
 from megatron_npu.pretrain.data import datasets
 from megatron_npu.pretrain.flags import arguments, validation
+from megatron_npu.pretrain.flags.plan_parts import BatchFlags, DatasetFlags
 from megatron_npu.pretrain.run import initialize, pretrain
 from tests.support import tiny
 
@@ -71,7 +73,7 @@ def test_megatrons_dataset_has_the_samples_of_one_epoch(flags, few, tmp_path, ki
             del argv[at : at + 2]
     args = validation.check(arguments.parse(argv))
     with initialize.session(args):
-        built = len(datasets.datasets(args).train)
+        built = len(datasets.datasets(DatasetFlags.of(args)).train)
     if kind == "weighted":
         assert args.epoch_samples <= built <= args.epoch_samples + 2  # each part is rounded up
     else:
@@ -85,7 +87,9 @@ def test_each_epoch_has_all_samples_in_an_order_of_its_own(flags, few):
     at = argv.index("--train-iters")
     args = validation.check(arguments.parse([*argv[:at], *argv[at + 2 :]]))
     with initialize.session(args):
-        (batches,) = datasets.training_batches(args, datasets.datasets(args).train, 0)
+        (batches,) = datasets.training_batches(
+            BatchFlags.of(args), datasets.datasets(DatasetFlags.of(args)).train, 0
+        )
         epochs = [
             [
                 tuple(batch["tokens"].flatten().tolist())
@@ -165,3 +169,9 @@ def test_parts_of_their_own_need_data_for_validation(refused, few):
     assert "--train-data-path without --valid-data-path" in refused(*argv)
     line = refused(*argv, "--valid-data-path", few, "--test-data-path", f"{few}-is-not-there")
     assert "few-is-not-there.idx: no such file" in line
+
+
+def test_a_run_ends_the_processes_that_read_its_data(train):
+    """Otherwise Python's collector ends them in a later run, and waits 5 s for each."""
+    train("--num-workers", 1, "--train-iters", 1, "--eval-iters", 0)
+    assert multiprocessing.active_children() == []

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import stock_checkpoints
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.flags import arguments
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 from megatron_npu.pretrain.run import pretrain, resume_changes
 from tests.conftest import ROOT
 from tests.support import tiny
@@ -340,7 +340,7 @@ def test_the_stock_scripts_arguments_are_in_a_checkpoint(begun):
 def test_files_of_a_tokenizer_are_told_by_their_hashes(tmp_path):
     for name in ("vocab.json", "merges.txt", "tokenizer.json", "config.json"):
         (tmp_path / name).write_text(f"{name}\n")
-    gpt2 = Namespace(
+    gpt2 = TokenizerFlags(
         tokenizer_type="GPT2BPETokenizer",
         vocab_file=str(tmp_path / "vocab.json"),
         merge_file=str(tmp_path / "merges.txt"),
@@ -349,5 +349,5 @@ def test_files_of_a_tokenizer_are_told_by_their_hashes(tmp_path):
     (tmp_path / "vocab.json").write_text("other\n")
     after = tokenizers.hashes(gpt2)
     assert {name for name in before if before[name] != after[name]} == {"vocab_file"}
-    folder = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    folder = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     assert sorted(tokenizers.hashes(folder)) == ["merges.txt", "tokenizer.json", "vocab.json"]

@@ -87,9 +87,9 @@ def test_remove_takes_out_what_install_put_in(nothing_installed):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("megatron_lm", "dataset_helpers"),
-        ("megatron_deepspeed", "dataset_helpers"),
-        ("megatron_deepspeed_core", "wide_dataset_helpers"),
+        ("megatron_lm", "datasets.dataset_helpers"),
+        ("megatron_deepspeed", "datasets.dataset_helpers"),
+        ("megatron_deepspeed_core", "datasets.wide_dataset_helpers"),
     ],
 )
 def test_helpers_that_a_checkout_has_compiled_are_used(tmp_path, name, source):

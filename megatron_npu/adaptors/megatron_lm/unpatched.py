@@ -8,7 +8,8 @@ watch(
 )
 watch(
     "megatron.data.gpt_dataset:_build_index_mappings",
-    why="megatron.data.helpers and the module's np are ours (megatron_npu.standins.dataset_helpers)",
+    why="megatron.data.helpers and the module's np are ours "
+    "(megatron_npu/standins/datasets/dataset_helpers.py)",
 )
 watch(
     "megatron.model.transformer:ParallelMLP.__init__",

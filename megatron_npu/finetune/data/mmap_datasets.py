@@ -24,6 +24,7 @@ from megatron_npu.finetune.rapidformer import state
 from megatron_npu.pretrain.data import datasets, tokenizers
 from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares, tell_of_repeated
 from megatron_npu.pretrain.flags.checks import machine
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 _MAX_NGRAM = 3  # words that are masked together at most, as Megatron's pretrain_bert.py has it
 
@@ -158,7 +159,7 @@ def build_causal_datasets_for_huggingface(
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length - 1, seed
     )
     built = _each(parts, CausalWindows)
-    unknown = tokenizers.build(state.get_args()).unknown
+    unknown = tokenizers.build(TokenizerFlags.of(state.get_args())).unknown
     _warn_of_unknown_tokens(built[0], lambda sample: sample["input_ids"], unknown)
     return built
 
@@ -230,7 +231,7 @@ def _windows(
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     args = state.get_args()
-    tokenizer = tokenizers.DatasetTokenizer(tokenizers.build(args))
+    tokenizer = tokenizers.DatasetTokenizer(tokenizers.build(TokenizerFlags.of(args)))
     weights, found = _validated(data_prefix, data_impl, tokenizer.vocab_size)
     for prefix, summary in found:
         _require_parts(prefix, summary.sequences, split, sizes)

@@ -45,7 +45,7 @@ class Settings:
 
 
 def follow(schedule: LambdaLR) -> None:
-    """Set the learning rates that a schedule has at its position, which its function may have changed."""
+    """Recompute the learning rates at a schedule's position, because its function may have changed."""
     for group, rate, part in zip(
         schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
     ):

@@ -148,8 +148,8 @@ class Prepared:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of ``state_dict`` after a checkpoint has filled it.
 
-        For the default optimizer only moments are loaded: settings and learning rate are the current ones. A
-        user's optimizer continues with its stored settings, and a schedule of the flags with theirs.
+        For the default optimizer, only the moments are loaded: settings and learning rate follow the current
+        flags. A user's optimizer keeps its stored settings, and a schedule from the flags follows those flags.
         """
         settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])

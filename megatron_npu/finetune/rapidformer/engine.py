@@ -292,7 +292,7 @@ def join(args: Namespace) -> None:
             "See the other ranks' messages for the cause.",
         ) from error
     watchdog.begin()
-    save_folder.require_shared(args)
+    save_folder.require_shared(args.save, per_machine=args.save_per_machine)
 
 
 def leave() -> None:

@@ -211,7 +211,7 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
             if dataset is None:
                 return None
             order = RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
-            return [data.micro_batches(self.plan.flags, dataset, consumed, order, datasets.collate_fn)]
+            return [data.micro_batches(self.plan.batches, dataset, consumed, order, datasets.collate_fn)]
 
         def forward_step(self, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
             """Run one micro-batch through this stage."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_npu.finetune.rapidformer import megatron_models, state
 from megatron_npu.pretrain.data import tokenizers
-from megatron_npu.pretrain.flags.plan_parts import ModelFlags
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags, TokenizerFlags
 from megatron_npu.pretrain.model import gpt
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def get_tokenizer() -> Any:
     """
     run = state.current()
     if run.tokenizer is None:
-        run.tokenizer = tokenizers.build(run.args)
+        run.tokenizer = tokenizers.build(TokenizerFlags.of(run.args))
     return run.tokenizer
 
 

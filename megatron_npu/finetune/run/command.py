@@ -71,7 +71,7 @@ def train(args: Namespace) -> None:
     silence_known_warnings()
     state.set_args(args)
     try:
-        with save_folder.owned(args):
+        with save_folder.owned(args.save, args.rank):
             if args.user_script:
                 user_script.run(args.user_script)
             else:

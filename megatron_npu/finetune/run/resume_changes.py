@@ -1,4 +1,4 @@
-"""Differences between a fine-tuning and the checkpoint it resumes from, with their effects.
+"""Differences between a fine-tuning run and the checkpoint that it resumes from, with their effects.
 
 One table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are reported by
 ``checkpoint.load``.
@@ -38,7 +38,7 @@ class Flag:
 
     @property
     def flag(self) -> str:
-        """Its spelling."""
+        """Its spelling on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -64,7 +64,7 @@ FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 
 
 def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
-    """Return the log lines, one per difference; empty without any.
+    """Return the log lines, one per difference; empty if there is none.
 
     Args:
         args: the flags of this run.

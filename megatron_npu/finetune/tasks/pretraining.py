@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data import mmap_datasets
-from megatron_npu.finetune.data.word_pieces import word_pieces
+from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
 from megatron_npu.finetune.model import pretrained
 from megatron_npu.finetune.tasks.declaration import Declaration
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.tokenizers import DatasetTokenizer
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 _FLAG = "--pretrained-model-name-or-path"
 # names of the hub whose configuration is the default of Transformers' class, so that no file is needed
@@ -84,7 +85,10 @@ class PreTraining(Declaration):
         Raises:
             UsageError: the model has fewer embeddings.
         """
-        vocabulary = word_pieces(self.args) if self._masked else DatasetTokenizer(tokenizers.build(self.args))
+        if self._masked:
+            vocabulary: WordPieces | DatasetTokenizer = word_pieces(self.args)
+        else:
+            vocabulary = DatasetTokenizer(tokenizers.build(TokenizerFlags.of(self.args)))
         known = self._config[0].get_text_config().vocab_size
         if vocabulary.vocab_size > known:
             raise UsageError(

@@ -30,8 +30,6 @@ _ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
 # who reads the data tells the others which there are: to train, to validate and to test on
 _DATA_SETS = 3
 
-_stores: list[dist.Store] = []  # what torch holds is only the part of them that is not Python's
-
 
 class Nobody(dist.Store):
     """A store in which every key exists; keys that were never set contain zeros."""
@@ -77,13 +75,14 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         backend: the backend to use instead of the requested one.
     """
     init, new = dist.init_process_group, dist.new_group
+    stores: list[dist.Store] = []  # torch itself keeps only the part of them that is not Python's
 
     @functools.wraps(init)  # who looks at the signature finds torch's
     def init_process_group(*given: Any, **named: Any) -> None:
         asked = inspect.signature(init).bind(*given, **named).arguments.get("backend")
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        _stores.append(Nobody())
-        init(backend(asked), store=_stores[-1], rank=rank, world_size=ranks)
+        stores.append(Nobody())
+        init(backend(asked), store=stores[-1], rank=rank, world_size=ranks)
         _join_hosts(distributed_c10d._get_default_group())
 
     @functools.wraps(new)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from megatron_npu.pretrain.checkpoint import (
     checkpoints,
 )
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.flags.checkpoint_parts import StoreFlags
 
 # RuntimeError is megatron-core's where a writer was killed: it left no result.
 _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
@@ -32,14 +32,14 @@ class AsyncSaves:
     As a context manager it abandons the checkpoint on an error.
 
     Args:
-        args: the result of ``validation.check``.
+        flags: the folder, and what is stored.
         saved: called on every rank when a checkpoint is complete, with its directory and iteration.
     """
 
-    def __init__(self, args: Namespace, saved: Callable[[Path, int], None]) -> None:
+    def __init__(self, flags: StoreFlags, saved: Callable[[Path, int], None]) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-        self._args, self._saved = args, saved
+        self._flags, self._saved = flags, saved
         self._queue = AsyncCallsQueue()
         self._written: Position | None = None  # where the run stood
 
@@ -58,8 +58,8 @@ class AsyncSaves:
         """
         self.finish()
         self._written = position
-        part = checkpoint_folder.begin(self._args.save, position.iteration)
-        self._queue.schedule_async_request(checkpoints.begin_async(self._args, state, position, part))
+        part = checkpoint_folder.begin(self._flags.save, position.iteration)
+        self._queue.schedule_async_request(checkpoints.begin_async(self._flags, state, position, part))
 
     def take_finished(self) -> None:
         """Complete the checkpoint if every rank has written its part. Collective.
@@ -79,14 +79,14 @@ class AsyncSaves:
 
     @watchdog.phase(watchdog.SAVING)  # also at the run's end, and before it goes back to an earlier one
     def _complete(self, *, blocking: bool) -> None:
-        position, root = self._written, self._args.save
+        position, root = self._written, self._flags.save
         if position is None:
             return
         place = checkpoint_files.directory(root, position.iteration)
         try:
             if not self._queue.maybe_finalize_async_calls(blocking):
                 return
-            checkpoints.complete(self._args, position, checkpoint_folder.hidden(root, position.iteration))
+            checkpoints.complete(self._flags, position, checkpoint_folder.hidden(root, position.iteration))
             checkpoint_folder.finish(root, position.iteration)
         except _FAILURES as error:
             raise checkpoint_failures.unsaved(error, position.iteration, root) from error
@@ -108,7 +108,7 @@ class AsyncSaves:
                 process.kill()
                 process.join()
         _forget_results()
-        checkpoint_folder.discard(self._args.save, self._written.iteration)
+        checkpoint_folder.discard(self._flags.save, self._written.iteration)
 
 
 def _forget_results() -> None:

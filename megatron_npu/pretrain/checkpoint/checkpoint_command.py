@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,22 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parser().parse_args(argv)
     if args.action == "gather":
-        return _gather(args)
+        return _gather(args.directories, Path(args.into), args.ckpt_step)
     if not Path(args.directory).is_dir():
         raise UsageError(
             f"{args.directory}: no such directory",
             "the folder that was passed to --save",
             "Correct the path.",
         )
-    return {"list": _list, "inspect": _inspect, "verify": _verify, "prune": _prune, "sum": _sum}[args.action](
-        args
-    )
+    root, step = args.directory, getattr(args, "ckpt_step", None)
+    actions: dict[str, Callable[[], int]] = {
+        "list": lambda: _list(root),
+        "inspect": lambda: _inspect(root, step, as_json=args.json),
+        "verify": lambda: _verify(root, step),
+        "prune": lambda: _prune(root, args.keep, args.keep_every, dry_run=args.dry_run),
+        "sum": lambda: _sum(root, step),
+    }
+    return actions[args.action]()
 
 
 def _parser() -> Parser:
@@ -105,34 +110,34 @@ def _add_gather(actions: Any) -> None:
     )
 
 
-def _list(args: Namespace) -> int:
-    latest = checkpoint_files.newest(args.directory)
+def _list(root: str) -> int:
+    latest = checkpoint_files.newest(root)
     faults = 0
-    for path in _places(args.directory):
+    for path in _places(root):
         found = _faults(path)
         faults += bool(found)
         state = "damaged" if found else _state(path, "no checksums")
         mark = "  <- latest" if path == latest else ""
         print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
-    for path in checkpoint_files.unfinished(args.directory):
+    for path in checkpoint_files.unfinished(root):
         print(f"{path.name}  {_size(path):>15,} bytes  unfinished")
     return 1 if faults else 0
 
 
-def _inspect(args: Namespace) -> int:
+def _inspect(root: str, step: int | None, *, as_json: bool) -> int:
     from megatron_npu.pretrain.checkpoint import stock_checkpoints
 
-    path = checkpoint_files.newest(args.directory, args.ckpt_step)
+    path = checkpoint_files.newest(root, step)
     if path is not None and (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file():
         found = _of_train(path)
     else:
-        found = stock_checkpoints.existing(args.directory, args.ckpt_step)
+        found = stock_checkpoints.existing(root, step)
     values = {name: value for name, value in vars(found).items() if name not in ("arguments", "path")}
     given = found.arguments
-    shown = given if args.json else {name: given[name] for name in _SHOWN if given.get(name) is not None}
+    shown = given if as_json else {name: given[name] for name in _SHOWN if given.get(name) is not None}
     sizes = {path.name: path.stat().st_size for path in sorted(found.path.iterdir()) if path.is_file()}
     report: dict[str, Any] = {"path": str(found.path), **values, "faults": _faults(found.path)}
-    if args.json:
+    if as_json:
         print(json.dumps({**report, "arguments": shown, "files": sizes}, indent=1, default=str))
     else:
         _print_inspected({**report, **shown}, sizes)
@@ -175,8 +180,8 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
     )
 
 
-def _sum(args: Namespace) -> int:
-    for path in _asked_for(args):
+def _sum(root: str, step: int | None) -> int:
+    for path in _asked_for(root, step):
         if (path / checksums.NAME).is_file():
             continue
         checksums.write(path)
@@ -184,16 +189,16 @@ def _sum(args: Namespace) -> int:
     return 0
 
 
-def _asked_for(args: Namespace) -> list[Path]:
-    if args.ckpt_step is None:
-        return list(_places(args.directory))
-    place = checkpoint_files.newest(args.directory, args.ckpt_step)
+def _asked_for(root: str, step: int | None) -> list[Path]:
+    if step is None:
+        return list(_places(root))
+    place = checkpoint_files.newest(root, step)
     return [place] if place else []
 
 
-def _verify(args: Namespace) -> int:
+def _verify(root: str, step: int | None) -> int:
     damaged = 0
-    for path in _asked_for(args):
+    for path in _asked_for(root, step):
         faults = _faults(path)
         damaged += bool(faults)
         for fault in faults or [_state(path, "no checksums to compare with")]:
@@ -201,10 +206,10 @@ def _verify(args: Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _gather(args: Namespace) -> int:
+def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
     parts = []
-    for directory in args.directories:
-        place = checkpoint_files.newest(directory, args.ckpt_step) if Path(directory).is_dir() else None
+    for directory in directories:
+        place = checkpoint_files.newest(directory, step) if Path(directory).is_dir() else None
         if place is None:
             raise UsageError(
                 f"{directory} contains no checkpoint",
@@ -212,9 +217,9 @@ def _gather(args: Namespace) -> int:
                 "Correct the path.",
             )
         parts.append(place)
-    place, count = gather.join(parts, Path(args.into))
+    place, count = gather.join(parts, into)
     name = place.name.removeprefix("iter_")
-    files.write(Path(args.into) / checkpoint_files.TRACKER, f"{int(name) if name.isdecimal() else name}\n")
+    files.write(into / checkpoint_files.TRACKER, f"{int(name) if name.isdecimal() else name}\n")
     print(f"{place}: complete, {count} files from {len(parts)} parts, {_size(place):,} bytes")
     return 0
 
@@ -226,7 +231,7 @@ def _state(path: Path, without: str) -> str:
     return f"{part} (its own files: {state})" if part else state
 
 
-def _prune(args: Namespace) -> int:
+def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> int:
     """Remove the checkpoints that are older than the newest undamaged ones; damaged ones do not count."""
     damaged: list[Path] = []
 
@@ -237,11 +242,11 @@ def _prune(args: Namespace) -> int:
             print(f"{path.name} is damaged and is not counted toward --keep: {'; '.join(faults)}")
         return not faults
 
-    for path in whole_checkpoints.surplus(args.directory, args.keep, args.keep_every, is_whole):
+    for path in whole_checkpoints.surplus(root, keep, keep_every, is_whole):
         link = f"  only the link; {path.resolve()} is kept" if path.is_symlink() else ""
         size = 0 if link else _size(path)
-        print(f"{'would remove' if args.dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
-        if not args.dry_run:
+        print(f"{'would remove' if dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
+        if not dry_run:
             removal.remove(path)
     return 1 if damaged else 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.checkpoint.checkpoint_files import is_of_fsdp
 from megatron_npu.pretrain.flags import latent_flags, rotary_flags
+from megatron_npu.pretrain.flags.checkpoint_parts import LayoutFlags, ResumeFlags
 
 # What decides the shapes of the weights and what is computed with them: (attribute, its flag).
 _SAME_MODEL = (
@@ -57,38 +57,36 @@ _SAME_EXPERTS = tuple(
     moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
     """.split()
 )
-_MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-_EXPERT_PARALLEL_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
+def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
     """Check that a checkpoint contains the model that the flags describe.
 
     Args:
         found: the checkpoint.
-        args: the flags of the loading run, with derived values.
+        flags: the flags of the loading run by name, with derived values, like the checkpoint's.
 
     Raises:
         UsageError: flags differ; the error names them.
     """
     names = list(_SAME_MODEL)
-    if args.num_experts is not None:
+    if flags["num_experts"] is not None:
         names += _SAME_EXPERTS
-    if args.multi_latent_attention:
+    if flags["multi_latent_attention"]:
         names += _SAME_LATENT
-    if args.use_rope_scaling:
+    if flags["use_rope_scaling"]:
         names += _SAME_SCALING
-    if args.position_embedding_type == "yarn":
+    if flags["position_embedding_type"] == "yarn":
         names += _SAME_YARN
-    if args.position_embedding_type == "learned_absolute":
+    if flags["position_embedding_type"] == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
-    if args.add_bias_linear and not args.swiglu:
+    if flags["add_bias_linear"] and not flags["swiglu"]:
         names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
     saved = _BEFORE | found.arguments
     differing = [
-        f"{flag} {_shown(getattr(args, name))} (checkpoint: {_shown(saved.get(name))})"
+        f"{flag} {_shown(flags[name])} (checkpoint: {_shown(saved.get(name))})"
         for name, flag in names
-        if saved.get(name) != getattr(args, name)
+        if saved.get(name) != flags[name]
     ]
     if differing:
         raise UsageError(
@@ -104,55 +102,51 @@ def _shown(value: object) -> object:
     return value
 
 
-def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
+def same_model_parallel_sizes(found: CheckpointInfo, flags: LayoutFlags) -> bool:
     """Return whether a run has the same model-parallel sizes as a checkpoint."""
-    return all(found.arguments.get(size) == getattr(args, size) for size in _sizes_of_sharing(args))
+    return all(found.arguments.get(name) == size for name, size in flags.sizes().items())
 
 
-def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
-    return _MODEL_PARALLEL_SIZES + (_EXPERT_PARALLEL_SIZES if args.num_experts is not None else ())
-
-
-def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
+def require_readable_shards(found: CheckpointInfo, flags: ResumeFlags) -> None:
     """Check that either both the checkpoint and the run use Megatron's FSDP, or neither does.
 
     Args:
         found: the checkpoint.
-        args: the flags of the loading run, including ``load_optim``.
+        flags: the flags of the loading run.
 
     Raises:
         UsageError: only one of checkpoint and run uses Megatron's FSDP, or their precision or vocabulary
             padding differ.
     """
-    of_fsdp, into_fsdp = is_of_fsdp(found.path), args.fully_sharded == "megatron"
+    of_fsdp, into_fsdp = is_of_fsdp(found.path), flags.fully_sharded == "megatron"
     if into_fsdp and not of_fsdp:
         raise UsageError(
-            f"--load {found.path} cannot be loaded with --{args.sharding}-memory-optimization",
+            f"--load {found.path} cannot be loaded with --{flags.sharding}-memory-optimization",
             "a checkpoint from a run with zero-2 or zero-3, because Megatron's FSDP reads only its own "
             "format",
             "Use --fsdp-memory-optimization, which can resume from any other checkpoint.",
         )
-    if of_fsdp and not into_fsdp and args.load_optim:
+    if of_fsdp and not into_fsdp and flags.load_optim:
         raise UsageError(
             f"--load {found.path}, whose optimizer state was sharded by Megatron's FSDP",
             "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
             "Add it, or pass --no-load-optim or --finetune to load only the weights.",
         )
     if into_fsdp:
-        _require_same_precision(found, args)
-    if of_fsdp and found.arguments.get("padded_vocab_size") != args.padded_vocab_size:
+        _require_same_precision(found, flags)
+    if of_fsdp and found.arguments.get("padded_vocab_size") != flags.padded_vocab_size:
         raise UsageError(
             f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens "
-            f"including padding, but this run has {args.padded_vocab_size}",
+            f"including padding, but this run has {flags.padded_vocab_size}",
             "the same in both",
             "Pass the --make-vocab-size-divisible-by of the original run.",
         )
 
 
-def _require_same_precision(found: CheckpointInfo, args: Namespace) -> None:
+def _require_same_precision(found: CheckpointInfo, flags: ResumeFlags) -> None:
     saved, own = (
-        "16 bits" if flags.get("bf16") or flags.get("fp16") else "fp32"
-        for flags in (found.arguments, vars(args))
+        "16 bits" if values.get("bf16") or values.get("fp16") else "fp32"
+        for values in (found.arguments, vars(flags))
     )
     if saved != own:
         raise UsageError(
@@ -167,8 +161,8 @@ def _precision(flags: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
 
 
-def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
-    before, now = _precision(found.arguments), _precision(vars(args))
+def _require_same_main_weights(found: CheckpointInfo, flags: ResumeFlags) -> None:
+    before, now = _precision(found.arguments), _precision(vars(flags))
     if before != now:
         raise UsageError(
             f"--load {found.path} was saved in {before}, but this run is in {now}",
@@ -177,36 +171,36 @@ def _require_same_main_weights(found: CheckpointInfo, args: Namespace) -> None:
         )
 
 
-def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
+def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> None:
     """Check that the optimizer state of a checkpoint can be loaded in a run's layout.
 
     Args:
         found: a checkpoint with optimizer state.
-        args: the flags of the loading run, with derived values.
+        flags: the flags of the loading run.
 
     Raises:
-        UsageError: the state is of another type, or sharded for other sizes.
+        UsageError: the state is of a different optimizer, or is sharded for other sizes.
     """
     saved = found.arguments.get("optimizer", "adam")
-    if saved != args.optimizer:
+    if saved != flags.optimizer:
         raise UsageError(
-            f"--load {found.path} was saved with --optimizer {saved}, but this run has {args.optimizer}",
+            f"--load {found.path} was saved with --optimizer {saved}, but this run has {flags.optimizer}",
             "the same in both",
             "Change --optimizer, or pass --no-load-optim.",
         )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
-    if distributed != args.use_distributed_optimizer:
+    if distributed != flags.use_distributed_optimizer:
         raise UsageError(
             f"--load {found.path} was saved with {kinds[distributed]}, but this run has "
-            f"{kinds[args.use_distributed_optimizer]}",
+            f"{kinds[flags.use_distributed_optimizer]}",
             "the same kind of optimizer",
             "Change --use-distributed-optimizer, or pass --no-load-optim.",
         )
     if not distributed:  # which has fp32 weights of its own in each precision
-        _require_same_main_weights(found, args)
+        _require_same_main_weights(found, flags)
     apart = int(found.arguments.get("expert_model_parallel_size", 1)) > 1
-    if apart != (args.expert_model_parallel_size > 1):
+    if apart != (flags.expert_model_parallel_size > 1):
         words = {True: "with", False: "without"}
         raise UsageError(
             f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run "
@@ -215,9 +209,9 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
             "stored differently",
             "Change the flag, or pass --no-load-optim.",
         )
-    same = same_model_parallel_sizes(found, args)
+    same = same_model_parallel_sizes(found, flags)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":
-        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in _sizes_of_sharing(args))
+        sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in flags.sizes())
         raise UsageError(
             f"--load {found.path}: the data-parallel size is all that may change with its distributed "
             "optimizer",

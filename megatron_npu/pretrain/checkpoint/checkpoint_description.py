@@ -8,7 +8,6 @@ number of the format.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -155,7 +154,7 @@ def describe(path: Path, found: CheckpointInfo) -> None:
     files.write(path / checkpoint_files.DESCRIPTION, json.dumps({FORMAT: VERSION, **values}, indent=1))
 
 
-def plain_arguments(args: Namespace) -> dict[str, Any]:
+def plain_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags that JSON can represent, without those of this machine and process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
-    return {name: value for name, value in sorted(vars(args).items()) if name not in local}
+    return {name: value for name, value in sorted(flags.items()) if name not in local}

@@ -7,7 +7,6 @@ updated. The keys are those of Megatron-LM's own checkpoints.
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +28,12 @@ from megatron_npu.pretrain.checkpoint import (
     fsdp_checkpoint,
     generators,
     resumed_settings,
-    row_shards,
-    sharded_weights,
     stock_checkpoints,
     torch_format,
-    vocab_padding,
 )
+from megatron_npu.pretrain.checkpoint.weights import row_shards, sharded_weights, vocab_padding
 from megatron_npu.pretrain.flags import stock_arguments
+from megatron_npu.pretrain.flags.checkpoint_parts import LoadFlags, StoreFlags
 from megatron_npu.pretrain.model.gpt import mean_stage, unwrap
 
 if TYPE_CHECKING:
@@ -67,34 +65,38 @@ class State:
 
 
 @watchdog.phase(watchdog.SAVING)
-def save(args: Namespace, state: State, position: Position, common: Mapping[str, Any] | None = None) -> Path:
+def save(
+    flags: StoreFlags, state: State, position: Position, common: Mapping[str, Any] | None = None
+) -> Path:
     """Write the checkpoint of ``position``; return its directory. All ranks must call this.
 
     Args:
         common: plain values stored with the state, the same on all ranks.
     """
-    with checkpoint_folder.writing(args.save, position.iteration) as part:
-        _write(args, state, position, part, common or {})
-    return checkpoint_files.directory(args.save, position.iteration)
+    with checkpoint_folder.writing(flags.save, position.iteration) as part:
+        _write(flags, state, position, part, common or {})
+    return checkpoint_files.directory(flags.save, position.iteration)
 
 
-def begin_async(args: Namespace, state: State, position: Position, part: Path) -> AsyncRequest:
+def begin_async(flags: StoreFlags, state: State, position: Position, part: Path) -> AsyncRequest:
     """Return a request for megatron-core's writer queue that writes the checkpoint of ``position`` to
     ``part``.
 
     The state is copied to the host when the writer starts. All ranks must call this.
     """
-    return _shards(args, state, position, part, {}, in_background=True)
+    return _shards(flags, state, position, part, {}, in_background=True)
 
 
-def _write(args: Namespace, state: State, position: Position, part: Path, common: Mapping[str, Any]) -> None:
+def _write(
+    flags: StoreFlags, state: State, position: Position, part: Path, common: Mapping[str, Any]
+) -> None:
     """Write the files of a checkpoint into ``part``."""
-    _shards(args, state, position, part, common, in_background=False)
-    complete(args, position, part)
+    _shards(flags, state, position, part, common, in_background=False)
+    complete(flags, position, part)
 
 
 def _shards(
-    args: Namespace,
+    flags: StoreFlags,
     state: State,
     position: Position,
     part: Path,
@@ -105,46 +107,50 @@ def _shards(
     """Write megatron-core's files into ``part``, or return the request for a background writer."""
     from megatron.core import dist_checkpointing
 
-    metadata = dist_ckpt_versions.metadata(args)
-    content = _state_dict(state, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng)
+    metadata = dist_ckpt_versions.metadata(flags)
+    content = _state_dict(state, metadata, optimizer=not flags.no_save_optim, rng=not flags.no_save_rng)
     content["iteration"] = position.iteration
     content |= common
     if fsdp_checkpoint.sharded(state.model):
         return fsdp_checkpoint.write(part, state.model[0], content)
-    content.setdefault("args", stock_arguments.to_stock(args, position.train_samples, position.valid_samples))
+    content.setdefault(
+        "args", stock_arguments.to_stock(flags.all_flags, position.train_samples, position.valid_samples)
+    )
     keywords = dist_ckpt_versions.save_keywords(metadata, in_background=in_background)
     return dist_checkpointing.save(content, str(part), **keywords)
 
 
-def complete(args: Namespace, position: Position, part: Path) -> None:
+def complete(flags: StoreFlags, position: Position, part: Path) -> None:
     """Add the description and checksums to a checkpoint, after all ranks have written their files.
 
     All ranks must call this.
     """
     dist.barrier()
     if dist.get_rank() == 0:
-        checkpoint_description.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
+        checkpoint_description.describe(
+            part, _description(flags, position, dist_ckpt_versions.metadata(flags))
+        )
     dist.barrier()
     checksums.write(part)
 
 
 def _description(
-    args: Namespace, position: Position, metadata: dict[str, Any]
+    flags: StoreFlags, position: Position, metadata: dict[str, Any]
 ) -> checkpoint_description.CheckpointInfo:
     return checkpoint_description.CheckpointInfo(
         path=Path(),
         iteration=position.iteration,
         consumed_train_samples=position.train_samples,
         consumed_valid_samples=position.valid_samples,
-        has_optimizer=not args.no_save_optim,
-        has_rng=not args.no_save_rng,
+        has_optimizer=not flags.no_save_optim,
+        has_rng=not flags.no_save_rng,
         optimizer_sharding=metadata.get("distrib_optim_sharding_type"),
-        arguments=checkpoint_description.plain_arguments(args),
+        arguments=checkpoint_description.plain_arguments(vars(flags.all_flags)),
     )
 
 
 @watchdog.phase("loading")
-def load(args: Namespace, state: State) -> Position:
+def load(flags: LoadFlags, state: State) -> Position:
     """Load the parts that the flags select into ``state``; return where the run continues.
 
     All ranks must call this.
@@ -152,77 +158,77 @@ def load(args: Namespace, state: State) -> Position:
     Raises:
         UsageError: files are missing or damaged, or the schedules differ and no flag selects one.
     """
-    found = stock_checkpoints.existing(args.load, args.ckpt_step)
+    found = stock_checkpoints.existing(flags.load, flags.ckpt_step)
     reading = _load_own if found.is_own else _load_stock
     if checkpoint_files.is_of_fsdp(found.path):
         reading = _load_of_fsdp
-    verifying = checksums.verifying(found.path) if args.verify_checkpoint else contextlib.nullcontext()
+    verifying = checksums.verifying(found.path) if flags.verify_checkpoint else contextlib.nullcontext()
     with disks.whole(found.path), verifying:
-        position = reading(args, state, found)
+        position = reading(flags, state, found)
     stranger_weights.tell_of_loaded(found.path, state.model)
     return position
 
 
-def _load_own(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+def _load_own(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load a checkpoint that the built-in trainer saved."""
     from megatron.core import dist_checkpointing
 
     path = str(found.path)
     with checkpoint_failures.reading(path):
         metadata = dist_ckpt_versions.saved_metadata(path, found.optimizer_sharding)
-    rng = args.load_rng and _same_ranks(args, found)
-    wanted = _state_dict(state, metadata, optimizer=args.load_optim, rng=rng, loading=True)
+    rng = flags.load_rng and _same_ranks(flags, found)
+    wanted = _state_dict(state, metadata, optimizer=flags.load_optim, rng=rng, loading=True)
     with checkpoint_failures.reading(path):
         content = dist_checkpointing.load(wanted, path)
         _load_weights(state.model, content)
-        if args.load_optim:
+        if flags.load_optim:
             optimizer = row_shards.shared_out(content["optimizer"], state.optimizer.state_dict())
-            _load_optimizer(args, state, optimizer, content["opt_param_scheduler"])
+            _load_optimizer(flags, state, optimizer, content["opt_param_scheduler"])
         else:
-            _begin_optimizer(args, state, found, content.get("opt_param_scheduler"))
+            _begin_optimizer(flags, state, found, content.get("opt_param_scheduler"))
         if rng:
             generators.set_state(content["rng_state"][0])
-    return _position(args, found)
+    return _position(flags, found)
 
 
-def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load a checkpoint that the built-in trainer saved with Megatron's FSDP, into any model."""
     if not fsdp_checkpoint.sharded(state.model):
-        return _load_stock(args, state, found)
-    rng = args.load_rng and _same_ranks(args, found)
-    content = _fsdp_state_dict(state, optimizer=args.load_optim, rng=rng)
+        return _load_stock(flags, state, found)
+    rng = flags.load_rng and _same_ranks(flags, found)
+    content = _fsdp_state_dict(state, optimizer=flags.load_optim, rng=rng)
     if found.has_optimizer:
         content["opt_param_scheduler"] = state.schedule.state_dict()
     fsdp_checkpoint.read(found.path, state.model[0], content)
-    if args.load_optim:
-        _load_optimizer(args, state, content["optimizer"], content["opt_param_scheduler"])
+    if flags.load_optim:
+        _load_optimizer(flags, state, content["optimizer"], content["opt_param_scheduler"])
     else:
-        _begin_schedule(args, state, found, content.get("opt_param_scheduler"))
+        _begin_schedule(flags, state, found, content.get("opt_param_scheduler"))
     if rng:
         (states,) = content["rng_state"].values()
         generators.set_state(states[0])
-    return _position(args, found)
+    return _position(flags, found)
 
 
-def _load_stock(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
+def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
     """Load the weights from a checkpoint of Megatron-LM's own scripts."""
     load_weights(state.model, found.path)
-    _begin_optimizer(args, state, found)
-    return _position(args, found)
+    _begin_optimizer(flags, state, found)
+    return _position(flags, found)
 
 
 def _load_optimizer(
-    args: Namespace, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
+    flags: LoadFlags, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
 ) -> None:
     """Load moments and main weights, and resume the schedule; settings stay those of the flags."""
     settings = resumed_settings.of_flags(state.optimizer)
     state.optimizer.load_state_dict(optimizer)
-    resumed_settings.restore(args, state.optimizer, settings)
+    resumed_settings.restore(flags, state.optimizer, settings)
     resumed_settings.load_schedule(state.schedule, schedule)
 
 
 def _begin_optimizer(
-    args: Namespace,
+    flags: LoadFlags,
     state: State,
     found: checkpoint_description.CheckpointInfo,
     schedule: dict[str, Any] | None = None,
@@ -233,24 +239,24 @@ def _begin_optimizer(
         schedule: the schedule's state in the checkpoint, if any.
     """
     saved = found.arguments["padded_vocab_size"]
-    if saved < args.padded_vocab_size:
-        vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
+    if saved < flags.padded_vocab_size:
+        vocab_padding.fill(state.model, saved, flags.tokenizer_vocab_size)
     state.optimizer.reload_model_params()
-    _begin_schedule(args, state, found, schedule)
+    _begin_schedule(flags, state, found, schedule)
 
 
 def _begin_schedule(
-    args: Namespace,
+    flags: LoadFlags,
     state: State,
     found: checkpoint_description.CheckpointInfo,
     schedule: dict[str, Any] | None,
 ) -> None:
-    samples = found.consumed_train_samples or found.iteration * args.global_batch_size
-    resumed_settings.go_on_without_optimizer(args, state.schedule, schedule, samples)
+    samples = found.consumed_train_samples or found.iteration * flags.global_batch_size
+    resumed_settings.go_on_without_optimizer(flags, state.schedule, schedule, samples)
 
 
-def _position(args: Namespace, found: checkpoint_description.CheckpointInfo) -> Position:
-    if args.finetune:
+def _position(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) -> Position:
+    if flags.finetune:
         return Position()
     return Position(found.iteration, found.consumed_train_samples, found.consumed_valid_samples)
 
@@ -351,11 +357,11 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
     return content
 
 
-def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -> bool:
+def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) -> bool:
     """Return whether each rank can load its own random states: the model-parallel sizes are unchanged."""
-    same = checkpoint_compatibility.same_model_parallel_sizes(found, args)
-    if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
-        same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
+    same = checkpoint_compatibility.same_model_parallel_sizes(found, flags)
+    if flags.expert_model_parallel_size > 1:  # which is a part of data parallelism
+        same = same and found.arguments.get("data_parallel_size") == flags.data_parallel_size
     if not same and dist.get_rank() == 0:
         print(" the parallel layout has changed: random numbers start again from --seed", flush=True)
     return same

@@ -40,17 +40,18 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
         _require(found, name, values.get(name), _size, (None,))
     heads = max(values["num_attention_heads"], 1)
     known = {"kv_channels": values.get("kv_channels") or values["hidden_size"] // heads}
-    _require_positions_and_windows(Namespace(**{**values, **known}))
+    _require_positions_and_windows({**values, **known})
     _require_weights(found, values)
     return values
 
 
-def _require_positions_and_windows(args: Namespace) -> None:
+def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
     """Check flags that matter when the model runs, such as the window pattern's length and the rotary base.
 
     Raises:
         UsageError: a value is invalid; the error names the flag.
     """
+    args = Namespace(**values)  # which the checks of the command line take
     validation.ranges(args)
     if args.window_attn_skip_freq is not None and getattr(args, "window_size", None) is None:
         model.windows(args)

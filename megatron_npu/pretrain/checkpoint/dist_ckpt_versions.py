@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_npu.pretrain.checkpoint.checkpoint_files import OF_FSDP
+from megatron_npu.pretrain.flags.checkpoint_parts import ShardFlags
 
 Metadata = dict[str, Any]
 
@@ -18,13 +18,13 @@ def _version() -> tuple[int, int]:
     return package_info.MAJOR, package_info.MINOR
 
 
-def metadata(args: Namespace) -> Metadata:
+def metadata(flags: ShardFlags) -> Metadata:
     """Return the sharding metadata, which is saved with the checkpoint and used to load it."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if args.fully_sharded == "megatron":
+    if flags.fully_sharded == "megatron":
         return {"distrib_optim_sharding_type": OF_FSDP}
-    if args.use_distributed_optimizer:
-        fully = args.dist_ckpt_optim_fully_reshardable
+    if flags.use_distributed_optimizer:
+        fully = flags.dist_ckpt_optim_fully_reshardable
         result["distrib_optim_sharding_type"] = _sharding_type(fully)
         if fully:
             result["distrib_optim_fully_reshardable_mem_efficient"] = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron_npu.pretrain.data.tokenizers import Tokenizer
 from megatron_npu.pretrain.flags import derive
 from megatron_npu.pretrain.flags.checks import machine
 from megatron_npu.pretrain.flags.frozen_flags import Flags
-from megatron_npu.pretrain.flags.plan_parts import ModelFlags
+from megatron_npu.pretrain.flags.plan_parts import ModelFlags, TokenizerFlags
 from megatron_npu.pretrain.model import gpt as model
 from megatron_npu.pretrain.run import host_memory, initialize, layout
 
@@ -32,7 +31,7 @@ def restored(
     share: Callable[[Mapping[str, Any]], dict[str, object]] | None = None,
     widened_by_caller: bool = False,
     **changes: object,
-) -> Iterator[tuple[Namespace, torch.nn.Module, Tokenizer]]:
+) -> Iterator[tuple[Flags, torch.nn.Module, Tokenizer]]:
     """Load a trained model in evaluation mode inside the block, with its flags and tokenizer.
 
     The weights are assembled from whatever layout they were trained in.
@@ -62,12 +61,13 @@ def restored(
         derive.widened(args)
     derive.grouped_experts(args)
     derive.tokenizer_files(args, load, {"vocab_file": vocab_file, "merge_file": merge_file})
-    tokenizer = tokenizers.build(args)
+    words = TokenizerFlags.of(args)
+    tokenizer = tokenizers.build(words)
     if "tokenizer_vocab_size" not in args:  # a stock script does not write it down
-        derive.vocabulary(args, tokenizers.model_vocabulary(args, tokenizer))
-        stock_checkpoints.require_vocabulary(found, args)
+        derive.vocabulary(args, tokenizers.model_vocabulary(words, tokenizer))
+        stock_checkpoints.require_vocabulary(found, args.tokenizer_vocab_size)
     else:
-        _require_vocabulary(args, tokenizer)
+        _require_vocabulary(tokenizer, args.tokenizer_vocab_size, exactly=not args.vocab_size)
     derive.padded_vocab_size(args)
     args.freeze()
     with initialize.session(args):
@@ -87,14 +87,18 @@ def restored(
             yield args, gpt.eval(), tokenizer
 
 
-def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
+def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -> None:
     """Reject a tokenizer that differs from the one used in training.
 
+    Args:
+        tokenizer: the tokenizer of the current files.
+        expected: number of tokens that the model was trained with.
+        exactly: whether fewer tokens are rejected too, as without --vocab-size.
+
     Raises:
-        UsageError: it has another number of tokens.
+        UsageError: the tokenizer has a different number of tokens.
     """
-    expected = args.tokenizer_vocab_size
-    fits = tokenizer.vocab_size <= expected if args.vocab_size else tokenizer.vocab_size == expected
+    fits = tokenizer.vocab_size == expected if exactly else tokenizer.vocab_size <= expected
     if not fits:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} tokens",

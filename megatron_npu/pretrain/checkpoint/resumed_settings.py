@@ -7,10 +7,10 @@ learning rate), and torch loads these with the moments. Upstream's schedule read
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags.checkpoint_parts import LoadFlags
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -30,15 +30,15 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
     ]
 
 
-def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -> None:
+def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) -> None:
     """Restore the groups' settings from the flags; those of the schedule only if the flags' schedule is used.
 
     Args:
-        args: the flags.
+        flags: the flags.
         optimizer: the optimizer with a checkpoint's state.
         settings: the earlier result of ``of_flags``.
     """
-    kept = _OF_THE_SCHEDULE if args.use_checkpoint_opt_param_scheduler else frozenset()
+    kept = _OF_THE_SCHEDULE if flags.use_checkpoint_opt_param_scheduler else frozenset()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update({name: value for name, value in own.items() if name not in kept})
 
@@ -55,12 +55,12 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 
 
 def go_on_without_optimizer(
-    args: Namespace, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
+    flags: LoadFlags, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
     """Set the schedule to the run's position if a flag selects a schedule; otherwise it starts again.
 
     Args:
-        args: the flags, with ``--no-load-optim``.
+        flags: the flags, with ``--no-load-optim``.
         schedule: the schedule from the flags.
         content: the checkpoint's schedule, or None.
         samples: number of samples used by the run.
@@ -68,14 +68,14 @@ def go_on_without_optimizer(
     Raises:
         UsageError: the checkpoint's schedule is requested, but it has none.
     """
-    if args.finetune or not (args.use_checkpoint_opt_param_scheduler or args.override_opt_param_scheduler):
+    if flags.finetune or not (flags.use_checkpoint_opt_param_scheduler or flags.override_opt_param_scheduler):
         return
     if content is not None:
         load_schedule(schedule, content)
         return
-    if args.use_checkpoint_opt_param_scheduler:
+    if flags.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            f"--use-checkpoint-opt_param-scheduler with --load {args.load}, which contains no learning-rate "
+            f"--use-checkpoint-opt_param-scheduler with --load {flags.load}, which contains no learning-rate "
             "schedule",
             "a checkpoint that `megatron-npu pretrain` saved with its optimizer",
             "Pass --override-opt_param-scheduler and the schedule's flags.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +16,22 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
 @contextlib.contextmanager
-def owned(args: Namespace) -> Iterator[None]:
+def owned(save: str | None, rank: int) -> Iterator[None]:
     """Lock ``--save`` for this run inside the block: rank 0 locks it and removes leftovers of killed runs.
+
+    Args:
+        save: the folder; None or empty: nothing is saved.
+        rank: number of this process.
 
     On a file system without locks nothing is rejected and nothing is removed.
 
     Raises:
         UsageError: another run has locked the folder, or it cannot be created.
     """
-    if not args.save or args.rank != 0:
+    if not save or rank != 0:
         yield
         return
-    folder = Path(args.save)
+    folder = Path(save)
     try:
         lock = folder_lock.hold(folder)
     except OSError as error:
@@ -45,19 +48,22 @@ def owned(args: Namespace) -> Iterator[None]:
         folder_lock.release(lock)
 
 
-def require_shared(args: Namespace) -> None:
+def require_shared(save: str | None, *, per_machine: bool) -> None:
     """Check that all ranks save to one folder. All ranks must call this after they have connected.
 
-    With --save-per-machine each machine may have its own folder, which is then locked on each.
+    Args:
+        save: the folder; None or empty: nothing is saved.
+        per_machine: whether each machine may have its own folder (--save-per-machine), which is then locked
+            on each.
 
     Raises:
         UsageError: machines have separate folders without that flag, or another run has locked one of them.
     """
     disks.forget()
-    if args.save and args.save_per_machine:
-        hold_on_each_machine(Path(args.save))
-    elif args.save:
-        shared_folder.require("--save", Path(args.save), shared_folder.PER_MACHINE)
+    if save and per_machine:
+        hold_on_each_machine(Path(save))
+    elif save:
+        shared_folder.require("--save", Path(save), shared_folder.PER_MACHINE)
 
 
 def hold_on_each_machine(folder: Path) -> None:

@@ -137,20 +137,20 @@ def _values(found: object, file: Path) -> dict[str, Any]:
     return found
 
 
-def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Namespace) -> None:
+def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int) -> None:
     """Check that a stock script's checkpoint has an embedding for every token.
 
     Args:
         found: the checkpoint.
-        args: the flags, with ``tokenizer_vocab_size``.
+        tokens: number of tokens of the run's tokenizer.
 
     Raises:
-        UsageError: the checkpoint has fewer embeddings.
+        UsageError: the embedding has fewer rows than the tokenizer has tokens.
     """
     rows = found.arguments["padded_vocab_size"]
-    if rows is not None and rows < args.tokenizer_vocab_size:
+    if rows is not None and rows < tokens:
         raise UsageError(
             f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
-            f"at least the {args.tokenizer_vocab_size} of the tokenizer",
+            f"at least the {tokens} of the tokenizer",
             "Pass the tokenizer files that training used.",
         )

@@ -7,7 +7,6 @@ middle pipeline stages read nothing.
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.epochs import Passes, RoundAndRound
 from megatron_npu.pretrain.data.sources import PARTS, blend, split_text
+from megatron_npu.pretrain.flags.plan_parts import BatchFlags, DatasetFlags
 
 Batch = dict[str, torch.Tensor]
 Batches = list[Iterator[Batch]] | None  # of each chunk of the model
@@ -40,71 +40,71 @@ class Datasets(NamedTuple):
     valid_sets: tuple[tuple[str, Dataset], ...] = ()
 
 
-def datasets(args: Namespace) -> Datasets:
+def datasets(flags: DatasetFlags) -> Datasets:
     """Build the indices on rank 0, then open them on every rank; all ranks must call this.
 
-    As in Megatron the split is by documents, and a split that is too short is repeated.
+    As in Megatron, data is split by documents, and a split that is too short is repeated.
 
     Raises:
         UsageError: the indices cannot be written.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-    validates = bool(args.eval_iters or args.full_validation)
-    prefixes = args.valid_data_path if validates and args.multiple_validation_sets else ()
+    validates = bool(flags.eval_iters or flags.full_validation)
+    prefixes = (validates and flags.multiple_validation_sets and flags.valid_data_path) or ()
     read = {
         "train": True,
         "valid": validates and not prefixes,
-        "test": bool(args.eval_iters and args.test_data_path),
+        "test": bool(flags.eval_iters and flags.test_data_path),
     }
-    all_or_some = None if args.full_validation else evaluation_count(args) * args.global_batch_size
-    sizes = _sizes(args, read, all_or_some)
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    found = build(kind, sizes, _config(args, _source(args, read)))
-    if args.rank == 0 and found.train is not None and not args.mock_data:
-        _warn_of_unknown_tokens(args, found.train)
-    alone = [(prefix, _alone(args, kind, prefix, all_or_some)) for prefix in prefixes]
+    all_or_some = None if flags.full_validation else evaluation_count(flags) * flags.global_batch_size
+    sizes = _sizes(flags, read, all_or_some)
+    kind = MockGPTDataset if flags.mock_data else GPTDataset
+    found = build(kind, sizes, _config(flags, _source(flags, read)))
+    if flags.rank == 0 and found.train is not None and not flags.mock_data:
+        _warn_of_unknown_tokens(flags, found.train)
+    alone = [(prefix, _alone(flags, kind, prefix, all_or_some)) for prefix in prefixes]
     return found._replace(valid_sets=tuple(alone))
 
 
-def _sizes(args: Namespace, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
-    """Return the samples of training, validation and test; None: all that are there."""
-    batch = args.global_batch_size
-    train = args.epoch_samples or args.train_samples or args.train_iters * batch
-    return [train, validation if read["valid"] else 0, args.eval_iters * batch * read["test"]]
+def _sizes(flags: DatasetFlags, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
+    """Return the number of training, validation and test samples; None: the whole split."""
+    batch = flags.global_batch_size
+    train = flags.epoch_samples or flags.train_samples or flags.train_iters * batch
+    return [train, validation if read["valid"] else 0, flags.eval_iters * batch * read["test"]]
 
 
-def _alone(args: Namespace, kind: Any, prefix: str, samples: int | None) -> Any:
-    """Return the validation samples of one prefix; None: all that there are."""
+def _alone(flags: DatasetFlags, kind: Any, prefix: str, samples: int | None) -> Any:
+    """Return the validation dataset of one prefix, with ``samples`` samples; None: all of its samples."""
     source = {"blend_per_split": [None, ([prefix], None), None]}
-    return build(kind, [0, samples, 0], _config(args, source)).valid
+    return build(kind, [0, samples, 0], _config(flags, source)).valid
 
 
-def _config(args: Namespace, source: Mapping[str, Any]) -> Any:
+def _config(flags: DatasetFlags, source: Mapping[str, Any]) -> Any:
     """Return the configuration of megatron-core's datasets."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     return GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
+        random_seed=flags.seed,
+        sequence_length=flags.seq_length,
         **source,
-        path_to_cache=args.data_cache_path,
-        tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(args)),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,  # else causal, which needs none
+        path_to_cache=flags.data_cache_path,
+        tokenizer=tokenizers.DatasetTokenizer(tokenizers.build(flags.tokenizer)),
+        reset_position_ids=flags.reset_position_ids,
+        reset_attention_mask=flags.reset_attention_mask,
+        eod_mask_loss=flags.eod_mask_loss,
+        create_attention_mask=flags.reset_attention_mask,  # else causal, which needs none
     )
 
 
-def _warn_of_unknown_tokens(args: Namespace, dataset: Any) -> None:
-    """Say where most tokens of the first samples are the one of what the vocabulary does not have."""
-    unknown = tokenizers.build(args).unknown
+def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
+    """Warn if most tokens of the first samples are unknown to the vocabulary."""
+    unknown = tokenizers.build(flags.tokenizer).unknown
     if unknown is None:
         return
     tokens = torch.stack([dataset[i]["tokens"] for i in range(min(len(dataset), unknown_tokens.SAMPLES))])
     count = int((tokens == unknown).sum())
-    named = f"--tokenizer-model {args.tokenizer_model}"
+    named = f"--tokenizer-model {flags.tokenizer.tokenizer_model}"
     if told := unknown_tokens.warning(count, tokens.numel(), "the training data", named):
         print(f"megatron-npu pretrain: {told}", file=sys.stderr, flush=True)
 
@@ -137,12 +137,12 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
         ) from error
 
 
-def _source(args: Namespace, read: Mapping[str, bool]) -> dict[str, Any]:
-    """Return what tells megatron-core where the samples of each part come from: nothing for made-up ones."""
-    if args.train_data_path:
-        words = {part: getattr(args, f"{part}_data_path") if read[part] else None for part in PARTS}
+def _source(flags: DatasetFlags, read: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the options that tell megatron-core the source of each split; mock data has none."""
+    if flags.train_data_path:
+        words = {part: flags.of_part(part) if read[part] else None for part in PARTS}
         return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
-    return {"blend": _blend(args.data_path, "--data-path"), "split": split_text(args.split)}
+    return {"blend": _blend(flags.data_path, "--data-path"), "split": split_text(flags.split)}
 
 
 def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[float] | None] | None:
@@ -162,14 +162,14 @@ def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
     ]
 
 
-def evaluation_count(args: Namespace) -> int:
+def evaluation_count(flags: DatasetFlags) -> int:
     """Return the number of batches for all evaluations of a run, including the one at the end."""
-    between = args.train_iters // args.eval_interval if args.eval_interval else 0
-    return (between + 1) * args.eval_iters
+    between = flags.train_iters // flags.eval_interval if flags.eval_interval else 0
+    return (between + 1) * flags.eval_iters
 
 
 class ResumableBatchSampler:
-    """Sample numbers of the micro batches of one data-parallel rank, starting after ``consumed`` samples.
+    """Sample indices for the micro batches of one data-parallel rank, starting after ``consumed`` samples.
 
     Args:
         order: maps a position, counted from 0 since the start of the run, to a sample of the dataset.
@@ -192,14 +192,14 @@ class ResumableBatchSampler:
             at += self.micro_batch * self.size
 
 
-def training_batches(args: Namespace, dataset: Dataset | None, consumed: int) -> Batches:
-    """Return ``batches`` of the training samples, in epochs if the flags request them."""
-    order = None if args.epochs is None else Passes(args.epoch_samples, args.seed)
-    return batches(args, dataset, consumed, order)
+def training_batches(flags: BatchFlags, dataset: Dataset | None, consumed: int) -> Batches:
+    """Return ``batches`` for the training samples, in epochs if the flags request it."""
+    order = None if flags.epoch_samples is None else Passes(flags.epoch_samples, flags.seed)
+    return batches(flags, dataset, consumed, order)
 
 
 def batches(
-    args: Namespace, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
+    flags: BatchFlags, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
 ) -> Batches:
     """Return an endless iterator of micro batches for each model chunk; None for chunks that need no data.
 
@@ -215,12 +215,12 @@ def batches(
     if dataset is None or not at_an_end:
         return None
     order = order or RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    return [micro_batches(args, dataset, consumed, order) for _ in range(chunks)]
+    chunks = flags.virtual_pipeline_model_parallel_size or 1
+    return [micro_batches(flags, dataset, consumed, order) for _ in range(chunks)]
 
 
 def micro_batches(
-    args: Namespace,
+    flags: BatchFlags,
     dataset: Any,
     consumed: int,
     order: Callable[[int], int],
@@ -237,16 +237,16 @@ def micro_batches(
 
     rank = parallel_state.get_data_parallel_rank()
     sampler = ResumableBatchSampler(
-        order, consumed, args.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
+        order, consumed, flags.micro_batch_size, rank, parallel_state.get_data_parallel_world_size()
     )
     device = devices.current()
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
         collate_fn=collate_fn,
-        num_workers=args.num_workers,
+        num_workers=flags.num_workers,
         pin_memory=not device.is_host,
-        persistent_workers=args.num_workers > 0,
+        persistent_workers=flags.num_workers > 0,
         generator=torch.Generator(),  # the loader's own draws must not move the run's generators
     )
     for batch in loader:

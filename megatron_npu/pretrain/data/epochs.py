@@ -6,32 +6,32 @@ several passes together. Here it returns one pass, and ``Passes`` defines the or
 
 from __future__ import annotations
 
-from argparse import Namespace
 from functools import lru_cache
 
 import numpy as np
 
 from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.pretrain.data.sources import blend, sizes_of_parts, split_shares
+from megatron_npu.pretrain.flags.plan_parts import SourceFlags
 
 
-def samples_of_one(args: Namespace) -> int:
+def samples_of_one(flags: SourceFlags) -> int:
     """Return the number of samples in one epoch: those that the training documents contain.
 
     The last token of a sample is the first of the next one, as in megatron-core's GPTDataset. If
     ``--data-path`` has weights, an epoch has the same number of samples, sampled with these weights.
     """
-    flag = "--train-data-path" if args.train_data_path else "--data-path"
-    words = args.train_data_path or args.data_path
+    flag = "--train-data-path" if flags.train_data_path else "--data-path"
+    words = flags.train_data_path or flags.data_path or []
     return sum(
-        max(0, _training_tokens(args, prefix) - 1) // args.seq_length for prefix in blend(words, flag)[1]
+        max(0, _training_tokens(flags, prefix) - 1) // flags.seq_length for prefix in blend(words, flag)[1]
     )
 
 
-def _training_tokens(args: Namespace, prefix: str) -> int:
+def _training_tokens(flags: SourceFlags, prefix: str) -> int:
     lengths = indexed_dataset.sequence_lengths(prefix)
-    if not args.train_data_path:
-        lengths = lengths[: sizes_of_parts(split_shares(args.split), len(lengths))[0]]
+    if not flags.train_data_path:
+        lengths = lengths[: sizes_of_parts(split_shares(flags.split), len(lengths))[0]]
     return int(lengths.sum(dtype=np.int64))
 
 

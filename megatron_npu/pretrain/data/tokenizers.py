@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 from megatron_npu.data.tokenization.null import NullTokenizer
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
@@ -24,60 +24,69 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
     return tokenizer.encode(more)
 
 
-def model_vocabulary(args: Namespace, tokenizer: Tokenizer) -> int:
+def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
     """Return the model's number of tokens: the tokenizer's, or more if ``--vocab-size`` is larger.
 
     Raises:
         UsageError: ``--vocab-size`` is too small for the tokenizer.
     """
-    if args.tokenizer_type == "NullTokenizer" or args.vocab_size is None:
+    if flags.tokenizer_type == "NullTokenizer" or flags.vocab_size is None:
         return tokenizer.vocab_size
-    if args.vocab_size < tokenizer.vocab_size:
+    if flags.vocab_size < tokenizer.vocab_size:
         raise UsageError(
-            f"--vocab-size {args.vocab_size}",
+            f"--vocab-size {flags.vocab_size}",
             f"at least the {tokenizer.vocab_size} tokens of the tokenizer",
             "Remove it.",
         )
-    return args.vocab_size
+    return flags.vocab_size
 
 
-def build(args: Namespace) -> Tokenizer:
+def build(flags: TokenizerFlags) -> Tokenizer:
     """Return the tokenizer for ``--tokenizer-type`` and its files.
 
     Raises:
         UsageError: a file or size is missing or invalid.
     """
-    end = getattr(args, "null_tokenizer_eod_id", None)  # which `train` does not have
-    if args.tokenizer_type == "NullTokenizer":
-        if args.vocab_size is None:
+    end = flags.null_tokenizer_eod_id
+    if flags.tokenizer_type == "NullTokenizer":
+        if flags.vocab_size is None:
             raise UsageError(
                 "--tokenizer-type NullTokenizer without --vocab-size", "both flags", "Add --vocab-size N."
             )
-        return NullTokenizer(args.vocab_size, end)
+        return NullTokenizer(flags.vocab_size, end)
     if end is not None:
         raise UsageError(
-            f"--null-tokenizer-eod-id with --tokenizer-type {args.tokenizer_type}",
+            f"--null-tokenizer-eod-id with --tokenizer-type {flags.tokenizer_type}",
             "NullTokenizer",
             "Remove it.",
         )
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        if args.tokenizer_model is None:
+    if flags.tokenizer_type == "HuggingFaceTokenizer":
+        if flags.tokenizer_model is None:
             raise UsageError(
                 "--tokenizer-type HuggingFaceTokenizer without --tokenizer-model",
                 "both flags",
                 "Add --tokenizer-model DIR.",
             )
-        return HuggingFaceTokenizer(args.tokenizer_model)
-    for flag, value in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
-        if value is None:
-            raise UsageError(
-                f"no {flag}",
-                "GPT-2's vocab.json and merges.txt",
-                "Pass both files, or use --tokenizer-type NullTokenizer.",
-            )
+        return HuggingFaceTokenizer(flags.tokenizer_model)
     from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 
-    return GPT2Tokenizer(args.vocab_file, args.merge_file)
+    vocabulary = _gpt2_file("--vocab-file", flags.vocab_file)
+    return GPT2Tokenizer(vocabulary, _gpt2_file("--merge-file", flags.merge_file))
+
+
+def _gpt2_file(flag: str, path: str | None) -> str:
+    """Return the path of one of the GPT-2 tokenizer's files.
+
+    Raises:
+        UsageError: the flag is missing.
+    """
+    if path is None:
+        raise UsageError(
+            f"no {flag}",
+            "GPT-2's vocab.json and merges.txt",
+            "Pass both files, or use --tokenizer-type NullTokenizer.",
+        )
+    return path
 
 
 # what decides the words of a Hugging Face tokenizer's ids, of whatever kind it is
@@ -85,13 +94,13 @@ _OF_HUGGING_FACE = ("*.model", "*.json", "*.txt", "*.tiktoken")
 _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_state.json", "arguments.json")
 
 
-def hashes(args: Namespace) -> dict[str, str]:
-    """Return the SHA-256 of each tokenizer file by name, to detect another vocabulary."""
-    if args.tokenizer_type == "NullTokenizer":
+def hashes(flags: TokenizerFlags) -> dict[str, str]:
+    """Return the SHA-256 of each tokenizer file by name, to detect a changed vocabulary."""
+    if flags.tokenizer_type == "NullTokenizer":
         return {}
-    if args.tokenizer_type != "HuggingFaceTokenizer":
-        return {name: _hash(Path(getattr(args, name))) for name in ("vocab_file", "merge_file")}
-    folder = Path(args.tokenizer_model)
+    if flags.tokenizer_type != "HuggingFaceTokenizer":
+        return {name: _hash(Path(getattr(flags, name))) for name in ("vocab_file", "merge_file")}
+    folder = Path(str(flags.tokenizer_model))
     if folder.is_file():
         return {folder.name: _hash(folder)}
     paths = {path for pattern in _OF_HUGGING_FACE for path in folder.glob(pattern) if path.is_file()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import Dataset
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.data.datasets import Datasets
+from megatron_npu.pretrain.flags.plan_parts import EvaluationFlags
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ValidationSet:
     """A validation set with a separate loss.
 
     Attributes:
-        name: its prefix if there are several sets; else empty.
+        name: its prefix if there are several sets; otherwise empty.
         dataset: its samples.
         batches: global batches per validation.
         is_whole: whether each validation reads the whole set; otherwise it continues after the last
@@ -31,7 +31,7 @@ class ValidationSet:
     is_whole: bool
 
 
-def sets(args: Namespace, datasets: Datasets) -> list[ValidationSet]:
+def sets(flags: EvaluationFlags, datasets: Datasets) -> list[ValidationSet]:
     """Return the sets that each validation reads; empty without validation.
 
     Raises:
@@ -40,24 +40,26 @@ def sets(args: Namespace, datasets: Datasets) -> list[ValidationSet]:
     found = list(datasets.valid_sets)
     if datasets.valid is not None:
         found = [("", datasets.valid)]
-    if not args.full_validation:
-        return [ValidationSet(name, each, args.eval_iters, False) for name, each in found if args.eval_iters]
-    return [_whole(args, name, each) for name, each in found]
+    if not flags.full_validation:
+        return [
+            ValidationSet(name, each, flags.eval_iters, False) for name, each in found if flags.eval_iters
+        ]
+    return [_whole(flags, name, each) for name, each in found]
 
 
-def _whole(args: Namespace, name: str, dataset: Any) -> ValidationSet:
+def _whole(flags: EvaluationFlags, name: str, dataset: Any) -> ValidationSet:
     if not len(dataset):
         raise UsageError(
-            f"--full-validation on {name or 'validation data'} with fewer than {args.seq_length + 1} tokens",
+            f"--full-validation on {name or 'validation data'} with fewer than {flags.seq_length + 1} tokens",
             "data for at least one sample",
             "Provide more data, or remove the flag.",
         )
-    padded = Padded(dataset, args.global_batch_size)
-    return ValidationSet(name, padded, len(padded) // args.global_batch_size, True)
+    padded = Padded(dataset, flags.global_batch_size)
+    return ValidationSet(name, padded, len(padded) // flags.global_batch_size, True)
 
 
 class Padded(Dataset):
-    """A dataset padded with samples that do not count, so that its global batches are complete.
+    """A dataset padded with samples that are not counted, so that its global batches are complete.
 
     Args:
         dataset: a dataset whose samples have a ``loss_mask``.

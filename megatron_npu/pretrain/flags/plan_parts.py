@@ -129,19 +129,89 @@ class LogFlags(SinkFlags):
 
 
 @dataclass(frozen=True)
+class TokenizerFlags(Part):
+    """The tokenizer and its files; ``null_tokenizer_eod_id`` is None in ``train``, which has no such flag."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    null_tokenizer_eod_id: int | None = None
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"null_tokenizer_eod_id": getattr(args, "null_tokenizer_eod_id", None)}
+
+
+@dataclass(frozen=True)
+class SourceFlags(Part):
+    """The sources of each split's samples, and the number of tokens per sample."""
+
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    test_data_path: list[str] | None
+    split: str
+    seq_length: int
+
+    def of_part(self, part: str) -> list[str] | None:
+        """Return the value of ``--train-data-path``, or of the corresponding flag for another split."""
+        paths = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
+        return paths[part]
+
+
+@dataclass(frozen=True)
+class DatasetFlags(SourceFlags):
+    """The flags that determine which datasets a run reads, and how many samples of each."""
+
+    rank: int
+    seed: int
+    mock_data: bool
+    multiple_validation_sets: bool
+    full_validation: bool
+    eval_iters: int
+    eval_interval: int | None
+    train_iters: int
+    train_samples: int | None
+    epoch_samples: int | None
+    global_batch_size: int
+    data_cache_path: str | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+    tokenizer: TokenizerFlags
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        return {"tokenizer": TokenizerFlags.of(args)}
+
+
+@dataclass(frozen=True)
+class BatchFlags(Part):
+    """How micro batches are read; ``epoch_samples``: number of samples per epoch, None without --epochs."""
+
+    micro_batch_size: int
+    num_workers: int
+    virtual_pipeline_model_parallel_size: int | None
+    epoch_samples: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
 class SampleFlags(Part):
-    """Texts that are drawn during training; ``tokenizer`` is all flags, of which it is built."""
+    """The flags for samples generated during training."""
 
     sample_prompt: list[str]
     sample_tokens: int
     sample_temperature: float
     seed: int
     tokenizer_vocab_size: int
-    tokenizer: Namespace
+    tokenizer: TokenizerFlags
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        return {"tokenizer": args}
+        return {"tokenizer": TokenizerFlags.of(args)}
 
 
 @dataclass(frozen=True)
@@ -195,6 +265,7 @@ class EvaluationFlags(Part):
     eval_train_loss: bool
     full_validation: bool
     global_batch_size: int
+    seq_length: int
     samples: SampleFlags | None
 
     @classmethod

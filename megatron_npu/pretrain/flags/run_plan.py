@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_npu.pretrain.flags.batch_ramp import Ramp
+from megatron_npu.pretrain.flags.checkpoint_parts import LoadFlags, StoreFlags
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.plan_parts import (
+    BatchFlags,
+    DatasetFlags,
     EndFlags,
     EvaluationFlags,
     ExpertFlags,
@@ -40,8 +43,10 @@ class RunPlan:
         captures_steps: whether a step is captured as one CUDA graph.
         takes_over: whether only the weights of ``load_from`` are loaded (--finetune).
         sums_over_context: whether megatron-core divides a loss by the tokens of all context-parallel ranks.
-        sizes, log, loop, ends, saves, guard, evaluation, experts, schedule: the flags of one subject each.
-        flags: all of them, frozen: checkpoints store them, and upstream's configs read fields by name.
+        sizes, data, batches, log, loop, ends, saves, stored, guard, evaluation, experts, schedule: the flags
+            of one subject each; ``saves`` says when checkpoints are written, ``stored`` what they contain.
+        loads: what is loaded from ``load_from``; None: nothing.
+        flags: all flags, frozen: checkpoints store them, and upstream's configs read fields by name.
     """
 
     rank: int
@@ -63,10 +68,14 @@ class RunPlan:
     takes_over: bool
     sums_over_context: bool
     sizes: ModelSizes
+    data: DatasetFlags
+    batches: BatchFlags
     log: LogFlags
     loop: LoopFlags
     ends: EndFlags
     saves: SaveFlags
+    stored: StoreFlags
+    loads: LoadFlags | None
     guard: GuardFlags
     evaluation: EvaluationFlags
     experts: ExpertFlags
@@ -97,10 +106,14 @@ class RunPlan:
             takes_over=args.finetune,
             sums_over_context=_sums_over_context(args),
             sizes=ModelSizes.of(args),
+            data=DatasetFlags.of(args),
+            batches=BatchFlags.of(args),
             log=LogFlags.of(args),
             loop=LoopFlags.of(args),
             ends=EndFlags.of(args),
             saves=SaveFlags.of(args),
+            stored=StoreFlags.of(args),
+            loads=None if args.load_from is None else LoadFlags.of(args),
             guard=GuardFlags.of(args),
             evaluation=EvaluationFlags.of(args),
             experts=ExpertFlags.of(args),

@@ -20,8 +20,8 @@ from megatron_npu.pretrain.report import flops
 from megatron_npu.pretrain.report.drawn_texts import Text
 from megatron_npu.pretrain.report.rank_times import Place
 from megatron_npu.pretrain.report.sinks import Sinks
-from megatron_npu.pretrain.run.expert_losses import LOSSES
-from megatron_npu.pretrain.run.prediction_losses import PREFIX
+from megatron_npu.pretrain.run.losses.expert_losses import LOSSES
+from megatron_npu.pretrain.run.losses.prediction_losses import PREFIX
 
 _CURVES = "learning_rate grad_norm loss_scale tokens_per_second tflops_per_device utilization".split()
 

@@ -47,7 +47,7 @@ class WandbRun:
                 project=flags.wandb_project,
                 name=flags.wandb_exp_name,
                 dir=str(place),
-                config=plain_arguments(flags.config),
+                config=plain_arguments(vars(flags.config)),
                 **further,
             )
         except Exception as error:  # of its own kinds, and of the network's
@@ -70,9 +70,9 @@ class WandbRun:
             self._give_up()
 
     def _tried(self, limit: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the package; log its first error, and let the training continue.
+        """Call the package; if it fails, log the first error and let training continue.
 
-        A service process that does not answer for ``limit`` seconds is killed: then the call fails.
+        If the service process does not answer within ``limit`` seconds, it is killed, and the call fails.
         """
         try:
             with self._service_killed_after(limit):
@@ -98,7 +98,7 @@ class WandbRun:
                 process.kill()
 
     def _give_up(self) -> None:
-        """End the service of a run that has failed.
+        """Stop the service process of a run that has failed.
 
         At the interpreter's exit the package would otherwise wait for it without a limit, or print a
         traceback.

@@ -20,9 +20,10 @@ from megatron_npu import devices, watchdog
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, generators, whole_checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoints import Position, State
+from megatron_npu.pretrain.flags.checkpoint_parts import LoadFlags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
-from megatron_npu.pretrain.run import loss
 from megatron_npu.pretrain.run.divergence import DivergedError, Spikes
+from megatron_npu.pretrain.run.losses import loss
 
 LEFT_OUT = 10  # updates one after the other: more are no accident of the data
 GONE_BACK = 3  # times to the same checkpoint
@@ -209,7 +210,7 @@ class Guard:
                 "--lr, check the data, or resume from an older checkpoint (--ckpt-step)."
             )
         changes = {"load": self.plan.flags.save, "ckpt_step": iteration, "load_optim": True, "load_rng": True}
-        saved = checkpoints.load(self.plan.flags.changed(**changes, finetune=False), self.state)
+        saved = checkpoints.load(LoadFlags.of(self.plan.flags.changed(**changes, finetune=False)), self.state)
         self._left_out = 0
         self.say(
             f" {fault.words}: returned to {checkpoint_files.directory(self.plan.flags.save, iteration)}; "

@@ -19,7 +19,7 @@ from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.drawn_texts import Samples
 from megatron_npu.pretrain.report.log import Log
-from megatron_npu.pretrain.run import loss
+from megatron_npu.pretrain.run.losses import loss
 from megatron_npu.pretrain.run.outcome import Prepared
 
 
@@ -56,7 +56,7 @@ class Evaluation:
         self.plan, self.datasets, self.log = plan, prepared.datasets, log
         self._model, self._batches, self._forward = prepared.state.model, batches, forward
         self._time_is_up = time_is_up
-        self._sets = validation.sets(plan.flags, self.datasets)
+        self._sets = validation.sets(plan.evaluation, self.datasets)
         self._samples = Samples(samples, self._model) if (samples := plan.evaluation.samples) else None
         self.loss: float | None = None
         self.losses: dict[str, float] = {}

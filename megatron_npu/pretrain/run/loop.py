@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model.gathered_parameters import gathered
 from megatron_npu.pretrain.report.log import Interval, Log, Steps
 from megatron_npu.pretrain.report.rank_times import RankTimes
-from megatron_npu.pretrain.run import loss
 from megatron_npu.pretrain.run.bad_iterations import Fault, Guard
 from megatron_npu.pretrain.run.clock import Clock
 from megatron_npu.pretrain.run.divergence import DivergedError, FirstNonFinite, Spikes
 from megatron_npu.pretrain.run.evaluating import Evaluation
-from megatron_npu.pretrain.run.expert_losses import ExpertLosses
+from megatron_npu.pretrain.run.losses import loss
+from megatron_npu.pretrain.run.losses.expert_losses import ExpertLosses
+from megatron_npu.pretrain.run.losses.prediction_losses import PredictionLosses
 from megatron_npu.pretrain.run.outcome import Outcome, Prepared
 from megatron_npu.pretrain.run.pace import Pace
-from megatron_npu.pretrain.run.prediction_losses import PredictionLosses
 from megatron_npu.pretrain.run.saving import Saving
 from megatron_npu.pretrain.run.step_graph import StepGraph
 from megatron_npu.pretrain.run.termination import Deadline, Termination
@@ -69,7 +70,8 @@ class Trainer:
         self.outcome = Outcome(self.position)
         self.clock = Clock()
         self.interval, self.pace, self.spikes = Interval(), Pace(), Spikes()
-        self._data: list[Iterator[data.Batch]] | None = None  # of training, where the run stands
+        self._source: data.Batches = None  # of training, where the run stands
+        self._data: data.Batches = None  # the same in the guard's form
         self.guard = Guard(plan, self.state, self.spikes, log.say)
         self.nonfinite = FirstNonFinite()
         forward = functools.partial(self._forward, forward_only=True)
@@ -91,8 +93,8 @@ class Trainer:
         self.of_predictions.forget()
         for chunk in self.state.model:
             chunk.train()
-        self._data = self.guard.batches(self.training_batches())
-        with self.saving:
+        self._open_data()
+        with self.saving, contextlib.closing(self):
             ends = self.plan.ends
             heard = (signal.Signals[ends.exit_signal], signal.SIGINT)
             with Termination(ends.exit_signal_handler, heard) as termination:
@@ -106,13 +108,29 @@ class Trainer:
             self._finish()
         return self.outcome
 
+    def _open_data(self) -> None:
+        """Read the training data from the run's position on, and stop reading from an earlier one."""
+        self.close()
+        self._source = self.training_batches()
+        self._data = self.guard.batches(self._source)
+
+    def close(self) -> None:
+        """End the processes that read training data.
+
+        Python's cycle collector would first end the threads that tell them to stop, and then wait 5 s for
+        each process.
+        """
+        for each in self._source or ():
+            if isinstance(each, Generator):
+                each.close()
+
     def training_batches(self) -> data.Batches:
-        """Return micro batches of the training data from the run's position on."""
-        return data.training_batches(self.plan.flags, self.datasets.train, self.position.train_samples)
+        """Return micro batches of the training data, starting at the run's position."""
+        return data.training_batches(self.plan.batches, self.datasets.train, self.position.train_samples)
 
     def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
         """Return micro batches for evaluation, starting after ``consumed`` samples."""
-        return data.batches(self.plan.flags, dataset, consumed)
+        return data.batches(self.plan.batches, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
         """Run one micro batch through one model chunk; the signature is megatron-core's."""
@@ -205,7 +223,7 @@ class Trainer:
         with self.clock.paused(), gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
             self.position = self.guard.go_back(to, fault, self.position)
         self.log.write("rewind", to, {"fault": fault.words})
-        self._data = self.guard.batches(self.training_batches())
+        self._open_data()
         return False
 
     def _count(self, losses: torch.Tensor, norm: float | None, *, updated: bool) -> None:

@@ -18,7 +18,8 @@ from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoints as checkpoint
-from megatron_npu.pretrain.checkpoint import row_shards, save_folder, stock_checkpoints
+from megatron_npu.pretrain.checkpoint import save_folder, stock_checkpoints
+from megatron_npu.pretrain.checkpoint.weights import row_shards
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.flags import arguments, run_config, validation
 from megatron_npu.pretrain.flags.frozen_flags import Flags
@@ -131,10 +132,10 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     config = gpt.transformer_config(flags)
     repeatable = initialize.deterministic(flags.deterministic_mode)
     shows = _dashboard(plan.log, flags.dashboard)
-    with save_folder.owned(flags), shows, initialize.session(flags), repeatable:
-        save_folder.require_shared(flags)
+    with save_folder.owned(plan.saves.save, plan.rank), shows, initialize.session(flags), repeatable:
+        save_folder.require_shared(plan.saves.save, per_machine=flags.save_per_machine)
         chunks = gpt.build(flags, config)
-        datasets = data.datasets(flags) if plan.has_data else data.Datasets(None, None, None)
+        datasets = data.datasets(plan.data) if plan.has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)
         collector.resume()
         saves = flags.save and plan.rank == 0
@@ -176,7 +177,7 @@ def train_chunks(
     size = gpt.count(plan.experts, chunks)
     if plan.fully_sharded == "torch" and (flags.save or plan.load_from):
         row_shards.require_even(chunks)
-    position = checkpoint.load(flags, state) if plan.load_from else checkpoint.Position()
+    position = checkpoint.load(plan.loads, state) if plan.loads else checkpoint.Position()
     if own_config is not None:  # not earlier: a resume that is refused changes nothing
         files.write(Path(flags.save) / "config.yaml", own_config)
     journal = journal_of(plan.log, position.iteration)

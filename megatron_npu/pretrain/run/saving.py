@@ -32,7 +32,7 @@ class Saving:
         self.plan, self.state, self.clock, self.log = plan, state, clock, log
         self.last: Path | None = None
         self._retention = Retention(plan.saves, log.say)
-        self._writers = AsyncSaves(plan.flags, self._saved) if plan.saves.async_save else None
+        self._writers = AsyncSaves(plan.stored, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
         """Write the checkpoint of a position, or with --async-save start writing it. Collective.
@@ -44,7 +44,7 @@ class Saving:
             with self.clock.paused(), gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
                 if self._writers is not None:
                     return self._writers.begin(self.state, position)
-                path = checkpoints.save(self.plan.flags, self.state, position)
+                path = checkpoints.save(self.plan.stored, self.state, position)
         except checkpoint_failures.FAILURES as error:
             raise checkpoint_failures.unsaved(error, position.iteration, self.plan.flags.save) from error
         return self._saved(path, position.iteration)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.standins import compiled_dataset_indices as indices
-from megatron_npu.standins import core_dataset_helpers as ours
+from megatron_npu.standins.datasets import compiled_dataset_indices as indices
+from megatron_npu.standins.datasets import core_dataset_helpers as ours
 from megatron_npu.upstream import megatrons
 
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.standins import compiled_dataset_indices as compiled
-from megatron_npu.standins import dataset_helpers as ours
-from megatron_npu.standins import wide_dataset_helpers
+from megatron_npu.standins.datasets import compiled_dataset_indices as compiled
+from megatron_npu.standins.datasets import dataset_helpers as ours
+from megatron_npu.standins.datasets import wide_dataset_helpers
 from tests.support import processes
 
 

@@ -14,8 +14,8 @@ from megatron_npu.pretrain.flags.checks import experts
 from megatron_npu.pretrain.flags.expert_flags import layer_frequency
 from megatron_npu.pretrain.flags.plan_parts import ExpertFlags, ModelSizes
 from megatron_npu.pretrain.report import flops
-from megatron_npu.pretrain.run import expert_losses
-from megatron_npu.pretrain.run.expert_losses import ExpertLosses
+from megatron_npu.pretrain.run.losses import expert_losses
+from megatron_npu.pretrain.run.losses.expert_losses import ExpertLosses
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.pretrain.checkpoint import row_shards
+from megatron_npu.pretrain.checkpoint.weights import row_shards
 
 
 @pytest.fixture

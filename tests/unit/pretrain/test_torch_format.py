@@ -218,7 +218,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
     )
     found = stock_checkpoints.find(tmp_path / "e")
     with pytest.raises(UsageError, match="a vocabulary of 96 tokens, padding included"):
-        stock_checkpoints.require_vocabulary(found, Namespace(tokenizer_vocab_size=97))
+        stock_checkpoints.require_vocabulary(found, 97)
 
 
 def test_the_card_of_a_stock_checkpoint_says_how_it_was_trained(tmp_path):

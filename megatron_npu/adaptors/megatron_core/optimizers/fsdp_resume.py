@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,16 @@ _resume = partial(
     "are too large: with --ckpt-format torch_dist upstream skips load_state_dict, because the shards were "
     "read in place, but the settings of the parameter groups were not",
 )
-_saved: list[Any] = []  # optimizer state of the last checkpoint read
+
+
+@dataclass
+class _Load:
+    """One call of ``load_checkpoint``: the optimizer state that it has read, if it is to be loaded."""
+
+    optimizer_state: Any = None
+
+
+_LOAD: ContextVar[_Load | None] = ContextVar("the load that is under way", default=None)
 
 
 @around(
@@ -53,9 +64,10 @@ def keep_the_state(
 ) -> Any:
     """Keep the optimizer state that was read if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
-    if not rank0:
+    load = _LOAD.get()
+    if load is not None and not rank0:
         wanted = isinstance(result[0], dict) and not (args.finetune or args.no_load_optim)
-        _saved[:] = [result[0]["optimizer"]] if wanted and "optimizer" in result[0] else []
+        load.optimizer_state = result[0].get("optimizer") if wanted else None
     return result
 
 
@@ -64,11 +76,15 @@ def restore_the_step_count(
     original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> Any:
     """Restore each group's step count from the checkpoint where upstream skips load_state_dict."""
-    _saved.clear()
     given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
-    result = original(ddp_model, optimizer, *rest, **kwargs)
-    if given.get("skip_load_to_model_and_opt") and _saved:
-        for each, state in _pairs(optimizer, _saved.pop()):
+    load = _Load()
+    token = _LOAD.set(load)
+    try:
+        result = original(ddp_model, optimizer, *rest, **kwargs)
+    finally:
+        _LOAD.reset(token)
+    if given.get("skip_load_to_model_and_opt") and load.optimizer_state is not None:
+        for each, state in _pairs(optimizer, load.optimizer_state):
             ours = each.optimizer.param_groups
             in_our_order = getattr(each, "_filter_and_reorder_param_groups", _as_saved)  # since 0.16
             for group, found in zip(ours, in_our_order(ours, state), strict=True):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.pretrain.checkpoint import row_shards
 from megatron_npu.pretrain.checkpoint.torch_format import files, names, shards
+from megatron_npu.pretrain.checkpoint.weights import row_shards
 from megatron_npu.pretrain.model.gpt import unwrap
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -1,7 +1,10 @@
-"""Write one file per rank: GPT-2 models for Megatron-LM 285068c8, others for megatron-core.
+"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, others for megatron-core.
 
 285068c8 has no rotary positions, RMSNorm or gated MLP. megatron-core's scripts also load the format
 (``--ckpt-format torch``), with their own weight names and layers counted from 0 in each stage.
+
+These functions take all frozen flags of the model, because a file contains them as the Namespace that
+upstream's scripts read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.checkpoint.torch_format import names, shards
 from megatron_npu.pretrain.checkpoint.torch_format.files import NAMES
 from megatron_npu.pretrain.flags import stock_arguments
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 UPSTREAM = "Megatron-LM 285068c8"
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -45,12 +49,12 @@ _KEPT = """
 """.split()
 
 
-def is_of_285068c8(args: Namespace) -> bool:
+def is_of_285068c8(args: Flags) -> bool:
     """Return whether the files are for 285068c8, that is, whether the model has learned positions."""
     return args.position_embedding_type == "learned_absolute"
 
 
-def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
+def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
     """Check that the scripts that load the files support the model, and that these sizes can partition it.
 
     Args:
@@ -75,7 +79,7 @@ def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
         )
 
 
-def _require_model_of_285068c8(args: Namespace) -> None:
+def _require_model_of_285068c8(args: Flags) -> None:
     for name, value, meaning in _ONLY:
         if getattr(args, name) != value:
             raise _refusal(
@@ -93,7 +97,7 @@ def _require_model_of_285068c8(args: Namespace) -> None:
         )
 
 
-def _require_model_of_core(args: Namespace) -> None:
+def _require_model_of_core(args: Flags) -> None:
     if args.num_experts is not None:
         raise _refusal(
             "a model with experts", "a dense model: the format does not store where each expert is"
@@ -111,7 +115,7 @@ def _refusal(given: str, expected: str) -> UsageError:
     )
 
 
-def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: int, pipeline: int) -> None:
+def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, pipeline: int) -> None:
     """Write ``release/mp_rank_TT[_PPP]/model_optim_rng.pt`` for each rank, and the tracker.
 
     Args:
@@ -139,7 +143,7 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
 
 
 def _of_rank(
-    args: Namespace, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
+    args: Flags, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and this rank's part of each weight; ``tensor`` and ``pipeline`` are (rank, size)."""
     stage, stages = pipeline
@@ -172,7 +176,7 @@ def _nested(items: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
     return result
 
 
-def _arguments_of_core(args: Namespace, tensor: int, pipeline: int) -> Namespace:
+def _arguments_of_core(args: Flags, tensor: int, pipeline: int) -> Namespace:
     values = vars(stock_arguments.to_stock(args)) | {
         "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by // tensor,
         "tensor_model_parallel_size": tensor,
@@ -188,7 +192,7 @@ def _arguments_of_core(args: Namespace, tensor: int, pipeline: int) -> Namespace
     return Namespace(**values)
 
 
-def _arguments(args: Namespace, tensor: int, pipeline: int) -> Namespace:
+def _arguments(args: Flags, tensor: int, pipeline: int) -> Namespace:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     return Namespace(
         **{name: getattr(args, name) for name in _KEPT},
@@ -204,7 +208,7 @@ def _arguments(args: Namespace, tensor: int, pipeline: int) -> Namespace:
     )
 
 
-def flags(args: Namespace, tensor: int, pipeline: int) -> list[str]:
+def flags(args: Flags, tensor: int, pipeline: int) -> list[str]:
     """Return the flags with which 285068c8 loads the model."""
     values = {
         "--num-layers": args.num_layers,

@@ -11,6 +11,7 @@ from megatron_npu.data.tokenization.tokenizer import Tokenizer
 from megatron_npu.pretrain.data import epochs, tokenizers
 from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares, tell_of_repeated
 from megatron_npu.pretrain.flags import derive
+from megatron_npu.pretrain.flags.plan_parts import SourceFlags, TokenizerFlags
 from megatron_npu.pretrain.report import drawn_texts
 
 
@@ -34,7 +35,7 @@ def check(args: Namespace) -> None:
     else:
         _shared(args, vocabulary)
     if args.epochs is not None:
-        derive.epoch(args, epochs.samples_of_one(args))
+        derive.epoch(args, epochs.samples_of_one(SourceFlags.of(args)))
 
 
 def tokenizer(args: Namespace) -> Tokenizer:
@@ -45,9 +46,10 @@ def tokenizer(args: Namespace) -> Tokenizer:
     """
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
         derive.tokenizer_files(args, args.load)
-    result = tokenizers.build(args)
-    derive.tokenizer_hashes(args, tokenizers.hashes(args))
-    derive.vocabulary(args, tokenizers.model_vocabulary(args, result))
+    flags = TokenizerFlags.of(args)
+    result = tokenizers.build(flags)
+    derive.tokenizer_hashes(args, tokenizers.hashes(flags))
+    derive.vocabulary(args, tokenizers.model_vocabulary(flags, result))
     derive.padded_vocab_size(args)
     drawn_texts.check(args, result)
     return result

@@ -17,6 +17,7 @@ from megatron_npu.pretrain.checkpoint import (
 )
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.flags import derive, job_flags
+from megatron_npu.pretrain.flags.checkpoint_parts import ResumeFlags
 from megatron_npu.pretrain.flags.checks import nothing_without
 from megatron_npu.web.address import require_packages
 
@@ -132,11 +133,12 @@ def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
     """Check that a checkpoint fits the run, and set the values that are derived from it."""
     if not found.is_own:
         found = _of_stock_script(args, found)
-    checkpoint_compatibility.require_same_model(found, args)
+    checkpoint_compatibility.require_same_model(found, vars(args))
     derive.loaded(args, has_optimizer=found.has_optimizer, has_rng=found.has_rng)
-    checkpoint_compatibility.require_readable_shards(found, args)
-    if args.load_optim:
-        checkpoint_compatibility.require_loadable_optimizer(found, args)
+    flags = ResumeFlags.of(args)
+    checkpoint_compatibility.require_readable_shards(found, flags)
+    if flags.load_optim:
+        checkpoint_compatibility.require_loadable_optimizer(found, flags)
     if not args.finetune:
         derive.iterations_from(args, found.iteration, found.consumed_train_samples)
 
@@ -234,7 +236,7 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
     Raises:
         UsageError: the vocabulary is too large, or no flag allows resuming without the optimizer state.
     """
-    stock_checkpoints.require_vocabulary(found, args)
+    stock_checkpoints.require_vocabulary(found, args.tokenizer_vocab_size)
     if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
         raise UsageError(
             f"--load {found.path} was saved by a Megatron-LM script, whose optimizer state cannot be loaded",

@@ -79,7 +79,7 @@ def check_start_compiles_nothing():
     assert fused_kernels.load(None) is None
     assert megatron.training.set_jit_fusion_options is set_jit_fusion_options
     assert set_jit_fusion_options.__module__.endswith("shared.start")
-    assert helpers.__name__ == "megatron_npu.standins.dataset_helpers"
+    assert helpers.__name__ == "megatron_npu.standins.datasets.dataset_helpers"
 
 
 def check_index_files(tmp_path):

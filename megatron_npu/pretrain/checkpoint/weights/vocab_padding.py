@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_npu.pretrain.checkpoint import row_shards
+from megatron_npu.pretrain.checkpoint.weights import row_shards
 from megatron_npu.pretrain.model.gpt import unwrap
 
 

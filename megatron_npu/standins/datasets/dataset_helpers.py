@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_npu.standins import compiled_dataset_indices as compiled
+from megatron_npu.standins.datasets import compiled_dataset_indices as compiled
 
 LONG_SENTENCE = 512  # tokens; a document with a longer sentence is left out
 _FEW_DATASETS = 12  # numpy takes longer to be called than Python to look at so many

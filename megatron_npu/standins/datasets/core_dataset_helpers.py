@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_npu.standins import compiled_dataset_indices as compiled
-from megatron_npu.standins.dataset_helpers import (
+from megatron_npu.standins.datasets import compiled_dataset_indices as compiled
+from megatron_npu.standins.datasets.dataset_helpers import (
     Int64,
     build_blending_indices,
     build_blocks_mapping,

@@ -1,0 +1,1 @@
+"""Rotary positions of Hugging Face's models in Megatron's words."""

@@ -1,0 +1,93 @@
+"""The parts of a run's plan for checkpoints: what is stored, what is loaded, whether both fit."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import Part
+
+
+@dataclass(frozen=True)
+class ShardFlags(Part):
+    """How the state is sharded; ``fully_sharded``: by ``megatron``'s FSDP, by ``torch``'s, or None."""
+
+    fully_sharded: str | None
+    use_distributed_optimizer: bool
+    dist_ckpt_optim_fully_reshardable: bool
+
+
+@dataclass(frozen=True)
+class StoreFlags(ShardFlags):
+    """What a checkpoint contains.
+
+    ``all_flags`` are the whole run's: ``arguments.json`` stores them by name, and upstream's scripts read
+    theirs from the ``args`` of a checkpoint, which must be a Namespace.
+    """
+
+    save: str
+    no_save_optim: bool
+    no_save_rng: bool
+    all_flags: Flags
+
+    @classmethod
+    def _derived(cls, args: Namespace) -> dict[str, Any]:
+        if not isinstance(args, Flags):
+            raise TypeError("the flags are not resolved yet: pass the result of validation.check")
+        return {"all_flags": args}
+
+
+@dataclass(frozen=True)
+class LayoutFlags(Part):
+    """The sizes that share the weights of a model between ranks."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    num_experts: int | None
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that must agree for each rank to find its own state, by flag name."""
+        result = {
+            "tensor_model_parallel_size": self.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+        }
+        if self.num_experts is not None:
+            result["expert_model_parallel_size"] = self.expert_model_parallel_size
+            result["expert_tensor_parallel_size"] = self.expert_tensor_parallel_size
+        return result
+
+
+@dataclass(frozen=True)
+class ResumeFlags(LayoutFlags):
+    """What decides whether a run can read the weights and the optimizer state of a checkpoint."""
+
+    fully_sharded: str | None
+    sharding: str
+    optimizer: str
+    use_distributed_optimizer: bool
+    bf16: bool
+    fp16: bool
+    padded_vocab_size: int
+    load_optim: bool
+
+
+@dataclass(frozen=True)
+class LoadFlags(LayoutFlags):
+    """What is loaded from which checkpoint, and how the schedule continues."""
+
+    load: str
+    ckpt_step: int | None
+    verify_checkpoint: bool
+    load_optim: bool
+    load_rng: bool
+    finetune: bool
+    data_parallel_size: int
+    global_batch_size: int
+    padded_vocab_size: int
+    tokenizer_vocab_size: int
+    use_checkpoint_opt_param_scheduler: bool
+    override_opt_param_scheduler: bool

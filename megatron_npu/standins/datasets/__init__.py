@@ -1,0 +1,1 @@
+"""Stand-ins for the compiled dataset helpers of the Megatrons."""
