@@ -66,7 +66,7 @@ def test_flags_of_positions_without_effect_are_said(given, said, monkeypatch, ca
     monkeypatch.delenv(settings.BACKPORT.name, raising=False)
     args = argparse.Namespace(**given)
     assert arguments.validate_args(lambda args: args, args) is args
-    assert [record.message.partition(" has no effect: ")[0] for record in caplog.records] == said
+    assert [record.message.partition(" has no effect, because")[0] for record in caplog.records] == said
     caplog.clear()
     monkeypatch.setenv(settings.BACKPORT.name, "1")  # they have one then
     arguments.validate_args(lambda args: args, args)
@@ -183,7 +183,7 @@ def test_lion_is_refused_where_the_scripts_cannot_build_it(monkeypatch, minor, o
 )
 def test_soap_is_refused_where_its_save_would_end_the_run(changes, refused) -> None:
     args = _arguments(**{"optimizer": "soap", "save": "here", "ckpt_format": "torch_dist"} | changes)
-    with pytest.raises(UsageError, match="--ckpt-format torch:") if refused else contextlib.nullcontext():
+    with pytest.raises(UsageError, match="--ckpt-format torch, because") if refused else contextlib.nullcontext():
         optimizer_checks.refuse_soap_that_cannot_be_saved(args)
 
 

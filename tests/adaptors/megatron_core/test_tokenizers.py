@@ -102,7 +102,7 @@ def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None
         assert found.input_ids == [2, token, 3]
     with pytest.raises(UsageError, match=r"GPT2BPETokenizer: no network.*Pass --vocab-file"):
         read("GPT2BPETokenizer")
-    with pytest.raises(UsageError, match=r"--merge-file .*absent: no such file"):
+    with pytest.raises(UsageError, match=r"--merge-file .*absent: the file does not exist"):
         read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})
 
 
