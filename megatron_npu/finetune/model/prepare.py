@@ -149,7 +149,7 @@ class Prepared:
         """Load the result of ``state_dict`` after a checkpoint has filled it.
 
         For the default optimizer, only the moments are loaded: settings and learning rate follow the current
-        flags. A user's optimizer keeps its stored settings, and a schedule from the flags follows those flags.
+        flags. A user's optimizer keeps its stored settings, and a schedule from the flags follows them.
         """
         settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])
