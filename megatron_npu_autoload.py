@@ -1,6 +1,6 @@
 """The ``torch.backends`` entry point: torch calls ``arm`` at the end of ``import torch``.
 
-It lies outside the package, because importing the package arms the hook.
+It is outside the package, because importing the package arms the hook.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import sys
 def arm() -> None:
     """Arm the import hook unless ``MEGATRON_NPU_AUTOLOAD=0``; redirect torch if ``MEGATRON_NPU_REDIRECT=1``.
 
-    Raises no exception, which would make ``import torch`` itself fail and hide the cause; a redirection that
-    was asked for and cannot be had ends the process with one line and exit code 2.
+    Raises no exception, because that would make ``import torch`` itself fail and hide the cause. If a
+    requested
+    redirection is impossible, the process ends with one line and exit code 2.
     """
     if os.environ.get("MEGATRON_NPU_AUTOLOAD", "").strip() == "0":
         return

@@ -1,9 +1,9 @@
-"""Attention of this project beside megatron-core's unfused DotProductAttention and torch's best call.
+"""Compare this project's attention with megatron-core's unfused DotProductAttention and torch's best call.
 
     python benchmarks/attention.py --rounds 5
 
-The variants take turns, round by round in one process, so that a machine whose speed drifts treats them
-alike; quote the ratios. Needs the extra core. Results go to benchmarks/results/attention.json.
+The variants take turns, round by round in one process, so that changes in the machine's speed affect all of
+them equally; quote the ratios. Needs the extra core. Results go to benchmarks/results/attention.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One setting, as megatron-core's configuration has it; all are causal self-attention."""
+    """One setting, in megatron-core's terms; all are causal self-attention."""
 
     name: str
     length: int
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def variants(case: Case, dtype: str) -> dict[str, Callable]:
-    """Return what is compared: this project, megatron-core, and torch's own call with a mask where needed."""
+    """Return the variants: this project, megatron-core, and torch's own call, with a mask where needed."""
     import torch
     from megatron.core.transformer import dot_product_attention as ours
     from torch.nn import functional
@@ -112,7 +112,7 @@ def variants(case: Case, dtype: str) -> dict[str, Callable]:
 
 
 def core_attention(module: ModuleType, case: Case, dtype: str) -> Callable:
-    """Return DotProductAttention of ``module``, in training."""
+    """Return a DotProductAttention from ``module``, in training mode."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -130,7 +130,7 @@ def core_attention(module: ModuleType, case: Case, dtype: str) -> Callable:
 
 
 def visible(case: Case):
-    """Return ``[s, s]``, True where a query sees a key."""
+    """Return a mask ``[s, s]``, True where a query attends to a key."""
     import torch
 
     position = torch.arange(case.length)
@@ -140,7 +140,7 @@ def visible(case: Case):
 
 
 def document_mask(case: Case):
-    """Return the mask ``[1, 1, s, s]`` of Megatron's dataset with --reset-attention-mask; None without."""
+    """Return the mask ``[1, 1, s, s]`` of Megatron's dataset with --reset-attention-mask; else None."""
     return None if case.documents == 1 else ~visible(case)[None, None]
 
 
@@ -158,9 +158,9 @@ def leaves(case: Case, dtype: str):
 
 
 def once(call: Callable, tensors: list, backward: bool) -> float:
-    """Return the seconds of one forward, or of forward and backward, on the one core that computes.
+    """Return the seconds of a forward pass, or of forward and backward, on one core.
 
-    Processor time: what other processes of the machine do counts little.
+    This is CPU time, which other processes on the machine hardly affect.
     """
     import torch
 
@@ -176,7 +176,7 @@ def once(call: Callable, tensors: list, backward: bool) -> float:
 
 
 def compare(case: Case, dtype: str, rounds: int) -> list[dict]:
-    """Measure all variants of one case; return a row for forward and one for forward and backward."""
+    """Measure all variants of one case; return one row for forward, and one for forward and backward."""
     tensors, calls = leaves(case, dtype), variants(case, dtype)
     rows = []
     for backward in (False, True) if case.queries is None else (False,):
@@ -203,7 +203,7 @@ def compare(case: Case, dtype: str, rounds: int) -> list[dict]:
 
 
 def grow(window: int, dtype: str, rounds: int) -> dict:
-    """Measure forward and backward of one window at growing lengths; return times and their growth."""
+    """Measure forward and backward for one window at growing sequence lengths; return times and growth."""
     cases = [Case(f"window {window}", s, heads=2, groups=2, window=window) for s in GROWTH_LENGTHS]
     import megatron.core.transformer.dot_product_attention as ours
 

@@ -1,11 +1,11 @@
-"""Measures how long the indices of a blend take: ours beside upstream's C++, in one run, alternating.
+"""Measure the time to build the indices of a blend, with this project and upstream's C++, alternating.
 
     python benchmarks/blend.py --megatron CHECKOUT      (a Megatron-LM checkout, or an unpacked megatron-core)
 
-Upstream's helpers.cpp is compiled here with the flags of its own Makefile and torch's pybind11; of a wheel
-the extension that it ships is taken. Ours is what a checkout gets that has compiled nothing: our C++, and for
-machines without a compiler Python and numpy. Each is asked for the same blends, whose indices must be equal.
-Times are the least of the rounds; for 146 million samples, those of GPT-3's blend, they are scaled up.
+Upstream's helpers.cpp is compiled here with the flags of its own Makefile and torch's pybind11; for a wheel,
+its own compiled extension is used. Our side is what a checkout without compiled helpers gets: our C++ and,
+for machines without a compiler, Python with numpy. All build the same blends, and the indices must be equal.
+Times are minima over the rounds; those for 146 million samples, as in GPT-3's blend, are extrapolated.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _extension(megatron: Path, folder: Path) -> ModuleType:
-    """Return upstream's ``helpers_cpp``: what is there compiled, or else compiled now."""
+    """Return upstream's ``helpers_cpp``, compiling it if it is not compiled."""
     datasets = megatron / "megatron" / "core" / "datasets"
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     target = datasets / f"helpers_cpp{suffix}"
@@ -79,7 +79,7 @@ def _extension(megatron: Path, folder: Path) -> ModuleType:
 
 
 def _measure(upstream: ModuleType, count: int, arguments: argparse.Namespace) -> dict[str, object]:
-    """Return what a sample takes each of the ways, in microseconds."""
+    """Return the microseconds per sample for each way to build the indices."""
     weights = np.random.default_rng(count).uniform(0.1, 1.0, count)
     weights /= weights.sum()
     ways = _ways(upstream, arguments.samples)

@@ -1,10 +1,11 @@
-"""Seconds that comparing checksums adds to the load of a checkpoint: beforehand, and beside the load.
+"""Seconds that checksum verification adds to loading a checkpoint: before the load, and during the load.
 
     python benchmarks/checkpoint_load.py --gigabytes 1 --rounds 9 [--cold] [--json FILE]
 
-The checkpoint is torch's (``torch.distributed.checkpoint``), as megatron-core reads it, by one process in one
-thread. The three ways take turns, so that a machine whose speed drifts treats them alike; quote the ratios of
-pairs. With --cold the kernel forgets the files before each (``posix_fadvise``). No Megatron is needed.
+The checkpoint is torch's (``torch.distributed.checkpoint``), read like megatron-core does, by one process in
+one thread. The three ways take turns, so that changes in the machine's speed affect all of them equally;
+quote the ratios of pairs. With --cold the kernel drops the files from the page cache before each load
+(``posix_fadvise``). No Megatron is needed.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ TENSORS = 48
 
 
 def weights(gigabytes: float) -> dict[str, torch.Tensor]:
-    """Return fp32 tensors [n] of so many GB together."""
+    """Return fp32 tensors [n] with a total size of ``gigabytes`` GB."""
     each = int(gigabytes * 1e9 / 4 / TENSORS)
     return {f"layer.{number}": torch.rand(each) for number in range(TENSORS)}
 
 
 def load(folder: Path, into: dict[str, torch.Tensor]) -> None:
-    """Read the checkpoint into tensors that are there."""
+    """Read the checkpoint into existing tensors."""
     dcp.load(into, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 def before(folder: Path, into: dict[str, torch.Tensor]) -> None:
-    """Compare the files, then read them."""
+    """Verify the files, then read them."""
     assert not checksums.damaged(folder)
     load(folder, into)
 
 
 def beside(folder: Path, into: dict[str, torch.Tensor]) -> None:
-    """Compare the files while they are read."""
+    """Verify the files while they are read."""
     with checksums.verifying(folder):
         load(folder, into)
 
@@ -58,7 +59,7 @@ WAYS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,14 +1,13 @@
-"""Whether a switch changes what a model learns: loss and accuracy at the end, with it and without.
+"""Test whether a switch changes what a model learns: loss and accuracy at the end, with and without it.
 
     python benchmarks/convergence.py [--scale 1.0] [--seeds 3] [--only "bert: zero-1" ...] [--at-once 2]
 
-Every row is a command line of ``megatron-npu`` on two ranks of a CPU, run to its end with each seed. Those of
-``bert`` fine-tune a small BERT for classes of made-up sentences, which it learns but for the wrong labels;
-those of ``gpt`` are Megatron's GPT by the driver, on the bytes of this project's pages. A seed gives weights
-and order of the data; all rows of a seed begin with the same weights. A row is compared with the first one of
-its kind, seed by seed. Results go to benchmarks/results/convergence/cpu.json,
-with the commit; scripts/convergence_page.py makes docs/records/convergence.md of them, and says what was
-expected.
+Every row is a command line of ``megatron-npu`` on two ranks of a CPU, run to its end with each seed. The
+``bert`` rows fine-tune a small BERT to classify made-up sentences, which it learns except for the wrong
+labels; the ``gpt`` rows train Megatron's GPT with the built-in trainer on the bytes of this project's pages.
+A seed determines the initial weights and the order of the data, for all rows. A row is compared with the
+first one of its kind, seed by seed. Results go to benchmarks/results/convergence/cpu.json, with the commit;
+scripts/convergence_page.py writes docs/records/convergence.md from them, with the expected results.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ FRESH = ("gpt: zero-2",)  # Megatron's FSDP reads its own checkpoints alone; the
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train everything; the JSON is written after each training."""
+    """Train everything; the JSON file is written after each training run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--seeds", type=int, default=3)
@@ -122,7 +121,7 @@ def earlier(path: Path, only: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the rows of an earlier call.
 
     Raises:
-        SystemExit: rows of ``gpt`` would go on with other pages.
+        SystemExit: rows of ``gpt`` were trained on other pages.
     """
     content = json.loads(path.read_text())
     if content["pages"] != digest() and any(row.startswith("gpt") for row in only):
@@ -133,12 +132,12 @@ def earlier(path: Path, only: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def digest() -> str:
-    """Return the checksum of the bytes that ``gpt`` is trained on."""
+    """Return the checksum of the bytes on which ``gpt`` is trained."""
     return hashlib.sha256(b"".join(tokens.tobytes() for tokens in pages())).hexdigest()
 
 
 def _import() -> None:
-    """Import what the runs need, once for all of them."""
+    """Import what the runs need once, before they are forked."""
     import megatron.core.datasets.gpt_dataset
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
@@ -171,13 +170,13 @@ def _write(path: Path, seeds: int, results: dict[str, Any]) -> None:
 
 
 def _commit() -> str:
-    """Return the last commit that changed the package, in short."""
+    """Return the abbreviated hash of the last commit that changed the package."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "megatron_npu"]
     return subprocess.run(command, timeout=60, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _in_turn(jobs: list[list[Any]], at_once: int, call: Any, done: Any) -> None:
-    """Call ``call`` with each job, in a fork for each, ``at_once`` of them at a time; then ``done`` here."""
+    """Call ``call`` for each job in a separate fork, ``at_once`` at a time; then call ``done`` here."""
     running: dict[int, list[Any]] = {}
     waiting = list(jobs)
     while waiting or running:
@@ -207,14 +206,14 @@ def _start(job: list[Any], call: Any) -> int:
 
 
 def begin(kind: str, seed: int, folder: Path) -> None:
-    """Write data and weights of a seed into ``folder``/KIND-SEED."""
+    """Write data and weights for a seed to ``folder``/KIND-SEED."""
     here = folder / f"{kind}-{seed}"
     here.mkdir(parents=True)
     (write_bert if kind == "bert" else write_gpt)(here, seed)
 
 
 def write_bert(here: Path, seed: int) -> None:
-    """Write two files of rows, and a BERT of two layers with a tokenizer of these words."""
+    """Write two data files, and a BERT with two layers and a tokenizer for these words."""
     import torch
     import transformers
 
@@ -242,7 +241,7 @@ def write_bert(here: Path, seed: int) -> None:
 
 
 def row(drawn: random.Random) -> dict[str, Any]:
-    """Return twelve words in two sentences, and whether more are good than bad, which is not always told."""
+    """Return twelve words in two sentences, and a sometimes wrong label: whether more are good than bad."""
     opinions = [drawn.choice(WORDS[:2]) for _ in range(5)]
     kinds = [*opinions, *["plain"] * 7]
     drawn.shuffle(kinds)
@@ -253,7 +252,7 @@ def row(drawn: random.Random) -> dict[str, Any]:
 
 
 def write_gpt(here: Path, seed: int) -> None:
-    """Write the bytes of this project's pages as tokens, and the weights that a GPT begins with."""
+    """Write the bytes of this project's pages as tokens, and a GPT's initial weights."""
     import numpy as np
 
     from megatron_npu.data.preprocessing import indexed_dataset
@@ -270,7 +269,7 @@ def write_gpt(here: Path, seed: int) -> None:
 
 
 def pages() -> Iterator[Any]:
-    """Yield the bytes of each English page, ``[n]``, ended by 255, which no UTF-8 has."""
+    """Yield the bytes of each English page, ``[n]``, terminated by 255, which never occurs in UTF-8."""
     import numpy as np
 
     for page in sorted((ROOT / "docs").rglob("*.md")):
@@ -279,7 +278,7 @@ def pages() -> Iterator[Any]:
 
 
 def _words(kind: str, here: Path, seed: int) -> list[str]:
-    """Return what all rows of a seed have in common."""
+    """Return what all rows of a seed share."""
     words = [*_FLAGS[kind].split(), "--no-plot", "--seed", str(seed + 1)]
     if kind == "bert":
         return [*words, "--pretrained-model-name-or-path", f"{here}/model", "--data-path", f"{here}/data"]
@@ -290,7 +289,7 @@ def _words(kind: str, here: Path, seed: int) -> list[str]:
 
 
 def train(name: str, seed: int, steps: dict[str, int], folder: Path) -> None:
-    """Run the command line of a row, with a seed, to its end; its log is what is kept."""
+    """Run the command line of a row with a seed to its end; only its log is kept."""
     kind = name.split(":")[0]
     count = steps[kind]
     here, mine = folder / f"{kind}-{seed}", _place(name, seed, folder)
@@ -317,7 +316,7 @@ def _place(name: str, seed: int, folder: Path) -> Path:
 
 
 def _ranks(command: list[str], here: Path, ranks: int) -> None:
-    """Run a command of ``megatron-npu`` as ``torchrun`` does, in forks; what they print goes to a file."""
+    """Run a ``megatron-npu`` command in forks, as ``torchrun`` would; their output goes to a file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -342,7 +341,7 @@ def _ranks(command: list[str], here: Path, ranks: int) -> None:
 
 
 def found(name: str, seed: int, folder: Path) -> dict[str, float]:
-    """Return the mean of the first and of the last losses, and what was found on data not trained on."""
+    """Return the means of the first and the last losses, and the results on held-out data."""
     lines = [json.loads(line) for line in (_place(name, seed, folder) / "log").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["event"] == "train"]
     last = [line for line in lines if line["event"] == "validation"][-1]

@@ -1,11 +1,12 @@
-"""Measures the memory of `megatron-npu convert`, proof included, as multiples of the size of the weights.
+"""Measure the memory of `megatron-npu convert`, verification included, as multiples of the weights' size.
 
     python benchmarks/convert_memory.py
 
-Random models of about 500 MB of Hugging Face are converted to Megatron and back, each by its own process.
-What counts is the peak of its resident set (getrusage, pages of mapped files included) above that of the same
-command with a model of a few kilobytes: imports. `tree` adds the processes that it forks to write, sampled
-from /proc with each shared page counted once. Needs the extras core and hf. Results: benchmarks/results/.
+Random Hugging Face models of about 500 MB are converted to Megatron and back, each in a separate process. The
+result is the peak of its resident set (getrusage, including pages of mapped files) minus that of the same
+command with a model of a few kilobytes, which stands for the imports. `tree` adds the processes that it forks
+for writing, sampled from /proc with each shared page counted once. Needs the extras core and hf. Results:
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def measured(model: str, dtype: str) -> list[dict[str, object]]:
-    """Return both directions of one model."""
+    """Return the results for both directions of one model."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         for kind, sizes in (("tiny", TINY[model]), ("whole", MODELS[model])):
@@ -96,13 +97,13 @@ def measured(model: str, dtype: str) -> list[dict[str, object]]:
 
 
 def in_child(function, *words: object) -> None:
-    """Call a function of this file in a process of its own, which gives its memory back."""
+    """Call a function of this file in a separate process, which returns its memory when it ends."""
     code = f"import convert_memory as here; here.{function.__name__}(*{[str(word) for word in words]!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE, env=environment())
 
 
 def make(folder: str, model: str, dtype: str, sizes: str) -> None:
-    """Write a random model of transformers."""
+    """Write a random Transformers model."""
     import torch
     import transformers
 
@@ -111,12 +112,12 @@ def make(folder: str, model: str, dtype: str, sizes: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that is measured."""
+    """Return the environment for a measured process."""
     return dict(os.environ, PYTHONPATH=str(HERE.parent), OMP_NUM_THREADS="2", MEGATRON_NPU_DEVICE="cpu")
 
 
 def converted(*words: str) -> tuple[int, int, float]:
-    """Run the command; return the peaks of its process and of the tree in bytes, and its seconds."""
+    """Run the command; return the peaks of its process and of the tree in bytes, and its time in seconds."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "megatron_npu", "convert", *words]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
@@ -134,13 +135,13 @@ def converted(*words: str) -> tuple[int, int, float]:
 
 
 def sample(pid: int, largest: list[int], stop: threading.Event) -> None:
-    """Keep the largest sum of a process's and its descendants' shares of memory, until told to stop."""
+    """Record the largest total memory of a process and its descendants, until stopped."""
     while not stop.wait(PERIOD):
         largest[0] = max(largest[0], sum(map(share, descendants(pid))))
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and all that come of it."""
+    """Return a process and all its descendants."""
     found = [pid]
     for parent in found:
         try:
@@ -151,7 +152,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def share(pid: int) -> int:
-    """Return the bytes of a process; a page that several have is divided among them."""
+    """Return the bytes of a process; a page shared by several processes is divided among them."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

@@ -1,25 +1,25 @@
-"""Memory of a rank under ZeRO of DeepSpeed, counted on simulated NPUs.
+"""Memory of a rank with DeepSpeed's ZeRO, counted on simulated NPUs.
 
     export MEGATRON_LM_PATH=TREE
     megatron-npu sim --devices 4 -- python benchmarks/deepspeed_memory.py [--ranks 2 4] [--model NAME]
 
-The ``pretrain_gpt.py`` of deepspeedai's Megatron-DeepSpeed, unedited, in bf16 with fp32 main weights and
-Adam, two micro-batches a step. Of N weights one takes 2 bytes, its gradient 2, its main weight and two
-moments 12; there are W ranks. Counted are the bytes between steps, and those between the micro-batches of a
-step, when the first one's activations are gone and its gradients are there.
+It runs the unedited ``pretrain_gpt.py`` of deepspeedai's Megatron-DeepSpeed in bf16 with fp32 main weights
+and Adam, with two micro-batches per step. There are N weights: each takes 2 bytes, its gradient 2, its main
+weight and two moments 12; there are W ranks. The counts are the bytes between steps, and those between the
+micro-batches of a step, after the first one's activations are freed and while its gradients exist.
 
     scheme                       between steps           between micro-batches
     zero-0                       14 N                    16 N
     zero-1                       2 N + 12 N / W          4 N + 12 N / W
     zero-2                       2 N + 12 N / W          2 N + 14 N / W
-    zero-3                       16 N / W                the same: its gradients have a place of their own
+    zero-3                       16 N / W                the same: its gradients have separate memory
     zero-1, cpu offload          2 N                     4 N: gradients go to the host after the last
     zero-2, cpu offload          2 N                     2 N: after each
     zero-3, cpu offload          2 N / W                 2 N / W
 
-To each, the mask that all layers share, of 4 MiB. DeepSpeed's buckets are made small. Peaks, which depend on
-DeepSpeed's temporary copies during the optimizer's step, are written down beside them. Results go to
-benchmarks/results/deepspeed-memory.json, and those of two layers of GPT-2 345M to one with its name.
+In addition, all layers share a mask of 4 MiB. DeepSpeed's buckets are made small. Peaks, which depend on
+DeepSpeed's temporary copies during the optimizer step, are also recorded. Results go to
+benchmarks/results/deepspeed-memory.json, and those for two layers of GPT-2 345M to a file with its name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BUCKET = 2**15  # elements of DeepSpeed's buckets, whose default of 5e8 is large
 
 
 def arithmetic(scheme: str, ranks: int, weights: int) -> dict[str, float]:
-    """Return the bytes ``between_steps`` and ``between_micro_batches``, by the table above."""
+    """Return the bytes ``between_steps`` and ``between_micro_batches`` according to the table above."""
     stage, offload = SCHEMES[scheme]
     states = 0.0 if offload else 12 / (ranks if stage else 1)
     half = 2 / (ranks if stage == 3 else 1)
@@ -89,7 +89,7 @@ def configuration(scheme: str, ranks: int) -> dict[str, Any]:
 
 
 def flags(folder: Path, scheme: str, ranks: int) -> list[str]:
-    """Write DeepSpeed's configuration; return the flags of the script."""
+    """Write DeepSpeed's configuration; return the script's flags."""
     file = folder / "deepspeed.json"
     file.write_text(json.dumps(configuration(scheme, ranks)))
     length = SIZES["length"]
@@ -106,7 +106,7 @@ def flags(folder: Path, scheme: str, ranks: int) -> list[str]:
 
 
 def measure(tree: Path, scheme: str, ranks: int, top: Path) -> dict[str, int]:
-    """Return what the rank with most memory between steps counted; each rank is a process."""
+    """Return the counts of the rank with the most memory between steps; each rank is a process."""
     import torch.distributed as dist
 
     folder = top / f"{scheme}-{ranks}".replace(", ", "-").replace(" ", "-")
@@ -119,7 +119,7 @@ def measure(tree: Path, scheme: str, ranks: int, top: Path) -> dict[str, int]:
 
 
 def be_a_rank(tree: Path, scheme: str, ranks: int, port: int, folder: Path, rank: int) -> None:
-    """Train in this process; write what was counted in the last step."""
+    """Train in this process; write the counts of the last step."""
     import torch
     from megatron import training
 
@@ -135,7 +135,7 @@ def be_a_rank(tree: Path, scheme: str, ranks: int, port: int, folder: Path, rank
 
 
 def counting(train_step: Callable[..., Any], seen: dict[str, int]) -> Callable[..., Any]:
-    """Return upstream's ``train_step``, whose last call writes into ``seen`` what it counts."""
+    """Wrap upstream's ``train_step`` so that the last call writes its counts into ``seen``."""
     from torch import npu
 
     steps = iter(range(STEPS))
@@ -163,7 +163,7 @@ def counting(train_step: Callable[..., Any], seen: dict[str, int]) -> Callable[.
 
 
 def compare(tree: Path, ranks: int, schemes: list[str], top: Path) -> dict[str, dict[str, Any]]:
-    """Return scheme -> bytes counted, and the two that arithmetic tells, with their ratios."""
+    """Return scheme -> counted bytes, the two calculated values, and the ratios."""
     rows: dict[str, dict[str, Any]] = {}
     for scheme in schemes:
         found = measure(tree, scheme, ranks, top)
@@ -179,7 +179,7 @@ def compare(tree: Path, ranks: int, schemes: list[str], top: Path) -> dict[str, 
 
 
 def write_dataset(prefix: Path) -> None:
-    """Write documents of numbers that count up."""
+    """Write documents of consecutive numbers."""
     from megatron_npu.data.preprocessing import indexed_dataset
 
     with indexed_dataset.Writer(str(prefix), np.dtype(np.uint16)) as writer:
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def write(rows: dict[str, Any], model: str) -> None:
-    """Write what has been measured of a model to a file of its own."""
+    """Write the results for a model to a separate file."""
     import deepspeed
     import report
 

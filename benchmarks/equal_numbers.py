@@ -1,15 +1,16 @@
-"""How far layouts are from one process: losses and gradient norms, by version, device and type.
+"""Measure how far layouts are from a single process: losses and gradient norms, by version, device and dtype.
 
     python benchmarks/equal_numbers.py [--version V ...] [--device cpu npu] [--dtype fp32 bf16]
         [--layout NAME ...] [--minutes N] [--again]
 
-Each run trains the model of the tests for ten iterations from the same weights as one process, without
-dropout, and the largest relative difference of a loss and of a gradient's norm is noted in
-``results/equal/numbers.json``, with date and commit. What is noted there already is left out (``--again``:
-done anew), so that the script goes on where it was stopped. ``scripts/equal_numbers_page.py`` makes the page.
+Each run trains the tests' model for ten iterations, without dropout, from the same weights as a single
+process. The largest relative differences of losses and gradient norms are recorded in
+``results/equal/numbers.json``, with date and commit. Recorded results are skipped (``--again`` repeats them),
+so an interrupted script can be resumed. ``scripts/equal_numbers_page.py`` writes the page.
 
-Of megatron-core's versions the embedded driver runs, all layouts of a version one after another in one start
-of two processes; of Megatron-LM 285068c8 its own pretrain_gpt.py, once for each. ``npu`` is a simulated one.
+For megatron-core's versions the built-in trainer runs all layouts of a version one after another in a single
+start of two processes; for Megatron-LM 285068c8 its own pretrain_gpt.py runs once per layout. ``npu`` is a
+simulated NPU.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ PP2_VP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 
 
 class Layout(NamedTuple):
-    """How a run is spread.
+    """How a run is distributed.
 
     Attributes:
-        processes: their number.
-        flags: of the driver; those of 285068c8's script are the same where it has them.
-        against: the layout that it is compared with, of the same version, device and type.
-        in_stock: whether 285068c8 has it.
+        processes: number of processes.
+        flags: the trainer's flags; 285068c8's script has the same ones, as far as it has them.
+        against: the layout with which it is compared, with the same version, device and dtype.
+        in_stock: whether 285068c8 supports it.
     """
 
     processes: int
@@ -90,7 +91,7 @@ DTYPES = {"fp32": "", "bf16": "--bf16"}
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run has logged of its iterations, or in one line why it cannot be."""
+    """What a run has logged for its iterations, or a one-line reason why it cannot run."""
 
     losses: list[float]
     norms: list[float]
@@ -98,7 +99,7 @@ class Curve:
 
 
 class Group(NamedTuple):
-    """What one start of processes runs."""
+    """The runs that share a start of processes: version, device and dtype."""
 
     version: str
     device: str
@@ -164,7 +165,7 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def _measured(group: Group, wanted: list[str]) -> Iterator[dict[str, Any]]:
-    """Run what is wanted, with what it is compared with; give a row for each."""
+    """Run the wanted layouts and those that they are compared with; yield a row for each."""
     commit = subprocess.run(
         ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -198,9 +199,9 @@ def _measured(group: Group, wanted: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _on_the_host(group: Group, curves: Mapping[str, Curve], folder: Path, run: Any) -> dict[str, Curve]:
-    """Return the curve of one process in fp32 on the CPU, which that of another group is compared with.
+    """Return the single-process fp32 CPU curve with which another group's single process is compared.
 
-    It begins with that group's weights, which are in ``folder``.
+    It starts from that group's weights, which are in ``folder``.
     """
     alone = [name for name in ("one",) if name in curves and not curves[name].refused]
     host = group._replace(device="cpu", dtype="fp32")
@@ -210,12 +211,12 @@ def _on_the_host(group: Group, curves: Mapping[str, Curve], folder: Path, run: A
 
 
 def _deviation(values: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference of two curves."""
+    """Return the largest relative difference between two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
 
 
 def _driver(group: Group, names: list[str], folder: Path) -> dict[str, Curve]:
-    """Run the embedded driver: one process first, which saves the weights that all begin with."""
+    """Run the built-in trainer: first a single process, which saves the initial weights of all runs."""
     data = folder / "numbers"
     if not data.with_suffix(".bin").is_file():
         tiny.write_dataset(data)
@@ -238,7 +239,7 @@ def _driver(group: Group, names: list[str], folder: Path) -> dict[str, Curve]:
 
 
 def _started(group: Group, cases: dict[str, list[str]], folder: Path, processes: int) -> dict[str, Curve]:
-    """Run all cases in one start; one that ends its process is left out of the next start."""
+    """Run all cases in one start; after a case that ends its process, start again with the remaining ones."""
     found: dict[str, Curve] = {}
     while left := {name: words for name, words in cases.items() if name not in found}:
         listed, results = folder / "cases.json", folder / f"curves-{processes}.jsonl"
@@ -254,7 +255,7 @@ def _started(group: Group, cases: dict[str, list[str]], folder: Path, processes:
 
 
 def _run(group: Group, command: list[str], processes: int) -> str:
-    """Run a Python program on a device with a version; return the last line that it wrote."""
+    """Run a Python program for a device and version; return the last line of its output."""
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
     if group.version != "0.16.1":
@@ -284,7 +285,7 @@ def _run(group: Group, command: list[str], processes: int) -> str:
 
 
 def _work(listed: str, results: str) -> int:
-    """Train each case in this process, one of a group, and append what it has logged."""
+    """Train each case in this process, which is one of a group, and append its logged values."""
     import torch.distributed as dist
 
     from megatron_npu import devices, plugin
@@ -320,10 +321,10 @@ def _work(listed: str, results: str) -> int:
 
 
 def _stock(group: Group, names: list[str], folder: Path) -> dict[str, Curve]:
-    """Run the script of Megatron-LM 285068c8, whose weights are the same in all layouts but stages.
+    """Run the script of Megatron-LM 285068c8, with the same weights in all layouts except pipelines.
 
-    These get their part of one process's checkpoint by the stock tool, and are compared with one process that
-    goes on from it (``_CUT``).
+    Pipelines load a single process's checkpoint, converted by the stock tool, and are compared with a single
+    process that resumes from it (``_CUT``).
     """
     tree = ROOT / "checkouts" / STOCK
     if not (folder / "text.bin").is_file():
@@ -345,7 +346,7 @@ def _stock(group: Group, names: list[str], folder: Path) -> dict[str, Curve]:
 
 
 def _stages(group: Group, tree: Path, common: list[str], name: str, folder: Path) -> dict[str, Curve]:
-    """Run stages and one process from the weights of one checkpoint."""
+    """Run a pipeline and a single process from the weights of one checkpoint."""
     start, parts = folder / "start", folder / "stages"
     common = [*common, *stock_lm.TOOL_MULTIPLE.split()]
     if group.device == "npu":  # its stages would all-reduce host tensors; the weights are loaded anyway
@@ -362,7 +363,7 @@ def _stages(group: Group, tree: Path, common: list[str], name: str, folder: Path
 
 
 def _script(group: Group, tree: Path, words: list[str], board: Path, processes: int) -> Curve:
-    """Run pretrain_gpt.py; its curves come from TensorBoard's files, which have all digits."""
+    """Run pretrain_gpt.py; read its curves from the TensorBoard files, which have all digits."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     command = ["-m", "megatron_npu", "run", str(tree / "pretrain_gpt.py"), *words]

@@ -1,17 +1,18 @@
-"""What the differences on the page of equal numbers are made of: each run against one in fp64.
+"""Explain the differences on the page of equal numbers by comparing each run with one in fp64.
 
     python benchmarks/equal_truth.py [--seeds N]
 
-The model, data and weights are those of ``equal_numbers.py``, with megatron-core 0.16.1. Noted in
+Model, data and weights are those of ``equal_numbers.py``, with megatron-core 0.16.1. Recorded in
 ``results/equal/truth.json``, with date and commit:
 
-- ``runs``: of each run the first gradient's distance from fp64's at the same weights, and how far losses and
-  norms of ten iterations are from those of a training in fp64;
-- ``weight``: the weight that the first update moves most differently on the NPU and the CPU, its gradients;
-- ``epsilon``: the difference of the NPU's and the CPU's norms with Adam's default epsilon and a larger one;
+- ``runs``: for each run, the distance of the first gradient from fp64's at the same weights, and how far
+  losses and norms over ten iterations are from those of training in fp64;
+- ``weight``: the weight whose first update differs most between NPU and CPU, and its gradients;
+- ``epsilon``: the difference of norms between NPU and CPU with Adam's default epsilon and a larger one;
 - ``seeds``: the largest deviation of a loss from fp32's, for bf16 in one process and on two ranks, by seed.
 
-fp64 is the same driver with its types and casts replaced; nobody should train with it. ``npu`` is simulated.
+For fp64, the built-in trainer runs with its types and casts replaced; do not train with it. ``npu`` is
+simulated.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """A training, and what is kept of it.
+    """A training run, and what is recorded of it.
 
     Attributes:
-        flags: besides those of the model.
+        flags: flags besides those of the model.
         device: ``cpu`` or ``npu``.
-        processes: their number.
+        processes: number of processes.
         fp64: whether everything is computed in fp64.
-        rounded: whether the weights begin as those of bf16.
+        rounded: whether the initial weights are rounded to bf16.
     """
 
     flags: str = ""
@@ -94,7 +95,7 @@ RUNS = {
 
 @dataclass
 class Kept:
-    """What is kept of a run: gradients and weights of the first two iterations, losses and norms of all."""
+    """Recorded values of a run: gradients and weights of two iterations, losses and norms of all."""
 
     gradients: list[Tensors] = field(default_factory=list)
     weights: list[Tensors] = field(default_factory=list)
@@ -122,7 +123,7 @@ def main() -> int:
 
 
 def _train(folder: Path) -> dict[str, Kept]:
-    """Train every run from the weights that one process has drawn."""
+    """Train every run from the initial weights of a single process."""
     data, start = folder / "numbers", folder / "start"
     tiny.write_dataset(data)
     flags = [*tiny.flags_for(data), *equal.MODEL.split()]
@@ -153,7 +154,7 @@ def _start(folder: Path, name: str, run: Run, words: list[str]) -> Kept:
 
 
 def _whole(parts: list[Tensors]) -> Tensors:
-    """Return the tensors of all tensor-parallel ranks as one: those that are cut, by what their layer is."""
+    """Join the tensors of all tensor-parallel ranks, along the dimension that their layer partitions."""
     if len(parts) == 1:
         return parts[0]
     across = ("linear_proj.weight", "linear_fc2.weight")  # cut by input
@@ -170,7 +171,7 @@ def _whole(parts: list[Tensors]) -> Tensors:
 
 
 def _distance(found: Tensors, expected: Tensors) -> float:
-    """Return the norm of the difference of all tensors, relative to that of the expected ones."""
+    """Return the norm of the difference over all tensors, relative to the norm of the expected ones."""
     squares = [(found[name].double() - tensor.double()).square().sum() for name, tensor in expected.items()]
     return float(torch.stack(squares).sum().sqrt()) / _norm(expected)
 
@@ -197,7 +198,7 @@ def _runs(kept: Mapping[str, Kept]) -> list[dict[str, Any]]:
 
 
 def _weight(kept: Mapping[str, Kept]) -> dict[str, Any]:
-    """Return the weight whose first updates on the NPU and the CPU differ most."""
+    """Return the weight whose first update differs most between NPU and CPU."""
     cpu, npu, truth = kept["cpu fp32"], kept["npu fp32"], kept[TRUTH]
     differences = {
         name: (npu.weights[1][name].double() - after.double()).abs() for name, after in cpu.weights[1].items()
@@ -227,7 +228,7 @@ def _epsilon(kept: Mapping[str, Kept]) -> dict[str, float]:
 
 
 def _seeds(folder: Path, seeds: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Train the model of tests/distributed/test_switches.py in bf16, by seed; a row for each layout."""
+    """Train the model of tests/distributed/test_switches.py in bf16 with each seed; return the rows."""
     if not seeds:
         return []
     length = "--attention-dropout 0 --hidden-dropout 0 --train-iters 20 --log-interval 1 --eval-iters 0"
@@ -305,7 +306,7 @@ def _from_rounded_weights(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _compute_in_fp64() -> None:
-    """Replace fp32 by fp64 wherever the driver, megatron-core and our operations name it."""
+    """Replace fp32 with fp64 wherever the trainer, megatron-core and our operations name it."""
     import megatron.core.optimizer.optimizer as upstreams
 
     from megatron_npu.pretrain.model import gpt

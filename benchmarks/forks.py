@@ -1,4 +1,4 @@
-"""Ranks as forks of a process that has imported everything already."""
+"""Start ranks as forks of a process that has already imported everything."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 def fork(be_a_rank: Callable[[int], None], ranks: int, what: str) -> None:
-    """Call ``be_a_rank(rank)`` in a process for each rank, and wait.
+    """Call ``be_a_rank(rank)`` in one process per rank, and wait for all of them.
 
-    Nothing may have gone backward in this one before.
+    This process must not have run a backward pass before.
 
     Raises:
-        RuntimeError: a rank failed, of ``what``; its traceback is on the error stream.
+        RuntimeError: a rank of ``what`` failed; its traceback is on stderr.
     """
     processes = [_start(be_a_rank, rank) for rank in range(ranks)]
     ends = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]

@@ -1,12 +1,12 @@
-"""Tokens per second of generated text: this project with and without its cache, and Transformers' generate.
+"""Tokens per second in generation: this project with and without its cache, and Transformers' generate.
 
     python benchmarks/generate.py --model gpt2-124m --rounds 3 --threads 1
 
-The weights are the same: a GPT-2 with random ones, converted. Each side is a process of its own that loads
-once (Transformers' without the plug-in) and draws when it is told to, in turn, so that a machine whose speed
-drifts treats them alike; quote the ratios. With --clock cpu the seconds are those that the process has had a
-processor (with one thread, about what a machine of its own would show). All take the likeliest token, and
-the tokens must be equal. Needs the extras core and hf. Results go to benchmarks/results/.
+The weights are the same: a GPT-2 with random weights, converted. Each variant is a separate process that
+loads once (Transformers' without the plug-in) and generates on request, in turn, so that changes in the
+machine's speed affect all of them equally; quote the ratios. With --clock cpu the result is the process's CPU
+time (with one thread, about the time on an otherwise idle machine). All use greedy decoding, and the tokens
+must be equal. Needs the extras core and hf. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HELD = contextlib.ExitStack()  # the model, to the end of the process
 
 
 def main() -> None:
-    """Measure all variants, or serve one (in a child)."""
+    """Measure all variants, or serve one of them (in a child)."""
     arguments = _arguments()
     if arguments.variant:
         with _HELD:
@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _make_model(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write a GPT-2 with random weights as Hugging Face's and as the driver's checkpoint."""
+    """Write a GPT-2 with random weights as a Hugging Face checkpoint and as one of the built-in trainer."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -92,7 +92,7 @@ def _run_own(line: list[str]) -> None:
 
 
 def _measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians over the rounds; in each round the variants follow one another."""
+    """Return the medians over the rounds; in each round the variants run one after another."""
     children = {variant: _Child(variant, folder, arguments) for variant in VARIANTS}
     cases = []
     for batch in BATCHES:
@@ -149,7 +149,7 @@ class _Child:
         )
 
     def draw(self, batch: int, prompt: int, count: int) -> tuple[list[list[int]], float]:
-        """Return the tokens that follow prompts of the same length, and the seconds that they took."""
+        """Return the tokens that follow prompts of equal length, and the time in seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([batch, prompt, count]), file=self._process.stdin, flush=True)
@@ -165,7 +165,7 @@ class _Child:
 
 
 def _serve(draw: Draw, clock: Callable[[], float]) -> None:
-    """Draw for each line of the input; print tokens and seconds."""
+    """Generate for each line of the input; print tokens and seconds."""
     import torch
 
     for line in sys.stdin:
@@ -182,7 +182,7 @@ def _drawer(variant: str, folder: Path) -> Draw:
 
 
 def _transformers(folder: Path) -> Draw:
-    """Return what draws with Transformers."""
+    """Return a function that generates with Transformers."""
     import torch
     from transformers import GPT2LMHeadModel
 
@@ -202,7 +202,7 @@ def _transformers(folder: Path) -> Draw:
 
 
 def _ours(folder: Path, recompute: bool) -> Draw:
-    """Return what draws with this project."""
+    """Return a function that generates with this project."""
     from megatron_npu.generation import trained_model
     from megatron_npu.generation.sampling.options import Options
     from megatron_npu.pretrain.checkpoint.restore import restored

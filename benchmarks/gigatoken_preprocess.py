@@ -1,9 +1,10 @@
-"""A dataset of JSON lines by the package gigatoken, for ``preprocess.py``: the least around it.
+r"""Write a dataset from JSON lines with the package gigatoken, for comparison in ``preprocess.py``.
 
     python gigatoken_preprocess.py --input FILE.jsonl --output-prefix PREFIX --vocab-file V --merge-file M \
         --append-eod --workers N
 
-The whole file is held in memory, and a line that is no document is not named. The writer is the project's.
+This is the minimum around the package: the whole file is held in memory, and errors do not name the line that
+is not a document. The writer is this project's.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""GPT-2 345M with a Megatron-DeepSpeed: three iterations in the shape of docs/tutorials/gpt2-345m.md.
+"""GPT-2 345M with Megatron-DeepSpeed: three iterations with the model of docs/tutorials/gpt2-345m.md.
 
     export MEGATRON_LM_PATH=TREE
     python benchmarks/gpt2_345m.py DATA cpu      # one process
     python benchmarks/gpt2_345m.py DATA npu      # eight simulated NPUs: tensor parallel, DeepSpeed
 
-DATA is a folder of the guide's step 2: gpt2-vocab.json, gpt2-merges.txt, meg-gpt2_text_document.bin and .idx.
-The script is that of the guide's page, under ``python -m torch.distributed.launch``: 24 layers of 1,024 and
-1,024 tokens. Flags after the guide's change what this machine or a comparison asks for:
+DATA is the folder from the guide's step 2: gpt2-vocab.json, gpt2-merges.txt, meg-gpt2_text_document.bin and
+.idx. The script is the one on the guide's page, started with ``python -m torch.distributed.launch``: 24
+layers of 1,024 and 1,024 tokens. Flags after the guide's change what this machine or a comparison requires:
 
-    --bf16                      in the place of --fp16, which processors multiply 150 times as slowly
-    micro batch 1, batch 2      in the place of 4 and 8: memory and time
-    --use-cpu-initialization    the same weights, however many ranks draw them
-    no dropout, a padding of the vocabulary to 50,688: both runs are the same computation
-    --lr-decay-iters 3          so that three iterations have a learning rate; no validation, no
-                                processes that read data, no checkpoint unless --save names a place
+    --bf16                      instead of --fp16, with which CPU matmuls are 150 times as slow
+    micro batch 1, batch 2      instead of 4 and 8, because of memory and time
+    --use-cpu-initialization    the same weights for any number of ranks
+    no dropout, a vocabulary padded to 50,688: both runs do the same computation
+    --lr-decay-iters 3          so that three iterations have a learning rate; no validation, no data-loading
+                                processes, no checkpoint unless --save names a folder
 
-Losses, seconds, and the host's memory that the fullest process had (of simulated NPUs, whose memory is the
-host's, devices included) go to benchmarks/results/gpt2-345m-WHERE.json; for the NPUs the bytes of each
-device, too, which upstream's own report shows after the first iteration, beside those of arithmetic.
+Losses, seconds, and the host memory of the process that used most (for simulated NPUs, whose memory is host
+memory, including devices) go to benchmarks/results/gpt2-345m-WHERE.json; for the NPUs also the bytes of each
+device, which upstream's own report shows after the first iteration, beside the calculated ones.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Place:
     """Where a run takes place.
 
     Attributes:
-        before: the command that the script is started by.
-        ranks: how many processes.
-        tensor: how many of them share a layer; the others share Adam's states under ZeRO 1.
+        before: the command that starts the script.
+        ranks: number of processes.
+        tensor: tensor-parallel size; the other ranks shard Adam's states with ZeRO 1.
     """
 
     before: tuple[str, ...]
@@ -66,7 +66,7 @@ class Place:
     tensor: int
 
     def weights(self) -> int:
-        """Return how many weights a rank has."""
+        """Return the number of weights of a rank."""
         share = self.tensor
         layer = (12 * HIDDEN**2 + 7 * HIDDEN) // share + 6 * HIDDEN
         return LAYERS * layer + VOCABULARY // share * HIDDEN + LENGTH * HIDDEN + 2 * HIDDEN
@@ -83,7 +83,7 @@ PLACES = {
 
 
 def script() -> str:
-    """Return the guide's script without the places of its checkpoint, and with a port that is free."""
+    """Return the guide's script without its checkpoint folders, and with a free port."""
     text = PAGE.read_text(encoding="utf-8")
     (found,) = re.findall(
         r"cat > pretrain_gpt2\.sh <<'SCRIPT'\n(.*?)^SCRIPT$", text, re.MULTILINE | re.DOTALL
@@ -100,7 +100,7 @@ def script() -> str:
 
 
 def flags(place: Place, folder: Path, iterations: int, save: Path | None) -> Iterator[str]:
-    """Yield what comes after the guide's flags; DeepSpeed's configuration is written into ``folder``."""
+    """Yield the flags after the guide's; DeepSpeed's configuration is written to ``folder``."""
     pad = VOCABULARY // 99 // place.tensor
     yield from f"--micro-batch-size 1 --global-batch-size {BATCH} --use-cpu-initialization".split()
     yield from f"--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by {pad}".split()
@@ -119,7 +119,7 @@ def flags(place: Place, folder: Path, iterations: int, save: Path | None) -> Ite
 
 
 def measure(tree: Path, data: Path, where: str, iterations: int, save: Path | None) -> dict[str, Any]:
-    """Train; return what was seen."""
+    """Train; return the measurements."""
     place = PLACES[where]
     with tempfile.TemporaryDirectory() as top:
         folder = Path(top)
@@ -147,7 +147,7 @@ def measure(tree: Path, data: Path, where: str, iterations: int, save: Path | No
 
 
 def follow(command: list[str], folder: Path, env: dict[str, str]) -> dict[str, Any]:
-    """Run the command; return losses, the seconds of each iteration, and what devices hold, by rank."""
+    """Run the command; return losses, the seconds of each iteration, and the memory of devices, by rank."""
     begin = last = time.monotonic()
     losses, seconds, held = [], [], {}
     with subprocess.Popen(
@@ -170,17 +170,17 @@ def follow(command: list[str], folder: Path, env: dict[str, str]) -> dict[str, A
 
 
 def mib(number: str) -> int:
-    """Return the bytes of so many MiB."""
+    """Return a number of MiB in bytes."""
     return round(float(number) * 2**20)
 
 
 def arithmetic(place: Place) -> int:
-    """Return a rank's bytes between steps: bf16 weights, its part of fp32 weights and moments."""
+    """Return a rank's bytes between steps: bf16 weights, and its shard of fp32 weights and moments."""
     return place.weights() * 2 + place.weights() * 12 * place.tensor // place.ranks
 
 
 def main() -> None:
-    """Measure, compare with arithmetic, write the results."""
+    """Measure, compare with the calculated values, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""Everything that needs a GPU, on a machine with one: make gpu.
+"""Run everything that needs a GPU, on a machine that has one: make gpu.
 
     python benchmarks/gpu_day.py [PIECE ...] [--dry-run] [--rehearse]
 
-A piece is a few commands that end within four minutes, or are ended; each can be run alone, the most
-telling first. What they print goes to benchmarks/results/gpu/PIECE.log, what they measure into JSON files
-beside it, and scripts/gpu_page.py makes docs/records/gpu.md of all of them. A piece that fails does not end
-the others; the exit code tells. ``--together`` runs the pieces that measure no time beside each other,
-before those that do: a lent machine is short of minutes. Without a GPU nothing runs but ``--dry-run``,
-which prints the commands, and ``--rehearse``, which runs them on the CPU with small sizes in a folder of
-its own: it shows that they start, and measures nothing.
+A piece is a few commands that finish within four minutes, or are ended then; each piece can be run
+separately, the most informative first. Their output goes to benchmarks/results/gpu/PIECE.log, their
+measurements to JSON files beside it, and scripts/gpu_page.py writes docs/records/gpu.md from all of them. A
+piece that fails does not stop the others; the exit code shows it. ``--together`` first runs the pieces that
+measure no time, all at once, and then the others, because time on a borrowed machine is short. Without a GPU
+only ``--dry-run``, which prints the commands, and ``--rehearse`` work. The latter runs them on the CPU with
+small sizes in a separate folder: it shows that they start, but measures nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Day:
     """How the pieces run.
 
     Attributes:
-        rehearsal: on the CPU with small sizes.
-        results: the folder of their files.
-        limit: the seconds of a piece.
+        rehearsal: whether they run on the CPU with small sizes.
+        results: the folder for their files.
+        limit: maximum seconds per piece.
     """
 
     rehearsal: bool
@@ -73,7 +73,7 @@ class Day:
 
     @property
     def device(self) -> str:
-        """The device, by the name of MEGATRON_NPU_DEVICE."""
+        """The device, as in MEGATRON_NPU_DEVICE."""
         return "cpu" if self.rehearsal else "cuda"
 
 
@@ -82,7 +82,7 @@ PYTHON = sys.executable
 
 
 def tests(day: Day) -> list[Command]:
-    """Every operation against fp64, and torch's own claims that we rely on, on the device."""
+    """Compare every operation with fp64 on the device, and check properties of torch that we rely on."""
     files = (
         ["tests/ops/test_norm.py"]
         if day.rehearsal
@@ -93,7 +93,7 @@ def tests(day: Day) -> list[Command]:
 
 
 def model_flags(day: Day, iterations: int) -> list[str]:
-    """Return the flags of a GPT on made-up data, in bf16."""
+    """Return the flags of a GPT with mock data, in bf16."""
     sizes = _TINY_MODEL if day.rehearsal else _MODEL
     words = (
         f"{sizes} --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 1e-4 "
@@ -104,7 +104,7 @@ def model_flags(day: Day, iterations: int) -> list[str]:
 
 
 def stock_scripts(day: Day) -> list[Command]:
-    """The driver, and the stock scripts of the trees that are there, unedited."""
+    """Run the built-in trainer, and the unedited stock scripts of the available trees."""
     run, iterations = [PYTHON, "-m", "megatron_npu"], 2 if day.rehearsal else 20
     flags = model_flags(day, iterations)
     commands = [[*run, "pretrain", *flags, "--no-plot"]]
@@ -122,26 +122,26 @@ def stock_scripts(day: Day) -> list[Command]:
 
 
 def verify(day: Day) -> list[Command]:
-    """Training in which each operation is compared with its formula, forward and backward."""
+    """Train while comparing each operation with its reference, forward and backward."""
     flags = model_flags(day, 2 if day.rehearsal else 10)
     return [["env", "MEGATRON_NPU_VERIFY=all", PYTHON, "-m", "megatron_npu", "pretrain", *flags, "--no-plot"]]
 
 
 def losses(day: Day) -> list[Command]:
-    """Losses of twenty steps beside a CPU's: the driver and the stock script, fp32 and 345M in bf16."""
+    """Compare losses of twenty steps with a CPU's: trainer and stock script in fp32, 345M in bf16."""
     names = ["small-fp32"] if day.rehearsal else ["small-fp32", "345m-bf16"]
     script = [PYTHON, "benchmarks/gpu_losses.py"]
     return [[*script, "--only", name, "--json", str(day.results / f"losses-{name}.json")] for name in names]
 
 
 def memory(day: Day) -> list[Command]:
-    """The peaks of memory, allocated and reserved, that `megatron-npu plan` foretells."""
+    """Measure the peaks of allocated and reserved memory that `megatron-npu plan` predicts."""
     tiny = ["--tiny"] if day.rehearsal else []
     return [[PYTHON, "benchmarks/gpu_memory.py", *tiny, "--json", str(day.results / "memory.json")]]
 
 
 def bert(day: Day) -> list[Command]:
-    """Steps of BERT by `train` beside Transformers' Trainer, both also as a graph."""
+    """Compare BERT's training steps by `train` with Transformers' Trainer, with and without graphs."""
     sizes = "--layers 1 --batch 1 --seq-length 16 --steps 2" if day.rehearsal else "--batch 32 --steps 20"
     ways = ["--ways", "trainer", "ours"] if day.rehearsal else []
     output = ["--json", str(day.results / "train-bert.json")]
@@ -149,7 +149,7 @@ def bert(day: Day) -> list[Command]:
 
 
 def profile(day: Day) -> list[Command]:
-    """Which kernels take the time of a step of the driver."""
+    """Find the kernels that take most of the time in a step of the built-in trainer."""
     models = ["tiny"] if day.rehearsal else ["gpt-345m", "gpt-1.3b"]
     return [
         [
@@ -165,14 +165,14 @@ def profile(day: Day) -> list[Command]:
 
 
 def operations(day: Day) -> list[Command]:
-    """Each operation beside flash-attn, cuDNN, Liger and torch.compile."""
+    """Compare each operation with flash-attn, cuDNN, Liger and torch.compile."""
     small = ["--tiny", "--repeat", "1", "--only", "norm"] if day.rehearsal else []
     output = ["--output", str(day.results / "operations.json")]
     return [[PYTHON, "benchmarks/gpu_ops.py", *small, *output]]
 
 
 def steps(model: str) -> Callable[[Day], list[Command]]:
-    """Return the piece that trains a model: the driver beside nanoGPT's code under torch.compile."""
+    """Return the piece that trains a model with the built-in trainer and with nanoGPT's code, compiled."""
 
     def piece(day: Day) -> list[Command]:
         size = "tiny" if day.rehearsal else model
@@ -202,7 +202,7 @@ def steps(model: str) -> Callable[[Day], list[Command]]:
 
 
 def tables(*suites: str) -> Callable[[Day], list[Command]]:
-    """Return the piece that makes some of document 001's tables."""
+    """Return the piece that measures some of document 001's tables."""
 
     def piece(day: Day) -> list[Command]:
         count = "--devices 1 --steps 1 --repeat 2" if day.rehearsal else "--devices 1 --steps 5 --repeat 3"
@@ -240,7 +240,7 @@ UNTIMED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run pieces; return 0 if all went well, 1 if one did not, 2 if there is no GPU."""
+    """Run pieces; return 0 if all succeeded, 1 if one failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def why_no_gpu() -> str:
-    """Return why nothing can run here; empty: it can."""
+    """Return why nothing can run here; empty if it can."""
     import torch
 
     if not torch.version.cuda:
@@ -285,7 +285,7 @@ def why_no_gpu() -> str:
 
 
 def show(chosen: Sequence[str], day: Day) -> None:
-    """Print what each piece is, and its commands."""
+    """Print a description of each piece, and its commands."""
     for name in chosen:
         print(f"# {name}: {PIECES[name].__doc__}")
         for command in PIECES[name](day):
@@ -293,7 +293,7 @@ def show(chosen: Sequence[str], day: Day) -> None:
 
 
 def run_all(chosen: Sequence[str], day: Day, together: bool = False) -> int:
-    """Run pieces one by one, or those without times beside each other first; return 1 if one failed."""
+    """Run pieces one by one, or first all those that measure no time at once; return 1 if one failed."""
     beside = [name for name in chosen if together and name in UNTIMED]
     with ThreadPoolExecutor(max(1, len(beside))) as pool:
         failed = sum(pool.map(lambda name: run_and_tell(name, day), beside))
@@ -301,7 +301,7 @@ def run_all(chosen: Sequence[str], day: Day, together: bool = False) -> int:
 
 
 def run_and_tell(name: str, day: Day) -> bool:
-    """Run a piece, write what became of it, and print a line; return whether a command of it has failed."""
+    """Run a piece, write its result, and print a line; return whether one of its commands failed."""
     outcome = run(name, day)
     (day.results / f"{name}.piece.json").write_text(json.dumps(outcome, indent=1) + "\n")
     worst = next((row for row in outcome["commands"] if row["exit_code"]), None)
@@ -310,7 +310,7 @@ def run_and_tell(name: str, day: Day) -> bool:
 
 
 def told(row: dict | None) -> str:
-    """Return what to say of the first command that has failed; None: none has."""
+    """Describe the first command that failed; None if none did."""
     if row is None:
         return "well"
     whys = {LATE: "no end in time", BEYOND: "operations beyond their limits"}
@@ -319,7 +319,7 @@ def told(row: dict | None) -> str:
 
 
 def run(name: str, day: Day) -> dict:
-    """Run a piece to its end, or to the end of its time; return what became of its commands."""
+    """Run a piece until it ends or its time is up; return the results of its commands."""
     begin, rows = time.monotonic(), []
     environment = {**os.environ, "MEGATRON_NPU_DEVICE": day.device, "PYTHONPATH": python_path()}
     with open(day.results / f"{name}.log", "w") as log:
@@ -337,14 +337,14 @@ def run(name: str, day: Day) -> dict:
 
 
 def python_path() -> str:
-    """Return where programs find this project, and what the machine's own path has."""
+    """Return the search path for programs: this project, and the machine's own path."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def exit_code(command: Command, environment: dict[str, str], log: IO[str], seconds: float) -> int:
-    """Run a command to its end, or to the end of its time, with all that it has started; return how it ended.
+    """Run a command until it ends or its time is up, and end all its processes; return how it ended.
 
-    Ranks that outlive whoever has started them would keep the GPU's memory from the pieces that follow.
+    Ranks that outlive the process that started them would hold GPU memory that later pieces need.
     """
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -360,7 +360,7 @@ def exit_code(command: Command, environment: dict[str, str], log: IO[str], secon
 
 
 def tail(log: Path, start: int) -> str:
-    """Return the last lines of what a command has written."""
+    """Return the last lines of a command's output."""
     text = log.read_bytes()[start:].decode(errors="replace")
     return "\n".join(text.splitlines()[-12:])
 

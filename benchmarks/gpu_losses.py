@@ -1,12 +1,12 @@
-"""Losses on the device of this process beside those of a CPU: the same weights, the same data, no dropout.
+"""Compare losses on this process's device with a CPU's: the same weights and data, no dropout.
 
     python benchmarks/gpu_losses.py --record                  # on a CPU: the reference, minutes
     python benchmarks/gpu_losses.py --json FILE               # on a GPU: the driver and the stock script
 
-A small GPT in fp32 is compared closely (no TF32), GPT-345M in bf16 within bf16's rounding. Weights are drawn
-on the CPU (``--use-cpu-initialization``; rotary positions, since learned ones are not), so both begin alike.
-The exit code is 1 if a loss is further away than its limit. The stock script runs where
-``checkouts/core_v0.16.1`` is there.
+A small GPT in fp32 is compared closely (no TF32), GPT-345M in bf16 to within bf16's rounding. Weights are
+initialized on the CPU (``--use-cpu-initialization``; with rotary positions, because learned ones are not), so
+both start from the same weights. The exit code is 1 if a loss differs by more than its limit. The stock
+script runs if ``checkouts/core_v0.16.1`` exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and how far its losses may be from the CPU's, relative."""
+    """A model, and the maximum relative difference of its losses from the CPU's."""
 
     flags: str
     limit: float
@@ -59,7 +59,7 @@ _LOSS = re.compile(r"lm loss: (\S+) \|")
 
 
 def main() -> int:
-    """Record the CPU's losses, or compare with them; return 1 if one is too far away."""
+    """Record the CPU's losses, or compare with them; return 1 if one differs too much."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,13 +83,13 @@ def main() -> int:
 
 
 def programs() -> list[str]:
-    """Return the driver, and the stock script where its tree is: their defaults differ, so do losses."""
+    """Return the built-in trainer, and the stock script if its tree exists; their losses differ."""
     graph = ["driver, one graph"] if os.environ.get("MEGATRON_NPU_DEVICE") == "cuda" else []
     return ["driver", *graph, *(["stock"] if STOCK.is_file() else [])]
 
 
 def compared(name: str, program: str, reference: list[float] | None) -> dict[str, Any]:
-    """Return the losses of a program with their largest relative distance from the CPU's; print it."""
+    """Print and return a program's losses, with their largest relative difference from the CPU's."""
     losses = trained(name, program)
     pairs = zip(losses, reference or [], strict=reference is not None)
     largest = max((abs(a - b) / b for a, b in pairs), default=None)
@@ -102,7 +102,7 @@ def trained(name: str, program: str) -> list[float]:
     """Return the loss of each step.
 
     Raises:
-        RuntimeError: the program failed, or logged another number of steps.
+        RuntimeError: the program failed, or logged an unexpected number of steps.
     """
     run = [sys.executable, "-m", "megatron_npu"]
     head = ["run", str(STOCK)] if program == "stock" else ["pretrain", "--no-plot"]

@@ -1,10 +1,10 @@
-"""The most memory that training takes on a GPU, allocated and reserved: what `megatron-npu plan` foretells.
+"""Measure the peak GPU memory in training, allocated and reserved, which `megatron-npu plan` predicts.
 
     python benchmarks/gpu_memory.py --json FILE
 
-Each setup is a process of its own, with the driver's defaults, three steps. ``allocated`` is the peak of what
-tensors took (in the allocator's blocks), ``reserved`` the peak of what the allocator held, ``outside`` what
-the context, the kernels and all other processes on the card take beside it.
+Each setup is a separate process with the built-in trainer's defaults and three steps. ``allocated`` is the
+peak memory of tensors (in the allocator's blocks), ``reserved`` the peak that the allocator held, ``outside``
+the additional memory of the context, the kernels and all other processes on the card.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETUPS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def main() -> None:
-    """Measure each setup, or be one."""
+    """Measure each setup, or run one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def child(name: str, tiny: bool) -> dict:
-    """Return what a process has measured, or the end of what it said."""
+    """Return the measurements of a process, or the end of its output."""
     command = [sys.executable, __file__, "--one", name, *(["--tiny"] if tiny else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,12 +1,12 @@
-"""Operations on a GPU beside what else there is: flash-attn, cuDNN, Liger, torch.compile, torch as it is.
+"""Compare operations on a GPU with the alternatives: flash-attn, cuDNN, Liger, torch.compile, plain torch.
 
     python benchmarks/gpu_ops.py [--only attention] [--output FILE.json]
 
-Each variant runs forward and backward on the same tensors; a row has the median time of a call, the memory
-that it takes at its peak beside its inputs, and how far its result is from torch's own in fp32. A variant
-that is not installed, or refuses the call, is a row with the reason. ``--tiny`` is for a CPU: it shows that
-the script runs, its times mean nothing. Written without a GPU: what Liger and flash-attn are given follows
-their documents.
+Each variant runs forward and backward on the same tensors; a row has the median time of a call, its peak
+memory without the inputs, and the distance of its result from torch's own in fp32. For a variant that is not
+installed, or rejects the call, the row has the reason. ``--tiny`` is for a CPU: it shows that the script
+runs, but its times are meaningless. Written without a GPU: the arguments for Liger and flash-attn follow
+their documentation.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ EAGER = "torch"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a large model's layers.
+    """Sizes of a large model's layers.
 
     Attributes:
-        tokens, hidden, feed_forward, words: of the point-wise operations and the losses.
-        batch, heads, head: of attention; ``lengths`` are its numbers of tokens.
-        parameters: of the optimizer.
-        window: tokens that a query sees back, in the windowed case.
+        tokens, hidden, feed_forward, words: for the point-wise operations and the losses.
+        batch, heads, head: for attention; ``lengths`` are its sequence lengths.
+        parameters: for the optimizer.
+        window: number of previous tokens that a query attends to, in the windowed case.
     """
 
     tokens: int = 8192
@@ -69,8 +69,8 @@ class Case:
     """One operation on one set of tensors.
 
     Attributes:
-        leaves: what the variants are called with; those that require gradients get one.
-        variants: by name, each a function that returns the call: what it imports may be absent.
+        leaves: the arguments of the variants; those that require gradients get one.
+        variants: by name, each a function that returns the call; its imports may be missing.
     """
 
     leaves: list[Tensor]
@@ -78,7 +78,7 @@ class Case:
 
 
 def main() -> None:
-    """Measure all cases, or those with a word in their names."""
+    """Measure all cases, or those with a given word in their names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,7 +104,7 @@ def dispatch_all(device: str) -> None:
 
 
 def measured(name: str, case: Case, repeat: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of each variant, and print it."""
+    """Yield and print one row per variant."""
     expected = in_full_precision(case)
     for variant, build in case.variants.items():
         row: dict[str, Any] = {"operation": name, "variant": variant}
@@ -120,7 +120,7 @@ def measured(name: str, case: Case, repeat: int) -> Iterator[dict[str, Any]]:
 
 
 def in_full_precision(case: Case) -> Tensor | None:
-    """Return what torch makes of the case in fp32; None: it does not return anything."""
+    """Return torch's result for the case in fp32; None if it returns nothing."""
     if EAGER not in case.variants:
         return None
     with torch.no_grad():
@@ -129,7 +129,7 @@ def in_full_precision(case: Case) -> Tensor | None:
 
 
 def times(call: Call, leaves: list[Tensor], expected: Tensor | None, repeat: int) -> dict[str, Any]:
-    """Return the milliseconds of a call with its backward, its memory, and its largest difference."""
+    """Return the milliseconds of a call with its backward pass, its memory, and its largest difference."""
     device = devices.current()
     on_gpu = device.name == "cuda"
 
@@ -162,7 +162,7 @@ def times(call: Call, leaves: list[Tensor], expected: Tensor | None, repeat: int
 
 
 def forget(leaves: list[Tensor]) -> None:
-    """Let the next backward begin without gradients."""
+    """Clear the gradients before the next backward pass."""
     for leaf in leaves:
         leaf.grad = None
 
@@ -171,7 +171,7 @@ def forget(leaves: list[Tensor]) -> None:
 
 
 def cases(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Yield each case by its name; its tensors come when it is built."""
+    """Yield the name of each case, and a function that builds it with its tensors."""
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -199,7 +199,7 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Callable[[]
 
 
 def sdpa(kind: str) -> Callable[[], Call]:
-    """Return torch's attention by one of its kernels."""
+    """Return torch's attention with one of its kernels."""
 
     def build() -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -214,7 +214,7 @@ def sdpa(kind: str) -> Callable[[], Call]:
 
 
 def flash_attn(window: int = -1) -> Callable[[], Call]:
-    """Return flash-attn's function, which takes ``[b, s, n, d]``."""
+    """Return flash-attn's function, which expects ``[b, s, n, d]``."""
     seen = (window, 0 if window >= 0 else -1)
 
     def build() -> Call:
@@ -230,7 +230,7 @@ def flash_attn(window: int = -1) -> Callable[[], Call]:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Case:
-    """Causal, of [b, n, s, d]."""
+    """Causal attention for [b, n, s, d]."""
     scale = q.size(-1) ** -0.5
     variants: dict[str, Callable[[], Call]] = {
         "project": lambda: lambda q, k, v: attention(q, k, v, layout="BNSD", scale=scale, causal=True),
@@ -244,7 +244,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Case:
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Case:
-    """Causal within a window, of [b, n, s, d]."""
+    """Causal attention within a window for [b, n, s, d]."""
     scale, length = q.size(-1) ** -0.5, q.size(2)
 
     def flex() -> Call:
@@ -284,7 +284,7 @@ def beside_compiled(ours: Call, plain: Call, liger: Callable[[], Call]) -> dict[
 
 
 def liger(name: str, given: Callable[..., tuple[Any, ...]]) -> Callable[[], Call]:
-    """Return what imports a function of Liger's; ``given`` makes its arguments of a case's tensors."""
+    """Return a function that imports Liger's; ``given`` converts a case's tensors to its arguments."""
 
     def build() -> Call:
         from liger_kernel.transformers import functional
@@ -296,7 +296,7 @@ def liger(name: str, given: Callable[..., tuple[Any, ...]]) -> Callable[[], Call
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
-    """Of [t, h]."""
+    """Layer norm of [t, h]."""
     calls = beside_compiled(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
@@ -306,7 +306,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Case:
-    """Of [t, h]."""
+    """RMSNorm of [t, h]."""
     calls = beside_compiled(
         lambda x, w: norm.rms_norm(x, w, 1e-5),
         lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
@@ -316,7 +316,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Case:
 
 
 def swiglu(x: Tensor) -> Case:
-    """Of [t, 2f]."""
+    """SwiGLU of [t, 2f]."""
 
     def plain(x: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
@@ -331,7 +331,7 @@ def swiglu(x: Tensor) -> Case:
 
 
 def token_losses(logits: Tensor, target: Tensor) -> Case:
-    """The mean loss of [t, v]; each variant gets a copy of the logits, whose memory it may use again."""
+    """Mean loss of [t, v]; each variant gets a copy of the logits, whose memory it may reuse."""
 
     def plain(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy((x * 1).float(), target)
@@ -345,7 +345,7 @@ def token_losses(logits: Tensor, target: Tensor) -> Case:
 
 
 def losses_of_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Case:
-    """The mean loss of an output layer, [t, h] and [v, h]."""
+    """Mean loss of an output layer, [t, h] and [v, h]."""
 
     def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float(), target)
@@ -359,7 +359,7 @@ def losses_of_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Case:
 
 
 def adam(size: int, device: torch.device) -> Case:
-    """A step over fp32 parameters in eight tensors."""
+    """An optimizer step over fp32 parameters in eight tensors."""
 
     def stepping(kind: Any, **options: Any) -> Callable[[], Call]:
         def build() -> Call:

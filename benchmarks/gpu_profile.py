@@ -1,9 +1,9 @@
-"""Which kernels of a GPU take the time of a training step: the driver's, under torch's profiler.
+"""Find the GPU kernels that take the time of a training step of the built-in trainer, with torch's profiler.
 
     python benchmarks/gpu_profile.py --model gpt-345m --json FILE
 
-``milliseconds`` is a kernel's time in a step. What is left of a step is the host's time, which the profiler
-makes longer.
+``milliseconds`` is a kernel's time per step. The rest of a step is the host's time, which the profiler
+increases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def main() -> None:
-    """Profile some steps; print the first kernels, write all of them."""
+    """Profile some steps; print the slowest kernels, and write all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def profiled(model: dict[str, int]) -> tuple[float, list[dict[str, Any]]]:
-    """Return the seconds of a step, and its kernels, the longest first."""
+    """Return the seconds of a step, and its kernels, the slowest first."""
     import time
 
     import torch

@@ -1,10 +1,10 @@
-"""Latency and bandwidth of an all-reduce between processes: HCCL of the simulated NPUs beside gloo.
+"""Latency and bandwidth of an all-reduce between processes: the simulated NPUs' HCCL compared with gloo.
 
     python benchmarks/hccl.py --ranks 2
 
-The two backends take turns inside the same processes, round by round, so that a machine whose speed
-drifts treats them alike; quote the ratios. Bandwidth counts the bytes of one rank's buffer per second. The
-result goes to benchmarks/results/.
+The two backends take turns inside the same processes, round by round, so that changes in the machine's speed
+affect both equally; quote the ratios. Bandwidth counts the bytes of one rank's buffer per second. The result
+goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """Start the ranks on simulated NPUs, or be one of them."""
+    """Start the ranks on simulated NPUs, or run one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_ranks(ranks: int, store: str) -> dict[str, dict[str, list[float]]]:
-    """Return what rank 0 measured: backend -> quantity -> seconds per all-reduce, one entry per round."""
+    """Return rank 0's measurements: backend -> quantity -> seconds per all-reduce, one entry per round."""
     command = [sys.executable, "-m", "megatron_npu", "sim", "--devices", str(ranks), "--", "python", __file__]
     command += ["--ranks", str(ranks), "--store", store]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,7 @@ def run_ranks(ranks: int, store: str) -> dict[str, dict[str, list[float]]]:
 
 
 def measure(rank: int, ranks: int, store: str) -> None:
-    """Be one rank; rank 0 prints the seconds."""
+    """Run one rank; rank 0 prints the seconds."""
     import torch
     import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def measure(rank: int, ranks: int, store: str) -> None:
 
 
 def write(ranks: int, seconds: dict[str, dict[str, list[float]]]) -> None:
-    """Print median and spread of each quantity and write them, with the machine, as JSON."""
+    """Print median and spread of each quantity, and write them as JSON with a description of the machine."""
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for backend, quantities in seconds.items():
         for quantity, times in quantities.items():

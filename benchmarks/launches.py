@@ -3,32 +3,33 @@
     megatron-npu sim -- python benchmarks/launches.py                    # megatron-core
     megatron-npu sim -- python benchmarks/launches.py --megatron PATH    # a checkout of Megatron-LM 285068c8
 
-Forward, backward and optimizer step of a GPT in bf16, GPT style (LayerNorm, GELU, learned positions, biases)
-and, not with the tree of 2023, Llama style (RMSNorm, SwiGLU, rotary positions, grouped queries), and a
-mixture of eight such experts, two for a token; the project with gradient accumulation fused into the weight
-gradients, as Megatron's scripts have it by default, and with --moe-permute-fusion --moe-grouped-gemm.
-Three variants: the redirection alone, which lets stock Megatron run on an NPU as torch_npu's transfer_to_npu
-does, the whole project, and that with layers under TransformerEngine's names (MEGATRON_NPU_TE=local). The
-mixture and the tree of 2023 have the first two; that tree has stand-ins for apex in both, without which it
-does not start.
+Forward pass, backward pass and optimizer step of a GPT in bf16: in GPT style (LayerNorm, GELU, learned
+positions, biases) and, except with the tree of 2023, in Llama style (RMSNorm, SwiGLU, rotary positions,
+grouped queries), and as a mixture of eight such experts, two per token. This project runs with gradient
+accumulation fused into the weight gradients, which is the default in Megatron's scripts, and with
+--moe-permute-fusion --moe-grouped-gemm. There are three variants: the redirection alone, which lets stock
+Megatron run on an NPU like torch_npu's transfer_to_npu; the whole project; and the whole project with layers
+under TransformerEngine's names (MEGATRON_NPU_TE=local). The mixture and the tree of 2023 have only the first
+two; both of that tree's variants use stubs for apex, without which it does not start.
 
-    megatron-npu sim -- python benchmarks/launches.py --optimizers       # what Adam holds, with megatron-core
+    megatron-npu sim -- python benchmarks/launches.py --optimizers       # Adam's memory, with megatron-core
     megatron-npu sim -- python benchmarks/launches.py --options          # single options of megatron-core
 
-A layer is the difference between a model of 2 layers and one of 1, so that embedding, loss and the
+A layer is the difference between a model with 2 layers and one with 1, so that embedding, loss and the
 optimizer's constant part do not count. Launches are calls at the lowest level of torch's dispatcher; only the
-ratios mean something (docs/explanation/simulator.md). Results go to
+ratios are meaningful (docs/explanation/simulator.md). Results go to
 benchmarks/results/launches{,-megatron-lm}.json.
 
-With --optimizers, instead: all that is asked of the device's allocator and held after a step of Megatron's
-distributed optimizer, in bytes per parameter (the attention mask of 4 MiB is 2 of them here), and the
-launches of its step; those of fp32 main weights also with one, two and four layers, redirected and by the
-project; to benchmarks/results/optimizer-memory.json. Not what the allocator hands out for it: it
-does not split off less than a MiB, up to 0.6 bytes a parameter of so small a model.
+With --optimizers, it measures the memory requested from the device's allocator and held after a step of
+Megatron's distributed optimizer, in bytes per parameter (the attention mask of 4 MiB is 2 of them here), and
+the launches of its step. For fp32 main weights the launches are also counted with one, two and four layers,
+for the redirection and the project. Results go to benchmarks/results/optimizer-memory.json. The allocator
+itself hands out more: it does not split off less than 1 MiB, up to 0.6 bytes per parameter for such a small
+model.
 
-With --options, instead: one option each, without it and with it: launches, peak and bytes moved to the host
-and back of a whole model's third forward and backward pass, and whether the losses of all three are equal to
-the bit; to benchmarks/results/layer-options.json.
+With --options, it measures single options, without and with each: launches, peak memory and bytes moved to
+the host and back in a whole model's third forward and backward pass, and whether the losses of all three
+passes are bitwise identical. Results go to benchmarks/results/layer-options.json.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_grouped_gemm": True}
 
 
 class Option(NamedTuple):
-    """An option and the model on which it is counted: the whole project with and without it.
+    """An option and the model with which it is measured: the whole project with and without it.
 
     Attributes:
         style: one of ``STYLES``, or "mla" for multi-latent attention.
-        given: the option, of megatron-core's configuration.
-        always: what both models have.
-        layers, sequence: of the model.
-        redirected: without it means the redirection with it.
+        given: the option, in megatron-core's configuration.
+        always: the options of both models.
+        layers, sequence: number of layers, and sequence length.
+        redirected: compare with the redirection, which also has the option, instead of without the option.
     """
 
     style: str
@@ -133,12 +134,12 @@ OPTIONS = {
 
 @dataclass
 class Cost:
-    """What one layer costs.
+    """The cost of one layer.
 
     Attributes:
         forward_backward: launches of the forward and backward pass.
-        optimizer: launches of clipping and the optimizer's step.
-        activation_bytes: memory at the peak of the forward and backward pass, above what was there before.
+        optimizer: launches of clipping and the optimizer step.
+        activation_bytes: peak memory of the forward and backward pass, above the memory in use before.
     """
 
     forward_backward: int
@@ -147,12 +148,12 @@ class Cost:
 
     @property
     def launches(self) -> int:
-        """The sum of both."""
+        """Launches of the passes and the optimizer together."""
         return self.forward_backward + self.optimizer
 
 
 def main() -> None:
-    """Measure each style in both variants, each in a process of its own, and write the result."""
+    """Measure each style in all variants, each in a separate process, and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,7 +229,7 @@ def layer_cost(style: str, variant: str, arguments: argparse.Namespace) -> Cost:
 
 
 def write_optimizers(arguments: argparse.Namespace) -> None:
-    """Measure every way to keep what Adam needs, and write the result."""
+    """Measure every way to store optimizer states, and write the result."""
     from megatron_npu.upstream import megatrons
 
     costs = {name: optimizer_cost(name, arguments) for name in OPTIMIZERS}
@@ -243,7 +244,7 @@ def write_optimizers(arguments: argparse.Namespace) -> None:
 
 
 def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Measure one way to keep what Adam needs, and print it."""
+    """Measure and print one way to store optimizer states."""
     cost = in_child(arguments, "--optimizer", name)
     print(f"{name:<32} {cost['launches']:3} launches, {cost['bytes_per_parameter']:.2f} bytes held, ", end="")
     print(f"{cost['swapped_bytes_per_parameter']:.2f} read and written on the host", flush=True)
@@ -251,7 +252,7 @@ def optimizer_cost(name: str, arguments: argparse.Namespace) -> dict[str, float]
 
 
 def write_options(arguments: argparse.Namespace) -> None:
-    """Measure single options, without and with each, and write the result, beside the rows not measured."""
+    """Measure single options, without and with each; write the result, keeping rows that are not measured."""
     from megatron_npu.upstream import megatrons
 
     names = arguments.options or list(OPTIONS)
@@ -267,7 +268,7 @@ def write_options(arguments: argparse.Namespace) -> None:
 
 
 def option_row(name: str, costs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return and print one option's row."""
+    """Print and return one option's row."""
     option = OPTIONS[name]
     losses = [costs[which].pop("losses") for which in ("without", "with")]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
@@ -289,7 +290,7 @@ def run_child(style: str, variant: str, layers: int, arguments: argparse.Namespa
 
 
 def in_child(arguments: argparse.Namespace, *what: str) -> dict[str, Any]:
-    """Return what this script prints in a fresh process."""
+    """Run this script in a fresh process; return the JSON that it prints."""
     options = ["--sequence", str(arguments.sequence)]
     options += ["--megatron", str(arguments.megatron)] if arguments.megatron else []
     command = [sys.executable, __file__, *options, *what]
@@ -302,9 +303,9 @@ def in_child(arguments: argparse.Namespace, *what: str) -> dict[str, Any]:
 
 @dataclass
 class Training:
-    """The parts of a training step, in order; ``forget`` drops the gradients of the one before.
+    """The parts of a training step, in order; ``forget`` drops the gradients of the previous step.
 
-    ``parameters`` is their number, where it is asked for.
+    ``parameters`` is the number of parameters, if requested.
     """
 
     forget: tuple[Callable[[], Any], ...]
@@ -315,7 +316,7 @@ class Training:
 
 
 def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace) -> Cost:
-    """Return the cost of the second step of a whole model; the first one warms up."""
+    """Return the cost of a whole model's second step; the first one is a warm-up."""
     if variant == "redirection":
         keep_only_what_is_needed()
     if arguments.megatron:
@@ -342,9 +343,9 @@ def measure(style: str, variant: str, layers: int, arguments: argparse.Namespace
 
 
 def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
-    """Return what a GPT of two layers holds per parameter after a step, in bytes, and the step's launches.
+    """Return the bytes per parameter that a GPT with two layers holds after a step, and the step's launches.
 
-    Also the bytes of the host's memory that the NPU reads and writes in a step.
+    Also returns the bytes of host memory that the NPU reads and writes in a step.
     """
     import megatron_npu
 
@@ -369,7 +370,7 @@ def measure_optimizer(name: str, sequence: int) -> dict[str, float]:
 
 
 def measure_options(variant: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return what options cost with and without, or those of the redirection, which count as without."""
+    """Return the cost of options with and without them; the redirection's cost counts as "without"."""
     fused = prepare_forks(variant)
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -385,7 +386,7 @@ def measure_options(variant: str, names: list[str]) -> dict[str, dict[str, Any]]
 
 
 def prepare_forks(variant: str) -> dict[str, Any]:
-    """Import everything once for all of them; return the options that the variant always has."""
+    """Import everything once for all forks; return the options that the variant always has."""
     if variant == "redirection":
         keep_only_what_is_needed()
     import megatron_npu
@@ -397,7 +398,7 @@ def prepare_forks(variant: str) -> dict[str, Any]:
 
 
 def in_fork(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what ``measure`` does in a process that has imported everything and measured nothing yet."""
+    """Return the result of ``measure`` in a fork, which has imported everything and measured nothing yet."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -414,13 +415,13 @@ def in_fork(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure_updates(variant: str) -> dict[int, int]:
-    """Return the launches of the distributed optimizer's step in GPTs of one, two and four layers."""
+    """Return the launches of the distributed optimizer's step for GPTs with one, two and four layers."""
     fused = prepare_forks(variant)
     return {layers: in_fork(measure_update, layers, fused) for layers in (1, 2, 4)}
 
 
 def counted_update(training: Training) -> Any:
-    """Return what the optimizer's second step costs; the first one warms up."""
+    """Return the cost of the optimizer's second step; the first one is a warm-up."""
     from megatron_npu.sim import counting
 
     for _ in range(2):
@@ -434,13 +435,13 @@ def counted_update(training: Training) -> Any:
 
 
 def measure_update(layers: int, options: dict[str, Any]) -> int:
-    """Return the launches of the second step of Megatron's distributed optimizer."""
+    """Return the launches of the second step with Megatron's distributed optimizer."""
     training = prepare_megatron_core("gpt", layers, 1024, optimizer={}, **options)
     return counted_update(training).total_launches
 
 
 def measure_option(option: Option, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what the third forward and backward pass costs, and the losses of all three."""
+    """Return the cost of the third forward and backward pass, and the losses of all three."""
     import torch
 
     from megatron_npu.sim import counting
@@ -466,7 +467,7 @@ def measure_option(option: Option, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_only_what_is_needed() -> None:
-    """Leave out every patch that makes Megatron faster and not just run."""
+    """Remove every patch that is not needed to run but only makes Megatron faster."""
     from megatron_npu import adaptors
     from megatron_npu.patching.registry import registry
     from megatron_npu.upstream import megatrons
@@ -483,7 +484,7 @@ def keep_only_what_is_needed() -> None:
 
 
 def prepare_megatron_lm(layers: int, sequence: int) -> Training:
-    """Return the parts of a training step of the tree of 2023: its own model, DDP and optimizer."""
+    """Return the parts of a training step with the tree of 2023: its own model, DDP and optimizer."""
     with tempfile.TemporaryDirectory() as folder:
         write_vocabulary(Path(folder), VOCABULARY)
         # So small a limit always clips, as in build().
@@ -528,9 +529,9 @@ def prepare_megatron_core(
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> Training:
-    """Return the parts of a training step of megatron-core; ``options`` are of its configuration.
+    """Return the parts of a training step with megatron-core; ``options`` belong to its configuration.
 
-    With ``optimizer``, options of that, Megatron's distributed one is taken.
+    With ``optimizer``, which are options for it, Megatron's distributed optimizer is used.
     """
     import torch
 
@@ -554,7 +555,7 @@ def build(
     optimizer: dict[str, Any] | None,
     **options: Any,
 ) -> tuple:
-    """Return a rank's model in bf16 under Megatron's DDP, and Megatron's optimizer."""
+    """Return a rank's bf16 model in Megatron's DDP, and Megatron's optimizer."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -590,7 +591,7 @@ def build(
 
 
 def _config(style: str, layers: int, options: dict[str, Any]) -> Any:
-    """Return Megatron's configuration of a style's layers in bf16, ``options`` over it."""
+    """Return Megatron's configuration for a style's layers in bf16, overridden by ``options``."""
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -621,7 +622,7 @@ def _config(style: str, layers: int, options: dict[str, Any]) -> Any:
 
 
 def _spec(style: str, config: Any) -> Any:
-    """Return upstream's layers: its local ones, or those under TransformerEngine's names."""
+    """Return upstream's layers: its local ones, or those with TransformerEngine's names."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron_npu.base import settings

@@ -1,12 +1,13 @@
-"""Output layer and loss: through the logits, and in one operation, kept or computed again.
+"""Output layer and loss: through the logits, and fused, with logits stored or recomputed.
 
     megatron-npu sim -- python benchmarks/loss.py     # launches and peak bytes of a step on a simulated NPU
-    python benchmarks/loss.py --rounds 9              # processor time of forward and backward on a cpu
+    python benchmarks/loss.py --rounds 9              # CPU time of forward and backward on a CPU
 
-On the simulated NPU a step is that of a GPT of one layer (hidden 256) in bf16: forward, backward, and what of
-it is above the memory before. On a cpu the variants take turns, round by round in one process, with one
-thread, and the fastest round counts, so that a machine that others use too treats them alike; the weight's
-gradient goes into an fp32 buffer as in training. Results go to benchmarks/results/loss-{npu,cpu}.json.
+On the simulated NPU a step is that of a GPT with one layer (hidden 256) in bf16: forward and backward, and
+the peak above the memory in use before. On a CPU the variants take turns, round by round in one process with
+one thread, and the fastest round counts, so that other load on the machine affects all of them equally; the
+weight's gradient is accumulated in an fp32 buffer as in training. Results go to
+benchmarks/results/loss-{npu,cpu}.json.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def all_counts() -> dict[str, dict[str, Any]]:
-    """Return launches and peak of each variant, by vocabulary, each from a process of its own."""
+    """Return launches and peak of each variant, by vocabulary size, each measured in a separate process."""
     found: dict[str, dict[str, Any]] = {}
     for vocabulary in VOCABULARIES:
         costs = {variant: in_child(variant, vocabulary) for variant in ("logits", "linear")}
@@ -72,7 +73,7 @@ def in_child(variant: str, vocabulary: int) -> dict[str, int]:
 
 
 def counted(variant: str, vocabulary: int) -> dict[str, int]:
-    """Return the cost of the second forward and backward pass; the first one warms up."""
+    """Return the cost of the second forward and backward pass; the first one is a warm-up."""
     import megatron_npu
     from megatron_npu.sim import counting
 
@@ -95,7 +96,7 @@ def counted(variant: str, vocabulary: int) -> dict[str, int]:
 
 
 def times(name: str, width: int, rounds: int) -> list[dict[str, Any]]:
-    """Return, for both dtypes, the fastest round of each way in ms."""
+    """Return the time of the fastest round of each variant in ms, for both dtypes."""
     import torch
 
     torch.set_num_threads(1)  # processor time is time only then
@@ -116,7 +117,7 @@ def times(name: str, width: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def cpu_ways(width: int, dtype: Any) -> dict[str, Callable[[], None]]:
-    """Return forward and backward of each way; all add to one gradient buffer."""
+    """Return forward and backward for each variant; all accumulate into the same gradient buffer."""
     import torch
 
     from megatron_npu.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -143,7 +144,7 @@ def cpu_ways(width: int, dtype: Any) -> dict[str, Callable[[], None]]:
 
 
 def output_layer() -> Callable[..., Any]:
-    """Return the product as Megatron's linear layer with --gradient-accumulation-fusion makes it."""
+    """Return the matmul as in Megatron's linear layer with --gradient-accumulation-fusion."""
     import torch
 
     from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient

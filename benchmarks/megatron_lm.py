@@ -1,14 +1,15 @@
-"""Tokens per second of the stock pretrain_gpt.py of Megatron-LM 285068c8: all patches, the redirection alone.
+"""Tokens per second of Megatron-LM 285068c8's stock pretrain_gpt.py: all patches, or the redirection alone.
 
     python benchmarks/megatron_lm.py --megatron PATH --dtype bf16 --rounds 3
 
-A GPT of 30.4 million parameters (19.3 of them the embedding) at 1,024 tokens, on a CPU. "redirection" is the
-smallest set of patches with which the script runs: stand-ins, the redirection of torch.cuda, the repairs of
-start, random states and layer norm (a CUDA extension upstream); attention, softmax, GELU, dropout, embedding
-and loss are upstream's. Both get the same command line, each in a process of its own, in turn.
+A GPT with 30.4 million parameters (19.3 of them in the embedding) at 1,024 tokens, on a CPU. "redirection" is
+the smallest set of patches with which the script runs: stubs, the redirection of torch.cuda, and the fixes of
+startup, random states and layer norm (a CUDA extension upstream); attention, softmax, GELU, dropout,
+embedding and loss are upstream's. Both variants run the same command line, each in a separate process, in
+turn.
 
-The times of the steps are those of Megatron's log. Beside them stands the processor time, which a busy
-machine disturbs less (only with OMP_NUM_THREADS=1: threads that wait for each other count too). Results go to
+Step times are those in Megatron's log. CPU time, which other load on the machine affects less, is recorded
+too (only with OMP_NUM_THREADS=1, because threads that wait for each other count too). Results go to
 benchmarks/results/.
 """
 
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def run_script(variant: str, *command: str) -> None:
-    """Run a stock script as ``megatron-npu run`` does; without the operations for "redirection"."""
+    """Run a stock script like ``megatron-npu run``; for "redirection", without the operations."""
     from megatron_npu import adaptors
     from megatron_npu.base import settings
     from megatron_npu.commands import run
@@ -87,7 +88,7 @@ def run_script(variant: str, *command: str) -> None:
 
 
 def measure(variant: str, folder: Path, arguments: argparse.Namespace) -> dict:
-    """Run the stock script once; return the times of its counted steps, its last loss and the load."""
+    """Run the stock script once; return the times of its measured steps, its last loss and the load."""
     load = os.getloadavg()[0]
     script = arguments.megatron / "pretrain_gpt.py"
     command = [sys.executable, __file__, "--script", variant, str(script), *flags(folder, arguments)]
@@ -125,7 +126,7 @@ def measure(variant: str, folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def steps_of(log: Iterable[str], process: psutil.Process) -> Iterator[tuple[float, float, float]]:
-    """Yield the seconds, the processor seconds and the loss of each step that Megatron logs."""
+    """Yield the seconds, the CPU seconds and the loss of each step in Megatron's log."""
     before = 0.0
     for line in log:
         found = re.search(r"elapsed time per iteration \(ms\): ([0-9.]+).*?lm loss: ([0-9.E+-]+)", line)
@@ -137,7 +138,7 @@ def steps_of(log: Iterable[str], process: psutil.Process) -> Iterator[tuple[floa
 
 
 def flags(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """Return the flags of the run; everything that is not named has Megatron's default."""
+    """Return the flags of the run; all others have Megatron's defaults."""
     steps = arguments.steps + WARM_UP
     return [
         *f"--num-layers {MODEL['layers']} --hidden-size {MODEL['hidden']}".split(),
@@ -156,7 +157,7 @@ def flags(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def write_data(folder: Path) -> None:
-    """Write a vocabulary of GPT-2's size, and documents whose words are as unequal as those of a language."""
+    """Write a vocabulary of GPT-2's size, and documents with word frequencies like those of a language."""
     import numpy as np
 
     from megatron_npu.data.preprocessing import indexed_dataset
@@ -173,19 +174,19 @@ def write_data(folder: Path) -> None:
 
 
 def write_vocabulary(folder: Path, words: int) -> None:
-    """Write files of a byte-pair vocabulary of so many words: no text is ever read with it."""
+    """Write the files of a byte-pair vocabulary of a given size; no text is ever tokenized with it."""
     names = [f"word{number}" for number in range(words - 1)] + ["<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
 def tokens_per_second(seconds: float) -> float:
-    """Return the speed of a step that takes ``seconds``."""
+    """Return the tokens per second of a step that takes ``seconds``."""
     return MODEL["batch"] * MODEL["seq"] / seconds
 
 
 def write(arguments: argparse.Namespace, rounds: dict[str, list[dict]]) -> None:
-    """Print the ratio and write everything, with the machine, as JSON."""
+    """Print the ratio, and write everything as JSON with a description of the machine."""
     seconds = collect(rounds, "seconds")
     speeds = {name: tokens_per_second(statistics.median(times)) for name, times in seconds.items()}
     ratios = {
@@ -214,7 +215,7 @@ def collect(rounds: dict[str, list[dict]], key: str) -> dict[str, list[float]]:
 
 
 def ratio(times: dict[str, list[float]], of: Callable[[list[float]], float]) -> float:
-    """Return how many times as fast the project is."""
+    """Return the speed-up of the project over the redirection."""
     return of(times["redirection"]) / of(times["project"])
 
 

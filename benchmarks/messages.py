@@ -3,12 +3,12 @@
     python benchmarks/messages.py
     python benchmarks/messages.py --layouts tp2 tp2-overlap
 
-A step of a Llama-style megatron-core GPT in bf16 (RMSNorm, SwiGLU, rotary positions) under
-Megatron's own schedule: forward and backward passes of the micro-batches and the reduction of gradients,
-without the optimizer. The second step is counted: the first one creates the communicators. For each layout:
-launches and peak of the rank that has most of them, and for each process group the calls, the bytes that a
-rank hands over to them and the device memory that HCCL holds for the group (docs/explanation/simulator.md).
-Results go to benchmarks/results/messages.json.
+A step of a Llama-style megatron-core GPT in bf16 (RMSNorm, SwiGLU, rotary positions) under Megatron's own
+schedule: forward and backward passes of the micro-batches and the gradient reduction, without the optimizer.
+The second step is counted, because the first one creates the communicators. For each layout: launches and
+peak memory of the rank with the most; and for each process group the calls, the bytes that a rank passes to
+them, and the device memory that HCCL holds for the group (docs/explanation/simulator.md). Results go to
+benchmarks/results/messages.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEQUENCE, HIDDEN, VOCABULARY, MICRO_BATCHES = 1024, 512, 512, 4
 
 
 class Layout(NamedTuple):
-    """A way to spread the model: ranks, arguments of ``initialize_model_parallel``, options of the model."""
+    """A way to parallelize the model: ranks, arguments of ``initialize_model_parallel``, model options."""
 
     ranks: int
     parallel: dict[str, Any]
@@ -62,7 +62,7 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Measure each layout on ranks of its own, and write the result; or be one of the ranks."""
+    """Measure each layout on its ranks, and write the result; or run one of the ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def run_ranks(name: str, ranks: int) -> list[dict[str, Any]]:
-    """Return what each rank of a layout counted."""
+    """Return the counts of each rank of a layout."""
     command = [sys.executable, "-m", "megatron_npu", "sim", "--devices", str(ranks), "--", sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def run_ranks(name: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the counts of a layout: of each the most that a rank has."""
+    """Return the counts of a layout: the maximum over the ranks for each of them."""
     found: dict[str, Any] = {
         name: max(rank[name] for rank in ranks) for name in ("launches", "peak", "calls", "bytes", "buffers")
     }
@@ -115,7 +115,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(name: str, row: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of one layout."""
+    """Yield the lines about one layout."""
     yield (
         f"{name:<16} {row['launches']:5} launches, {row['peak'] / 2**20:7.2f} MiB peak, {row['calls']:4} "
         f"messages, {row['bytes'] / 2**20:8.3f} MiB sent, {row['buffers'] >> 20} MiB of HCCL's buffers"
@@ -125,7 +125,7 @@ def table(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def measure(layout: Layout, rank: int, store: str) -> dict[str, Any]:
-    """Be one rank of a layout; return what its second step costs."""
+    """Run one rank of a layout; return the cost of its second step."""
     import megatron_npu
     from megatron_npu.sim import counting
 
@@ -157,7 +157,7 @@ def measure(layout: Layout, rank: int, store: str) -> dict[str, Any]:
 
 
 def prepare(layout: Layout) -> Any:
-    """Return a function that does one step without the optimizer."""
+    """Return a function that runs one step without the optimizer."""
     import launches
     import torch
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""A GPT-2 in plain torch, for ``train.py``: the size and the shape of code that people write by hand."""
+"""A GPT-2 in plain torch, for ``train.py``, of the size and style that people write by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input ``[b, s, h]``."""
+    """Attention and MLP, each applied after a norm and added to its input ``[b, s, h]``."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Return the mixed values, ``[b, s, h]``."""
+        """Return the attention output, ``[b, s, h]``."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions, whose output layer is its embedding."""
+    """A decoder with learned positions, whose output layer shares the embedding's weights."""
 
     def __init__(self, words: int, positions: int, hidden: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """``[b, s]`` ids and labels to the mean loss; tokens < n predict n."""
+        """Return the mean loss for ``[b, s]`` ids and labels; tokens < n predict n."""
         x = self.words(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
         for block in self.blocks:
             x = block(x)

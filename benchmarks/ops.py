@@ -1,11 +1,11 @@
-"""Every operation but attention, beside megatron-core's unfused code and torch's best call.
+"""Compare every operation except attention with megatron-core's unfused code and torch's best call.
 
     python benchmarks/ops.py --rounds 15 [--only gelu] [--plot]
 
-The variants take turns, round by round in one process, and the fastest round counts, so that a machine that
-others use too treats them alike; quote the ratios. A rate is the memory that an operation cannot avoid to
-read and write, by its time, against the rate of a copy measured in between. Needs the extra core. Results go
-to benchmarks/results/ops.json.
+The variants take turns, round by round in one process, and the fastest round counts, so that other load on
+the machine affects all of them equally; quote the ratios. A rate is the memory that an operation must at
+least read and write, divided by its time, relative to the rate of a copy measured in between. Needs the extra
+core. Results go to benchmarks/results/ops.json.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Work:
     Attributes:
         calls: variants by name; each takes ``leaves`` and returns a tensor.
         leaves: tensors that require gradients.
-        passes: reads and writes of ``unit`` bytes that cannot be avoided: forward, forward and backward.
+        passes: the minimum number of reads and writes of ``unit`` bytes: forward, and forward with backward.
         unit: bytes of the operation's largest tensor.
     """
 
@@ -221,7 +221,7 @@ def embedding(dtype: Any) -> Work:
 
 
 def cross_entropy(dtype: Any, copied: bool = True) -> Work:
-    """Hand each variant a copy of the logits, as a layer would: their memory may be used again."""
+    """Pass each variant a copy of the logits, as a layer would: it may reuse their memory."""
     import torch
     from torch.nn import functional
 
@@ -260,7 +260,7 @@ DIFFERENTIABLE: dict[str, Callable[[Any], Work]] = {
 
 
 def parameters() -> list[Any]:
-    """Return eight tensors with a gradient each."""
+    """Return eight tensors, each with a gradient."""
     import torch
 
     tensors = [leaf(torch.float32, PARAMETERS // 8) for _ in range(8)]
@@ -335,7 +335,7 @@ IN_PLACE: dict[str, Callable[[], Work]] = {"adam": adam, "sgd": sgd, "l2norm": l
 
 
 def clock() -> float:
-    """Return seconds: of the processor on a cpu (other processes count little), else once all has run."""
+    """Return seconds: CPU time on a CPU, which other load affects less, else synchronized wall time."""
     from megatron_npu import devices
 
     if devices.current().name == "cpu":
@@ -370,7 +370,7 @@ def differentiable(name: str, work: Work, dtype: Any, rounds: int) -> list[dict]
 
 
 def measure(name: str, work: Work, dtype: Any, rounds: int, kind: str, index: int) -> dict:
-    """Let the variants and a copy take turns; return the fastest of each, and the rates."""
+    """Run the variants and a copy in turn; return the fastest time of each, and the rates."""
     import torch
 
     source = torch.randn(max(1 << 16, work.unit // 4))
@@ -402,9 +402,9 @@ def measure(name: str, work: Work, dtype: Any, rounds: int, kind: str, index: in
 
 
 def cross_entropy_memory(dtype_name: str) -> dict:
-    """Return the most memory that forward and backward hold beside the logits, by variant, in bytes.
+    """Return the peak bytes that forward and backward hold besides the logits, by variant.
 
-    Counted are the tensors that every operation returns, so that no allocator hides anything.
+    All tensors returned by operations are counted, so that no allocator hides any memory.
     """
     import torch
 
@@ -424,7 +424,7 @@ def cross_entropy_memory(dtype_name: str) -> dict:
 
 
 def peak_memory(call: Callable, logits: Any) -> int:
-    """Return the most bytes of storages that live at once, those of ``logits`` not counted."""
+    """Return the peak bytes of storages alive at once, not counting that of ``logits``."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -455,7 +455,7 @@ def peak_memory(call: Callable, logits: Any) -> int:
 
 
 def draw(rows: list[dict]) -> None:
-    """Draw each operation's share of the copy rate, project beside stock."""
+    """Plot each operation's fraction of the copy rate, for the project and stock."""
     import matplotlib
 
     matplotlib.use("Agg")

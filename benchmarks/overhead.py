@@ -1,13 +1,13 @@
-"""What the plug-in's own Python costs in a step of training: instructions counted, not a clock.
+"""The cost of the plug-in's own Python code in a training step: instructions counted, not time.
 
     MEGATRON_NPU_DEVICE=cpu python benchmarks/overhead.py    # megatron-core, a GPT of two layers
 
-Counted are the bytecode instructions that Python executes in functions of ``megatron_npu`` in one step
-(forward, backward, reduction of gradients, optimizer): adaptors, dispatch, the redirection of torch.cuda, and
-the Python in which operations are written. The number depends on no other load of the machine. What an
-instruction costs is the processor time of a loop of such code (attributes, calls, branches) by the
-instructions in it; the share is that of the step's processor time, which is the least of several. Results go
-to benchmarks/results/overhead-cpu.json.
+It counts the bytecode instructions that Python executes in functions of ``megatron_npu`` in one step
+(forward, backward, gradient reduction, optimizer): adaptors, dispatch, the redirection of torch.cuda, and the
+Python code of operations. The count does not depend on other load on the machine. The cost of an instruction
+is the CPU time of a loop of similar code (attributes, calls, branches) divided by its instructions; the
+fraction refers to the CPU time of the step, the minimum of several. Results go to
+benchmarks/results/overhead-cpu.json.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHAPES = ((256, 128), (512, 256))  # hidden size, tokens
 
 
 def instructions(run: Callable[[], Any], below: str = ROOT) -> Counter[str]:
-    """Return how many bytecode instructions ``run`` executes in each file below a folder, in this thread.
+    """Return the bytecode instructions that ``run`` executes per file in a folder, in this thread.
 
-    On a CPU the backward pass runs in the thread that asks for it.
+    On a CPU the backward pass runs in the thread that calls it.
     """
     counts: Counter[str] = Counter()
 
@@ -66,7 +66,7 @@ def step(training: Training) -> None:
 
 
 class _Sample:
-    """Code as that of adaptors: arguments, attributes, a branch, a call."""
+    """Run code similar to that of adaptors: arguments, attributes, a branch, a call."""
 
     def __init__(self) -> None:
         self.options = {"scale": 1.0}
@@ -83,21 +83,21 @@ class _Sample:
 
 
 def nanoseconds_of_an_instruction(count: int = 200_000) -> float:
-    """Return the processor time of one bytecode instruction, the least of several measurements."""
+    """Return the CPU time per bytecode instruction, the minimum of several measurements."""
     sample = _Sample()
     executed = instructions(lambda: sample.call(100), __file__).total() / 100
     return min(processor_time(lambda: sample.call(count)) for _ in range(STEPS)) / count / executed * 1e9
 
 
 def processor_time(run: Callable[[], Any]) -> float:
-    """Return the seconds that this process has computed, in all its threads."""
+    """Return the CPU seconds of this process, over all its threads."""
     began = time.process_time()
     run()
     return time.process_time() - began
 
 
 def measure(hidden: int, sequence: int) -> dict[str, Any]:
-    """Return counts, times and the share of a GPT of two layers, bf16."""
+    """Return counts, times and the fraction for a GPT of two layers in bf16."""
     training = prepare_megatron_core("gpt", LAYERS, sequence, hidden_size=hidden)
     for _ in range(2):
         step(training)

@@ -1,4 +1,4 @@
-"""What the kernel keeps of files in memory: let it forget them, so that a read comes from the disk."""
+"""Drop files from the kernel's page cache, so that a read comes from the disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def forget(folder: Path) -> None:
-    """Let the kernel forget what it has of the files in ``folder``."""
+    """Make the kernel drop the cached pages of the files in ``folder``."""
     for path in folder.iterdir():
         with contextlib.closing(os.fdopen(os.open(path, os.O_RDONLY))) as stream:
             os.fsync(stream.fileno())

@@ -1,11 +1,11 @@
-"""What `megatron-npu plan` takes for large jobs: groups of many ranks, and ranks of large models.
+"""The cost of `megatron-npu plan` for large jobs: process groups of many ranks, and ranks of large models.
 
     python -m benchmarks.plan_scale [--part groups] [--part shapes] --output FILE
 
-``groups``: seconds of processor in which one process makes Megatron's process groups, with the plug-in, at
-world 256, 1,024 and 10,000 on torch's fake process group, each in a process of its own, and how much of it
-is in this package's files. ``shapes``: seconds and memory of the first and last kind of rank that `plan` runs
-for Llama-2-70B, Llama-3.1-405B and DeepSeek-V3, on simulated NPUs in dry mode. ``--page`` writes
+``groups``: CPU seconds in which one process creates Megatron's process groups, with the plug-in, at world
+sizes 256, 1,024 and 10,000 on torch's fake process group, each in a separate process, and the part spent in
+this package's files. ``shapes``: seconds and memory of the first and last kind of rank that `plan` runs for
+Llama-2-70B, Llama-3.1-405B and DeepSeek-V3, on simulated NPUs in dry mode. ``--page`` writes
 docs/records/plan-scale.md from FILE.
 """
 
@@ -73,7 +73,7 @@ SHAPES: dict[str, tuple[int, list[str], str]] = {  # devices, program, words
 
 
 def groups(world: int) -> dict[str, Any]:
-    """Make the plug-in and all process groups of a rank in the middle of a world; return what it took."""
+    """Start the plug-in and create all process groups of a rank in the middle of a world; return the cost."""
     os.environ |= {"RANK": str(world // 2), "WORLD_SIZE": str(world)}
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def groups(world: int) -> dict[str, Any]:
 
 
 def shape(name: str, device: Ranks) -> dict[str, Any]:
-    """Plan the first and the last kind of rank of a model; return what they took."""
+    """Plan the first and the last kind of rank of a model; return the cost."""
     devices, program, words = SHAPES[name]
     if program != ["pretrain"]:
         device = replace(device, environment=device.environment | {"MEGATRON_LM_PATH": str(_CORE)})
@@ -121,7 +121,7 @@ def shape(name: str, device: Ranks) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return the page of a record."""
+    """Return the page for a record."""
     gib = 1 << 30
     lines = [
         "# Plans of large jobs",

@@ -1,12 +1,12 @@
-"""Measures `megatron-npu preprocess` against Megatron-LM's own tool on the same file, alternating.
+r"""Compare `megatron-npu preprocess` with Megatron-LM's own tool on the same file, alternating.
 
     python benchmarks/preprocess.py --megatron CHECKOUT --corpus FILE.jsonl \
         --vocab-file vocab.json --merge-file merges.txt
-    python benchmarks/preprocess.py --gigatoken ...        (beside the package, where it is installed)
+    python benchmarks/preprocess.py --gigatoken ...        (also compare with that package, if installed)
 
-All run as a user runs them, as a process of their own, with the same number of workers. Start-up (imports,
-tokenizer) is measured with the first line of the file alone and reported apart: on a corpus of any size only
-the rest counts. Beside the time stands processor time, which other programs on the machine disturb less. The
+All run as a user would run them, as separate processes with the same number of workers. Startup (imports,
+tokenizer) is measured with only the first line of the file and reported separately, because for a large
+corpus only the rest matters. CPU time, which other programs on the machine affect less, is reported too. The
 outputs must be equal byte for byte.
 """
 
@@ -87,7 +87,7 @@ def _measure(arguments: argparse.Namespace, workers: int, directory: Path) -> di
 def _run(
     command: list[str], arguments: argparse.Namespace, corpus: Path, prefix: Path, workers: int
 ) -> tuple[float, float]:
-    """Return the seconds of one process, and those of processors."""
+    """Return the wall time and the CPU time of one process in seconds."""
     flags = ["--input", corpus, "--output-prefix", prefix, "--tokenizer-type", "GPT2BPETokenizer"]
     flags += ["--vocab-file", arguments.vocab_file, "--merge-file", arguments.merge_file, "--append-eod"]
     flags += ["--workers", workers]
@@ -99,7 +99,7 @@ def _run(
 
 
 def _processor_seconds() -> float:
-    """Return what all processes that have been started here, and have ended, have used."""
+    """Return the CPU time of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -140,7 +140,7 @@ def _summary(
 
 
 def _without_start(samples: Samples, tools: list[str]) -> dict[str, float]:
-    """Return the medians of whole runs, less those of the start."""
+    """Return the medians of whole runs, minus those of startup."""
     median = {name: statistics.median(values) for name, values in samples.items()}
     return {tool: median[f"{tool}_whole"] - median[f"{tool}_start"] for tool in tools}
 

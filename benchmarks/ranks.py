@@ -1,12 +1,12 @@
-"""Tokens per second of data-parallel ranks on one machine, beside one process that has all its cores.
+"""Tokens per second of data-parallel ranks on one machine, compared with one process that has all its cores.
 
     python benchmarks/ranks.py --model demo --dtype bf16
 
-The same global batch for all: N ranks have an Nth of it and of the cores each. "sockets" leaves the
-collectives to gloo (MEGATRON_NPU_SHARED_MEMORY=0), "distributed optimizer" scatters and gathers instead of
-reducing everywhere. Beside the rate stands the time of processors for a step, of all ranks together; what the
-kernel does for sockets beside the processes is not in it. Each variant runs in processes of its own, and
-steps alternate (``turns.py``): ratios are those of neighbouring ones. Needs the extra core. Results go to
+The global batch is the same for all: each of N ranks gets 1/N of it and 1/N of the cores. "sockets" leaves
+the collectives to gloo (MEGATRON_NPU_SHARED_MEMORY=0); "distributed optimizer" uses reduce-scatter and
+all-gather instead of all-reduce. The CPU time per step over all ranks is recorded too; it does not include
+the kernel's work for sockets outside the processes. Each variant runs in separate processes, and steps
+alternate (``turns.py``): ratios are those of neighbouring steps. Needs the extra core. Results go to
 benchmarks/results/.
 """
 
@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[int, str, dict[str, str]]] = {  # ranks, flags, enviro
 
 
 def main() -> None:
-    """Measure all variants, or be a rank of one."""
+    """Measure all variants, or run a rank of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def program(name: str, folder: Path, arguments: argparse.Namespace) -> turns.Program:
-    """Return the ranks of a variant, which write the processor time of a step to the folder."""
+    """Return the program for a variant's ranks, which write the CPU time of a step to the folder."""
     folder.mkdir()
     ranks, _, changes = VARIANTS[name]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -95,7 +95,7 @@ def program(name: str, folder: Path, arguments: argparse.Namespace) -> turns.Pro
 
 
 def be_rank(arguments: argparse.Namespace) -> None:
-    """Train as one rank, each step in its turn; write the median processor time of a step."""
+    """Train as one rank, each step in its turn; write the median CPU time of a step."""
     name, folder = arguments.child
     ranks, flags, _ = VARIANTS[name]
     model = train.MODELS[arguments.model]
@@ -114,13 +114,13 @@ def be_rank(arguments: argparse.Namespace) -> None:
 
 
 def processor_seconds() -> float:
-    """Return the time that processors have spent on this process, in the kernel too."""
+    """Return this process's CPU time, including time in the kernel."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def write(arguments: argparse.Namespace, found: dict[str, dict], programs: list[turns.Program]) -> None:
-    """Print the ratios to one process, and write all with the machine as JSON."""
+    """Print the ratios to one process, and write everything as JSON with a description of the machine."""
     from megatron_npu.upstream import megatrons
 
     alone = next((one for one in programs if one.name == ALONE), None)

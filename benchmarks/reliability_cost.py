@@ -1,13 +1,14 @@
-"""What the protections of long runs cost: time of a step, a save and a load, before they were there and now.
+"""The cost of the protections for long runs: time of a step, a save and a load, without and with them.
 
     git worktree add /tmp/before 83b9baa
     python benchmarks/reliability_cost.py --before /tmp/before --rounds 5 --gigabytes 1 [--json FILE]
 
-83b9baa is without watchdog, lock and checksums. Three variants of the driver take turns, each in a process of
-its own: that tree, this one, and this one with ``MEGATRON_NPU_WATCHDOG=0`` and ``--no-verify-checkpoint``
-(its saves write checksums all the same). The trees differ in more than protections; what these cost in steps
-and loads is the ratio of the last two. A small model trains for the time of a step; one whose checkpoint
-has so many GB is saved and loaded. Quote the ratios: they are of pairs in one round.
+83b9baa has no watchdog, lock or checksums. Three variants of the built-in trainer take turns, each in a
+separate process: that tree, this one, and this one with ``MEGATRON_NPU_WATCHDOG=0`` and
+``--no-verify-checkpoint`` (its saves still write checksums). The trees differ in more than the protections;
+the protections' cost in steps and loads is the ratio of the last two. Step times come from a small model,
+saves and loads from one whose checkpoint has the given number of GB. Quote the ratios: they are computed for
+pairs in one round.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ METRICS = ("step", "save", "cold", "warm")  # ms, and s for each GB: a load from
 
 
 def _timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """Return ``function``, which notes how long each call takes when the disk has nothing else to write."""
+    """Wrap ``function`` to record the time of each call while the disk has nothing else to write."""
 
     def call(*given: Any, **more: Any) -> Any:
         os.sync()
@@ -57,7 +58,7 @@ def _positions(length: str) -> list[str]:
 
 
 def measure(data: str, folder: Path, gigabytes: float, steps: int, more: list[str]) -> dict[str, float]:
-    """Return the metrics of the tree that this process has imported."""
+    """Return the metrics for the tree that this process has imported."""
     from megatron_npu.pretrain.checkpoint import checkpoints
     from megatron_npu.pretrain.flags import arguments
     from megatron_npu.pretrain.run import pretrain
@@ -100,7 +101,7 @@ def measure(data: str, folder: Path, gigabytes: float, steps: int, more: list[st
 
 
 def _dataset(folder: Path) -> str:
-    """Write tokens that count up; return their prefix."""
+    """Write consecutive numbers as tokens; return the prefix of the files."""
     import numpy as np
 
     from megatron_npu.data.preprocessing import indexed_dataset
@@ -115,7 +116,7 @@ def _dataset(folder: Path) -> str:
 
 
 def _variants(before: Path) -> Iterator[tuple[str, Path, dict[str, str], list[str]]]:
-    """Yield the name, tree, environment and flags of a load of each."""
+    """Yield name, tree, environment and load flags of each variant."""
     yield "before", before, {}, []
     yield "now", ROOT, {}, []
     yield "off", ROOT, PROTECTIONS_OFF, ["--no-verify-checkpoint"]
@@ -124,7 +125,7 @@ def _variants(before: Path) -> Iterator[tuple[str, Path, dict[str, str], list[st
 def run(
     tree: Path, env: dict[str, str], given: argparse.Namespace, data: str, more: list[str]
 ) -> dict[str, float]:
-    """Return what a process that imports ``tree`` has measured."""
+    """Return the measurements of a process that imports ``tree``."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         options = ["--child", folder, "--data", data, "--gigabytes", str(given.gigabytes)]
         options += ["--steps", str(given.steps), "--", *more]
@@ -149,7 +150,7 @@ def _child(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print and write; or measure one tree (in a child)."""
+    """Measure, print and write the result; or measure one tree (in a child)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,7 +195,7 @@ def main() -> None:
 
 
 def _ratio(own: list[float], others: list[float]) -> float:
-    """Return the median of the ratios of each round's pair."""
+    """Return the median of the ratios of the pairs in each round."""
     return statistics.median(one / other for one, other in zip(own, others, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The file of a benchmark's results: what was measured, and on which machine, with which software, when."""
+"""Write a benchmark's results, with the machine, the software versions and the date."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write(path: Path, results: dict[str, Any], **versions: str) -> None:
-    """Write results and what they depend on as JSON.
+    """Write results, and what they depend on, as JSON.
 
     Args:
-        path: the file; a benchmark's own lies in ``RESULTS``.
-        results: what was measured. Where it names ``threads``, those count, not torch's in this process.
-        versions: of what was measured beside Python and torch.
+        path: the file; those of benchmarks are in ``RESULTS``.
+        results: the measurements. If they contain ``threads``, it replaces torch's number in this process.
+        versions: versions of measured software besides Python and torch.
     """
     import torch
 

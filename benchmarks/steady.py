@@ -2,13 +2,13 @@
 
     python benchmarks/steady.py --dtype bf16
 
-A run of the embedded driver saves (or evaluates) after every ``--steps`` steps, and then the same run
-resumed takes some more. A second run, which never does, takes its steps in turn with it (``turns.py``): each
-step is set against its neighbour, since a machine's speed drifts by more than is to be told apart. Of each
-stretch between two events stand the median of these ratios, and the voluntary context switches and the
-processor time of a step, which other processes on the machine disturb less: a thread that sleeps at the end
-of every parallel region shows in the switches first, one that waits awake in the time. "uncured" leaves
-``gloo.copy_with_one_thread`` out. Needs the extra core. Results go to benchmarks/results/.
+A run of the built-in trainer saves (or evaluates) after every ``--steps`` steps; then the same run is resumed
+for some more steps. A second run, which never does, takes its steps in turn with it (``turns.py``): each step
+is compared with its neighbour, because the machine's speed drifts by more than the difference to be detected.
+For each stretch between two events, the results are the median of these ratios, and the voluntary context
+switches and the CPU time per step, which other processes on the machine affect less: a thread that sleeps at
+the end of every parallel region shows up in the switches first, one that spins in the time. "uncured" omits
+``gloo.copy_with_one_thread``. Needs the extra core. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP = 2  # steps of a process that do not count
 
 
 def main() -> None:
-    """Measure all variants and events, or be one run."""
+    """Measure all variants and events, or run one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def stretches(variant: str, event: str, arguments: argparse.Namespace) -> list[dict]:
-    """Return the stretches of a run, and of its resumption, each beside a run that has no events."""
+    """Return the stretches of a run and of its resumption, each compared with a run without events."""
     end = arguments.steps * (arguments.events + 1)
     with tempfile.TemporaryDirectory() as folder:
         found = beside_another(variant, event, Path(folder), range(end), arguments)
@@ -77,7 +77,7 @@ def stretches(variant: str, event: str, arguments: argparse.Namespace) -> list[d
 def beside_another(
     variant: str, event: str, folder: Path, iterations: range, arguments: argparse.Namespace
 ) -> list[dict]:
-    """Let a run take these iterations in turn with one that has no events; return its stretches."""
+    """Run these iterations in turn with a run without events; return the stretches."""
     runs = [
         turns.Program(name, command_of(variant, name, where, last, arguments), before=WARM_UP)
         for name, where, last in (
@@ -97,7 +97,7 @@ def beside_another(
 
 
 def medians(rows: list, events: int, resumed: bool) -> dict:
-    """Return what a stretch shows, of rows with an iteration, its ratio, and its switches and time."""
+    """Summarize a stretch, given rows of iteration, ratio, context switches and CPU time."""
     return {
         "events": events,
         "resumed": resumed,
@@ -108,13 +108,13 @@ def medians(rows: list, events: int, resumed: bool) -> dict:
 
 
 def command_of(variant: str, event: str, folder: Path, last: int, arguments: argparse.Namespace) -> list[str]:
-    """Return the command of a run that ends after the iteration ``last``."""
+    """Return the command of a run that ends after iteration ``last``."""
     command = [sys.executable, __file__, "--dtype", arguments.dtype, "--steps", str(arguments.steps)]
     return [*command, "--child", variant, event, str(folder), str(last)]
 
 
 def train(variant: str, event: str, folder: Path, last: int, arguments: argparse.Namespace) -> list:
-    """Train, each step in its turn; return the switches and the milliseconds of processors of each."""
+    """Train, each step in its turn; return the context switches and CPU milliseconds of each step."""
     from megatron_npu.devices import gloo
     from megatron_npu.pretrain.flags import arguments as flags
     from megatron_npu.pretrain.run import pretrain
@@ -163,13 +163,13 @@ def train(variant: str, event: str, folder: Path, last: int, arguments: argparse
 
 
 def usage() -> tuple[int, float]:
-    """Return this process's voluntary context switches and milliseconds of processors so far."""
+    """Return this process's voluntary context switches and CPU milliseconds so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_nvcsw, (used.ru_utime + used.ru_stime) * 1e3
 
 
 def write(arguments: argparse.Namespace, measured: dict) -> None:
-    """Print the ratio of the later stretches to the first, and write all as JSON."""
+    """Print the ratio of the later stretches to the first, and write everything as JSON."""
     from megatron_npu.upstream import megatrons
 
     ratios, processor_ratios = (
@@ -191,7 +191,7 @@ def write(arguments: argparse.Namespace, measured: dict) -> None:
 
 
 def after_over_before(measured: dict, key: str) -> dict[str, float]:
-    """Return for each variant and event the median of the later stretches, of the first one."""
+    """Return for each variant and event the median of the later stretches, relative to the first one."""
     return {
         f"{variant}, {event}": statistics.median(one[key] for one in run[1:]) / run[0][key]
         for variant, events in measured.items()

@@ -1,10 +1,10 @@
-"""Where the time of a training step goes, on Megatron's own code and with this project.
+"""Where the time of a training step goes, with Megatron's own code and with this project.
 
     python benchmarks/step_profile.py --model demo --dtype bf16
 
-Both take their steps in turn (``turns.py``), under torch's profiler. Each operation's own time belongs to
-the subject that its name, or that of what has called it, tells. A kernel of ours counts for the function that
-has called it; products show their names, those that make exponentials, too. What is left of a step is Python,
+Both take their steps in turn (``turns.py``), under torch's profiler. Each operation's self time is attributed
+to the subject that its name, or its caller's name, indicates. A kernel of ours counts for the function that
+called it; matmuls show their names, including those fused with exponentials. The rest of a step is Python,
 waiting, and the profiler itself. Needs the extra core. Results go to benchmarks/results/.
 """
 
@@ -40,7 +40,7 @@ OTHERS = "other operations"
 
 
 def main() -> None:
-    """Profile both variants, or be one of them."""
+    """Profile both variants, or run one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,14 +59,14 @@ def main() -> None:
 
 
 def command_of(variant: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the command that is a variant."""
+    """Return the command that runs a variant."""
     command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
     return command + (["--seq-length", str(arguments.seq_length)] if arguments.seq_length else [])
 
 
 def profile(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train, each step in its turn; return the milliseconds of each subject in a step."""
+    """Train, each step in its turn; return the milliseconds of each subject per step."""
     import torch
 
     turn = turns.Turn()
@@ -92,7 +92,7 @@ def profile(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def subject_of(event: Any) -> str:
-    """Return the subject of an event of torch's profiler."""
+    """Return the subject of an event from torch's profiler."""
     while event is not None:
         for subject, pattern in SUBJECTS.items():
             if re.search(pattern, event.name):

@@ -1,9 +1,9 @@
-"""Runs Megatron-LM's own tools/preprocess_data.py of a checkout, unpatched, where triton is absent.
+"""Run the unpatched tools/preprocess_data.py of a Megatron-LM checkout if triton is missing.
 
     python stock_preprocess.py CHECKOUT ARGUMENTS...
 
-The tool never computes on a device, but imports a module of triton kernels; that module alone is replaced by
-an empty one. ``megatron_npu`` is not involved: this is the thing to compare with.
+The tool never computes on a device, but imports a module with triton kernels; only that module is replaced by
+an empty one. ``megatron_npu`` is not involved, because this is the baseline.
 """
 
 from __future__ import annotations

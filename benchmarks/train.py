@@ -1,20 +1,20 @@
-"""Tokens per second of a training step: this project beside its peers, compiled too, and the matmul floor.
+"""Tokens per second of a training step: this project compared with its peers, also compiled, and the matmuls.
 
     python benchmarks/train.py --model demo --dtype bf16
 
-"project" is the embedded driver, "project, one graph" the same with --cuda-graph-impl local, "whole run"
-after a checkpoint and an evaluation (the few steps that bring another one do not move a median).
-"redirection" is Megatron's own code with what makes it run and no more; "huggingface" a GPT-2 of
-Transformers and "nanogpt" one in sixty lines of plain torch, both also under torch.compile, warm. Beside
-the rates stand the seconds from the start of the process to the end of the first step (compiling included;
-of the driver to where its gradients are complete), and the largest resident set; on a GPU the most that its
-tensors took, and the share of its peak rate (MFU: 6 operations for a parameter and a token, 12 for a pair
-of tokens and a hidden unit of a layer, as PaLM counts; positions are no such parameters).
+"project" is the built-in trainer, "project, one graph" the same with --cuda-graph-impl local, "whole run" the
+same after a checkpoint and an evaluation (the few steps with another one do not move a median). "redirection"
+is Megatron's own code with only the patches that it needs to run; "huggingface" is a GPT-2 in Transformers
+and "nanogpt" one in sixty lines of plain torch, both also with torch.compile, after warm-up. The results also
+have the seconds from the start of the process to the end of the first step (including compilation; for the
+built-in trainer, until the gradients are complete), and the peak resident set; on a GPU the peak memory of
+tensors and the fraction of its peak performance (MFU: 6 operations per parameter and token, 12 per pair of
+tokens and hidden unit of a layer, as in PaLM; positions do not count as parameters).
 
-Each variant runs in a process of its own, and their steps alternate (``turns.py``): a ratio is the median of
-those of neighbouring steps, since a machine's speed drifts. Memory holds ``--together`` of them at once, and
-the project is always one of these; with 1, as on a GPU, each runs alone, and a ratio is that of medians.
-Needs the extras core and hf. Results go to benchmarks/results/.
+Each variant runs in a separate process, and their steps alternate (``turns.py``): a ratio is the median over
+neighbouring steps, because a machine's speed drifts. ``--together`` of them are in memory at once, always
+including the project; with 1, as on a GPU, each runs alone, and a ratio is that of medians. Needs the extras
+core and hf. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FUSED = (
 
 
 def main() -> None:
-    """Measure all variants, or one (in a child)."""
+    """Measure all variants, or run one of them (in a child)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def groups_of(variants: Sequence[str], together: int) -> Iterator[list[str]]:
-    """Yield the variants that take turns with each other; the first of all is in each group, if it can be."""
+    """Yield groups of variants that take turns; the first variant is in each group, if possible."""
     if together == 1:
         yield from ([variant] for variant in variants)
         return
@@ -111,7 +111,7 @@ def groups_of(variants: Sequence[str], together: int) -> Iterator[list[str]]:
 
 
 def program(variant: str, arguments: argparse.Namespace) -> turns.Program:
-    """Return the process of a variant, and how many steps it takes before those that count."""
+    """Return the program for a variant, with its number of warm-up steps."""
     command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
     command += ["--seq-length", str(arguments.seq_length)] if arguments.seq_length else []
@@ -119,7 +119,7 @@ def program(variant: str, arguments: argparse.Namespace) -> turns.Program:
 
 
 def line_of(one: turns.Program, model: dict[str, int]) -> str:
-    """Return a line about what a variant has shown."""
+    """Return a line with a variant's results."""
     return (
         f"{one.name:<21} {rate_of(one, model):9.1f} tokens/s, "
         f"first step after {one.said['start_seconds']:5.1f} s, "
@@ -133,14 +133,14 @@ def rate_of(one: turns.Program, model: dict[str, int]) -> float:
 
 
 def shape_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """Return the model's sizes, with the sequence length that is asked for."""
+    """Return the model's sizes, with the requested sequence length."""
     model = MODELS[arguments.model]
     seq = arguments.seq_length or model["seq"]
     return {**model, "seq": seq, "batch": max(1, model["batch"] * model["seq"] // seq)}
 
 
 def peak_bytes() -> int:
-    """Return the largest resident set of this process; on a GPU what its tensors took at most."""
+    """Return the peak resident set of this process; on a GPU the peak memory of its tensors."""
     from megatron_npu import devices
 
     device = devices.current()
@@ -150,7 +150,7 @@ def peak_bytes() -> int:
 
 
 def reserved_bytes() -> int:
-    """Return what the allocator of a GPU held at most; on a CPU, which has none, 0."""
+    """Return the peak memory held by the GPU's allocator; 0 on a CPU, which has none."""
     from megatron_npu import devices
 
     device = devices.current()
@@ -158,7 +158,7 @@ def reserved_bytes() -> int:
 
 
 def torch_device_module(name: str) -> Any:
-    """Return ``torch.cuda`` or its like."""
+    """Return ``torch.cuda``, or the corresponding module of another device."""
     import torch
 
     return torch.get_device_module(name)
@@ -173,21 +173,21 @@ def device_name() -> str:
 
 
 def shares_of_peak(rates: dict[str, float], model: dict) -> dict[str, float]:
-    """Return the MFU of each variant from its tokens per second; nothing for unknown hardware."""
+    """Return the MFU of each variant from its tokens per second; empty for unknown hardware."""
     name = device_name()
     peak = next((peak for chip, peak in PEAKS.items() if chip in name), None)
     return {} if peak is None else {key: rate * operations_of(model) / peak for key, rate in rates.items()}
 
 
 def operations_of(model: dict) -> float:
-    """Return the floating-point operations that a step takes for a token."""
+    """Return the floating-point operations per token in a step."""
     hidden, layers = model["hidden"], model["layers"]
     parameters = layers * (12 * hidden**2 + 13 * hidden) + VOCABULARY * hidden + 2 * hidden
     return 6 * parameters + 12 * layers * hidden * model["seq"]
 
 
 def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> None:
-    """Print the ratios and write all, with the machine, as JSON."""
+    """Print the ratios, and write everything as JSON with a description of the machine."""
     import transformers
 
     from megatron_npu import devices
@@ -226,13 +226,13 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
 
 
 def since_start() -> float:
-    """Return the seconds since this process was started; of Linux."""
+    """Return the seconds since this process was started (Linux only)."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def take_steps(step: Callable[[], Any], count: int) -> float:
-    """Take so many steps after the first ones, each in its turn; return when the very first ended."""
+    """Take the warm-up steps and ``steps`` more, each in its turn; return when the very first one ended."""
     from megatron_npu import devices
 
     turn, started = turns.Turn(), 0.0
@@ -247,7 +247,7 @@ def take_steps(step: Callable[[], Any], count: int) -> float:
 def measure_project(
     model: dict, arguments: argparse.Namespace, before: int | None = None, more: tuple[str, ...] = ()
 ) -> float:
-    """The embedded driver with every patch; its turns change where the gradients of a step are complete."""
+    """The built-in trainer with every patch; its turn ends when the gradients of a step are complete."""
     from megatron_npu import devices
 
     turn = turns.Turn()
@@ -271,7 +271,7 @@ def trained(
     more: tuple[str, ...] = (),
     on_step: Callable[..., None] | None = None,
 ) -> list[dict[str, float]]:
-    """Train with the embedded driver; return what it has logged of each step (on the ranks that do)."""
+    """Train with the built-in trainer; return what it logged for each step (on the ranks that log)."""
     from megatron_npu.process import collector
 
     collector.rest()  # as the command does
@@ -311,7 +311,7 @@ def trained(
 
 
 def measure_whole_run(model: dict, arguments: argparse.Namespace) -> float:
-    """The same, which has saved and evaluated before the steps that count."""
+    """The built-in trainer after it has saved and evaluated, before the measured steps."""
     with tempfile.TemporaryDirectory() as folder:
         end = WHOLE_RUN - 1
         options = {"save": folder, "save-interval": end, "eval-interval": end, "eval-iters": 2}
@@ -320,13 +320,13 @@ def measure_whole_run(model: dict, arguments: argparse.Namespace) -> float:
 
 
 def measure_redirection(model: dict, arguments: argparse.Namespace) -> float:
-    """The same driver on Megatron's own unfused code: only what makes it run is patched."""
+    """The built-in trainer on Megatron's own unfused code, with only the patches needed to run."""
     only_redirect()
     return measure_project(model, arguments)
 
 
 def only_redirect() -> None:
-    """Leave out, in this process, every patch that Megatron runs without."""
+    """Remove every patch in this process that Megatron does not need to run."""
     from megatron_npu import adaptors
     from megatron_npu.base import settings
     from megatron_npu.patching.registry import registry
@@ -356,7 +356,7 @@ def measure_huggingface(model: dict, arguments: argparse.Namespace, compiled: bo
 
 
 def measure_nanogpt(model: dict, arguments: argparse.Namespace, compiled: bool = False) -> float:
-    """A GPT-2 in plain torch, as nanoGPT writes it: one product for q, k and v, tied embeddings, sdpa."""
+    """A GPT-2 in plain torch, in nanoGPT's style: one matmul for q, k and v, tied embeddings, sdpa."""
     import nano_gpt
 
     network = nano_gpt.GPT(VOCABULARY, model["seq"], model["hidden"], model["layers"], model["heads"])
@@ -393,7 +393,7 @@ def plain_training(
 
 
 def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
-    """Only the matrix products of the step: forward, gradient of the input, gradient of the weight."""
+    """Only the matmuls of the step: forward, gradient of the input, gradient of the weight."""
     import torch
 
     from megatron_npu import devices

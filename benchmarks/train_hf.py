@@ -1,12 +1,12 @@
-"""Training steps of a Transformers model: its own Trainer, the same with torch.compile, and this project's.
+"""Training steps of a Transformers model: its own Trainer, the Trainer with torch.compile, and this project.
 
     python benchmarks/train_hf.py --model bert --precision bf16 --json FILE
 
 Random weights and tokens, dropout as in the model's config, one process with one thread; a step is forward,
-backward, clipping and AdamW. Ours begin as a run of ``train`` does, which keeps freed memory. Each way has a
-process of its own, and their steps alternate (``turns.py``) after the first ones, in which graphs are
-compiled. A ratio is the median of those of neighbouring steps: of the processor's time on a CPU, of the clock
-where MEGATRON_NPU_DEVICE names another device.
+backward, clipping and AdamW. This project's variants start like a run of ``train``, which keeps freed memory.
+Each variant runs in a separate process, and their steps alternate (``turns.py``) after the first ones, in
+which graphs are compiled. A ratio is the median over neighbouring steps: of CPU time on a CPU, of wall time
+if MEGATRON_NPU_DEVICE names another device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARM_UP = 2
 
 
 def main() -> None:
-    """Measure every way, print a table, write the JSON."""
+    """Measure every variant, print a table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["bert", "gpt2"], default="bert")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
@@ -62,7 +62,7 @@ def device_name() -> str:
 
 
 def now() -> float:
-    """Return the processor's seconds on a CPU; elsewhere those of the clock, with the device's work done."""
+    """Return CPU seconds on a CPU; elsewhere wall time, after the device has finished its work."""
     if device_name() == "cpu":
         return time.process_time()
     from megatron_npu import devices
@@ -72,7 +72,7 @@ def now() -> float:
 
 
 def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Print the ratios to the Trainer's ways; write everything."""
+    """Print the ratios to the Trainer's variants; write everything."""
     ratios = {
         f"{ours} / {theirs}": statistics.median(
             slow / fast
@@ -102,7 +102,7 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each step, and the losses, of one way."""
+    """Return the seconds of each step, and the losses, for one variant."""
     import torch
     import transformers
 
@@ -143,7 +143,7 @@ def _by_trainer(
     turn = turns.Turn()
 
     class Clock(transformers.TrainerCallback):
-        """Takes the time from the begin of a step to its end."""
+        """Measures the time from the beginning of a step to its end."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.begin = now()

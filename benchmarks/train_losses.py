@@ -1,12 +1,12 @@
-"""Losses of `megatron-npu train` with switches on, beside those of Transformers' Trainer.
+"""Losses of `megatron-npu train` with switches on, compared with those of Transformers' Trainer.
 
     python benchmarks/train_losses.py [--steps 100] [--seeds 6]
 
-The same weights to begin with, the same samples in the same order, the same hyperparameters: those of a tiny
-BERT (masked words) and GPT-2. Switched on are --fused-ops and --graph-optimization, and in bf16
+Both start from the same weights, with the same samples in the same order and the same hyperparameters, for a
+tiny BERT (masked words) and GPT-2. The switches are --fused-ops and --graph-optimization, and in bf16
 --mixed-precision, where the Trainer has bf16=True. Without dropout the losses of each step are compared. With
-it, both sides draw masks in their own ways: for several seeds the last fifth of the losses is averaged, and
-the mean of the differences is compared with its standard error. One process, one thread. Results go to
+dropout, each side draws its own masks: for several seeds the last fifth of the losses is averaged, and the
+mean of the differences is compared with its standard error. One process, one thread. Results go to
 benchmarks/results/hf-losses-cpu.json.
 """
 
@@ -73,7 +73,7 @@ Mine(RapidformerEngine()).train()
 
 
 def main() -> None:
-    """Compare everything, print it, write the JSON."""
+    """Compare everything, print it, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=6)
@@ -107,7 +107,7 @@ def _import_once() -> None:
 
 
 def compare(model: str, precision: str, steps: int, seeds: int) -> dict[str, Any]:
-    """Return how far the losses of a model are apart without dropout, and by how much with it."""
+    """Return how far a model's losses differ, without and with dropout."""
     mine, theirs = pair(model, precision, steps, 0.0, 0)
     apart = [abs(one - other) / abs(other) for one, other in zip(mine, theirs, strict=True)]
     ends = [
@@ -134,7 +134,7 @@ def compare(model: str, precision: str, steps: int, seeds: int) -> dict[str, Any
 
 
 def pair(model: str, precision: str, steps: int, dropout: float, seed: int) -> list[list[float]]:
-    """Return the loss of each step, ours and the Trainer's, each from a process of its own."""
+    """Return the loss of each step, ours and the Trainer's, each from a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for side in (_ours, _trainers):  # ours draws the order of the samples
@@ -153,7 +153,7 @@ def _write(side: Any, place: Path, *rest: Any) -> None:
 
 
 def _ours(place: Path, model: str, precision: str, steps: int, dropout: float, seed: int) -> list[float]:
-    """Train by the command; leave model, samples and their order in ``place``."""
+    """Train with the command; leave model, samples and their order in ``place``."""
     import torch
 
     from megatron_npu.commands import cli
@@ -178,14 +178,14 @@ def _ours(place: Path, model: str, precision: str, steps: int, dropout: float, s
 
 
 def _trainers(place: Path, model: str, precision: str, steps: int, dropout: float, seed: int) -> list[float]:
-    """Train by Transformers' Trainer on the samples that ours has asked for."""
+    """Train with Transformers' Trainer on the samples that our run has used."""
     import torch
     import transformers
 
     losses: list[float] = []
 
     class Trainer(transformers.Trainer):
-        """Notes the loss of each step, which logs round."""
+        """Records the loss of each step; Trainer's logs round it."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
@@ -219,7 +219,7 @@ def _trainers(place: Path, model: str, precision: str, steps: int, dropout: floa
 
 
 def _model(model: str, dropout: float) -> Any:
-    """Return the model with the weights that both sides begin with."""
+    """Return the model with the weights from which both sides start."""
     import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -237,7 +237,7 @@ def _model(model: str, dropout: float) -> Any:
 
 
 def _samples(model: str) -> list[dict[str, Any]]:
-    """Return sequences that can be learned: four tokens of five follow from the one before."""
+    """Return sequences that can be learned: four of five tokens follow from the previous one."""
     import torch
 
     draw = torch.Generator().manual_seed(1)

@@ -1,22 +1,22 @@
-"""Peak memory of a rank under the switches of `megatron-npu train`, counted on simulated NPUs.
+"""Peak memory of a rank with the switches of `megatron-npu train`, counted on simulated NPUs.
 
     megatron-npu sim --devices 4 -- python benchmarks/train_memory.py [--ranks 2 4]
 
-A GPT-2 of Transformers in fp32 with AdamW: a weight takes 4 bytes, its gradient 4, its two moments 8. Of N
-weights R are outside the blocks and B in each of L blocks; there are W ranks. Peaks are those of whole steps
-(forward, backward, clipping, optimizer), after the first three. torch_npu's allocator counts every byte.
+A Transformers GPT-2 in fp32 with AdamW: a weight takes 4 bytes, its gradient 4, its two moments 8. Of N
+weights, R are outside the blocks and B in each of L blocks; there are W ranks. Peaks are those of whole steps
+(forward, backward, clipping, optimizer) after the first three. torch_npu's allocator counts every byte.
 
-    scheme                  bytes at the peak, by arithmetic
+    scheme                  calculated bytes at the peak
     none                    16 N + A: weights, gradients (DDP's buckets stay), moments; A: activations
     zero-1                  8 N + 8 N / W + A: a rank has the moments of its rows
-    zero-2                  4 N + 12 N / W + A: whole weights, shards of weights and moments; no gradients yet
-    zero-3, fsdp            4 R + 8 B + 12 N / W + A before the backward pass: whole are two blocks and R; or
+    zero-2                  4 N + 12 N / W + A: full weights, shards of weights and moments; no gradients yet
+    zero-3, fsdp            4 R + 8 B + 12 N / W + A before the backward pass: two blocks and R are full; or
                             8 R + 12 B + 16 N / W + a at its end: R and a block, their gradients, one buffer
-    cpu offload             of that, without moments; with zero-2 and zero-3 without any shards
+    cpu offload             the same without moments; with zero-2 and zero-3 without any shards
     checkpoint activations  A - (L - 1) a + L x: a, the activations of a block; x, its input
 
-A and a are measured without a switch: what is above 16 N, and what another block adds to it. Each scheme runs
-in processes of its own. Results go to benchmarks/results/memory-of-training.json.
+A and a are measured without any switch: the memory above 16 N, and what another block adds to it. Each scheme
+runs in separate processes. Results go to benchmarks/results/memory-of-training.json.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """What one rank used.
+    """Memory of one rank.
 
     Attributes:
-        peak: bytes at the most, of whole steps.
+        peak: peak bytes over whole steps.
         weights: N.
         outside: R.
     """
@@ -75,13 +75,13 @@ class Measured:
 
 
 def arithmetic(scheme: str, ranks: int, sizes: Sizes, plain: Measured, activations: int, block: int) -> float:
-    """Return the bytes at the peak, by the table above.
+    """Return the bytes at the peak according to the table above.
 
     Args:
-        scheme: a name of ``SCHEMES``.
+        scheme: a name from ``SCHEMES``.
         ranks: W.
-        sizes: of the model.
-        plain: the run without a switch, of which the numbers of weights are taken.
+        sizes: the model's sizes.
+        plain: the run without any switch, which provides the numbers of weights.
         activations, block: A and a.
     """
     words = SCHEMES[scheme]
@@ -111,7 +111,7 @@ def measure(scheme: str, ranks: int, sizes: Sizes) -> Measured:
 
 
 def _be_a_rank(scheme: str, ranks: int, sizes: Sizes, folder: Path, rank: int) -> None:
-    """Take the steps in this process; write what it used."""
+    """Take the steps in this process; write its memory use."""
     import torch
     import torch.distributed as dist
 
@@ -144,7 +144,7 @@ def _be_a_rank(scheme: str, ranks: int, sizes: Sizes, folder: Path, rank: int) -
 
 
 def gpt2(sizes: Sizes) -> Any:
-    """Return the model. Attention is Transformers' own: torch_npu's keeps a mask of 4 MiB for each block."""
+    """Return the model, with Transformers' own attention: torch_npu's keeps a 4 MiB mask per block."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_head": HEADS, "n_layer": sizes.layers}
@@ -157,7 +157,7 @@ def gpt2(sizes: Sizes) -> Any:
 
 
 def compare(ranks: int, sizes: Sizes, schemes: list[str]) -> dict[str, dict[str, float]]:
-    """Return scheme -> bytes measured and by arithmetic, and what is saved against no switch, of both."""
+    """Return scheme -> measured and calculated bytes, and the savings compared with no switch for both."""
     plain = measure("none", ranks, sizes)
     larger = measure("none", ranks, Sizes(sizes.layers + 1, sizes.length))
     activations = plain.peak - 16 * plain.weights
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def write(rows: dict[str, Any], sizes: Sizes, transformers: str) -> None:
-    """Write what has been measured so far to the benchmark's own file."""
+    """Write the results so far to the benchmark's own file."""
     import report
 
     model = {**asdict(sizes), "hidden": HIDDEN, "vocabulary": VOCABULARY, "dtype": "fp32"}

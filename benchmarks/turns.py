@@ -1,10 +1,11 @@
-"""Steps of several programs in turn: while one takes a step, the others stand still.
+"""Run steps of several programs in turn: while one takes a step, the others wait.
 
 The speed of a shared machine drifts by tens of percent within minutes. Programs that run one after the other
-meet two machines; those whose steps alternate meet the same one, and a ratio is that of neighbouring steps.
+meet different conditions; programs whose steps alternate meet the same, and a ratio is that of neighbouring
+steps.
 
-A program makes a ``Turn`` and calls ``take`` at the same place of each step. The other side is ``measure``,
-which starts the programs, one after the other, and hands the turns round.
+A program creates a ``Turn`` and calls ``take`` at the same place in each step. The other side is ``measure``,
+which starts the programs, one after the other, and assigns the turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LOOK = 0.5  # seconds between two looks at whether a program that is waited for
 
 
 class Turn:
-    """This process's place in the round; without one, it never waits."""
+    """This process's place in the rotation; outside ``measure`` it never waits."""
 
     def __init__(self) -> None:
         address = os.environ.get(_ADDRESS)
@@ -37,7 +38,7 @@ class Turn:
             self._socket.connect(address)
 
     def take(self) -> None:
-        """Say that a step has ended, and wait until the next one is to begin."""
+        """Report that a step has ended, and wait until the next one may begin."""
         if self._socket:
             self._socket.sendall(b".")
             if not self._socket.recv(1):
@@ -46,16 +47,16 @@ class Turn:
 
 @dataclass
 class Program:
-    """What takes steps: one process, or the ranks of a launcher.
+    """A program that takes steps: one process, or the ranks of a launcher.
 
     Attributes:
-        name: what it is called in results.
-        command: what is started.
-        environment: changes of this process's environment for it; None takes a name out.
-        ranks: how many processes take each turn together.
-        before: steps that it takes by itself before the first that counts.
-        seconds: of each of its steps that counted.
-        said: the last line of its output, from JSON.
+        name: its name in the results.
+        command: the command to start.
+        environment: changes to this process's environment for it; None removes a name.
+        ranks: number of processes that take each turn together.
+        before: number of warm-up steps, which it takes without turns.
+        seconds: the time of each measured step.
+        said: the last line of its output, parsed from JSON.
     """
 
     name: str
@@ -86,17 +87,17 @@ def measure(programs: Sequence[Program], steps: int) -> None:
 
 
 def ratios(of: Program, to: Program) -> list[float]:
-    """Return how many times as fast each step of a program was as the other's beside it."""
+    """Return the speed-up of each step of a program over the neighbouring step of the other."""
     return [b / a for a, b in zip(of.seconds, to.seconds, strict=True)]
 
 
 def ratio(of: Program, to: Program) -> float:
-    """Return the median of them."""
+    """Return the median of these ratios."""
     return statistics.median(ratios(of, to))
 
 
 class _Running:
-    """A program that has been started, and the connections to its ranks."""
+    """A started program, and the connections to its ranks."""
 
     def __init__(self, program: Program, process: subprocess.Popen[str], output: Path) -> None:
         self.program = program
@@ -105,7 +106,7 @@ class _Running:
         self._ranks: list[socket.socket] = []
 
     def meet(self, server: socket.socket) -> None:
-        """Wait for the ranks, and for the first steps to end."""
+        """Wait until the ranks have connected and completed the first steps."""
         server.settimeout(_LOOK)
         end = time.monotonic() + _LONGEST
         while len(self._ranks) < self.program.ranks:
@@ -128,7 +129,7 @@ class _Running:
         return time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Let it end, and read what it has said."""
+        """Let the program end, and read its output."""
         self._go()
         if self._process.wait(_LONGEST):
             raise RuntimeError(f"{self.program.name} ended with exit code {self._process.returncode}")
@@ -163,7 +164,7 @@ class _Running:
                 break
 
     def _look(self, end: float) -> None:
-        """Look whether the program still runs, and in time."""
+        """Check that the program still runs and has not exceeded its time."""
         if self._process.poll() is not None:
             raise RuntimeError(f"{self.program.name} ended early, with exit code {self._process.returncode}")
         if time.monotonic() > end:

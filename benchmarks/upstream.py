@@ -1,4 +1,4 @@
-"""What benchmarks of single operations share: megatron-core started, and as it was written."""
+"""Common code for benchmarks of single operations: start megatron-core, and load it unpatched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def start_megatron() -> None:
-    """Join a model-parallel world of one process, and seed Megatron's generators."""
+    """Initialize model parallelism with one process, and seed Megatron's generators."""
     import megatron_npu
 
     megatron_npu.install()
@@ -23,7 +23,7 @@ def start_megatron() -> None:
 
 
 def untouched(name: str) -> ModuleType:
-    """Return a second copy of a module of megatron-core, which no patch has touched."""
+    """Return a second, unpatched copy of a module of megatron-core."""
     origin = importlib.util.find_spec(name).origin
     spec = importlib.util.spec_from_file_location(f"{name}_stock", origin)
     module = importlib.util.module_from_spec(spec)

@@ -31,7 +31,7 @@ def installed() -> bool:
 
 
 def uninstall() -> None:
-    """Remove the hook and restore everything that was changed in Megatron and torch."""
+    """Remove the hook and restore everything in Megatron and torch that was changed."""
     plugin.uninstall()
 
 

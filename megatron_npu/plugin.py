@@ -45,7 +45,7 @@ _undoing = ExitStack()
 
 
 def pins_directory() -> Path:
-    """Return the folder of the pin files: inside the package in a wheel, else beside it."""
+    """Return the folder of the pin files: inside the package in a wheel, otherwise beside it."""
     package = Path(__file__).resolve().parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -74,7 +74,7 @@ def install() -> None:
 def cure_numbers() -> None:
     """Fix upstream bugs that would make the results of this project's own commands wrong.
 
-    In stock scripts they stay until the user asks for the fixes (``MEGATRON_NPU_BACKPORT``).
+    In stock scripts the bugs stay until the user requests the fixes (``MEGATRON_NPU_BACKPORT``).
     """
     if not OURS.get():
         _undoing.callback(OURS.reset, OURS.set(True))
@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def redirect(scripts: str) -> None:
-    """Map ``torch.cuda`` to this machine's device at once, without waiting for Megatron; also in children.
+    """Map ``torch.cuda`` to this machine's device immediately, before Megatron is imported; also in children.
 
     Args:
         scripts: folder of the program to run; its modules, like Megatron's, see device tensors as CUDA
@@ -116,7 +116,7 @@ def redirect(scripts: str) -> None:
 
 
 def redirect_program() -> None:
-    """Do for this process's program what ``megatron-npu run --redirect`` does for a script.
+    """Redirect torch for this process's program, as ``megatron-npu run --redirect`` does for a script.
 
     Raises:
         UsageError: see ``redirect``; or CUDA's variable selects NPUs, but torch_npu is already imported.
@@ -141,7 +141,7 @@ def _redirection() -> Redirection:
 
 
 def _redirect_torch() -> Device:
-    """Select the device and redirect torch; a second time nothing changes."""
+    """Select the device and redirect torch; a second call has no effect."""
     from megatron_npu.devices import loader_workers
 
     redirection = _redirection()
@@ -157,7 +157,7 @@ def _redirect_torch() -> Device:
 
 @cache
 def announce() -> None:
-    """Say once, on rank 0, which upstream and device run and how many patches are applied."""
+    """Print once, on rank 0, which upstream and device are in use and how many patches are applied."""
     from megatron_npu import __version__, devices
 
     context, device = engine().context, devices.current()
@@ -172,7 +172,7 @@ def announce() -> None:
 
 
 def _guard_files(name: str) -> None:
-    """Let no checkpoint run code when torch reads it, unless the user trusts them all."""
+    """Prevent checkpoints from executing code when torch reads them, unless the user trusts all of them."""
     from megatron_npu.safe_files import torch_readers
 
     if settings.TRUST_FILES.enabled():
@@ -185,7 +185,7 @@ def _guard_files(name: str) -> None:
 
 @contextlib.contextmanager
 def _kept_environment(*names: str) -> Iterator[None]:
-    """Give the variables of these names their values back at the end."""
+    """Restore the environment variables with these names after the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

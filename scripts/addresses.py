@@ -1,9 +1,7 @@
-"""Write the public addresses that the project's files name: addresses.py [--check]
+"""Write the public addresses in the project's files to docs/reference/security.md: addresses.py [--check]
 
-They go into docs/reference/security.md.
-
-Every address needs a purpose in ``PURPOSES``; one without is an error, so that none comes in unseen. With
---check nothing is written; the exit code is 1 if the page is not up to date.
+Every address needs a purpose in ``PURPOSES``; an address without one raises an error, so that none is added
+unnoticed. With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def _purpose(address: str, path: Path) -> str:
 
 
 def table() -> str:
-    """Return a row for each address: what it is for, and the files that name it."""
+    """Return one row per address: its purpose, and the files that name it."""
     files: dict[tuple[str, str], list[str]] = {}
     for file, address, purpose in rows():
         files.setdefault((address, purpose), []).append(file)

@@ -1,8 +1,8 @@
 """Put recorded tables of `megatron-npu bench` into docs/records/bench.md: bench_page.py [--check|--pictures]
 
 The tables are the files in benchmarks/results/bench/, as --markdown wrote them; nothing is measured. With
---check nothing is written; the exit code is 1 if the page is not up to date. --pictures first draws what
---plot would have drawn of each file of --json that has a number and no picture.
+--check nothing is written; the exit code is 1 if the page is not up to date. --pictures first draws the plot
+that --plot would have drawn for each --json file that has values but no picture.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tables() -> str:
 
 
 def draw_pictures() -> None:
-    """Draw the tables that have a number and no picture."""
+    """Draw the tables that have values but no picture."""
     from megatron_npu.measuring import plot
 
     for path in sorted(RESULTS.glob("*.json")):

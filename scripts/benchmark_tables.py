@@ -1,9 +1,9 @@
-"""Write docs/records/benchmarks.md and tables of docs/explanation/simulator.md, docs/records/reliability.md.
+"""Write docs/records/benchmarks.md and tables in docs/explanation/simulator.md and records/reliability.md.
 
     python scripts/benchmark_tables.py [--check]
 
-All are made from benchmarks/results/*.json; nothing is measured. With --check nothing is written; the exit
-code is 1 if a page is not up to date.
+All are generated from benchmarks/results/*.json; nothing is measured. With --check nothing is written; the
+exit code is 1 if a page is not up to date.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ of our own are faster ([operations](../reference/operations.md), note 5) a step 
 
 
 class Goal(NamedTuple):
-    """One number that was aimed at: ``least`` or ``most`` it may be."""
+    """A measured value and its goal: at least ``least``, or at most ``most``."""
 
     what: str
     measured: float
@@ -56,7 +56,7 @@ class Goal(NamedTuple):
     most: float | None = None
 
     def row(self) -> str:
-        """Return its line of the table."""
+        """Return the goal's row in the table."""
         aim = f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
         low = self.least is not None and self.measured < self.least
         high = self.most is not None and self.measured > self.most
@@ -64,7 +64,7 @@ class Goal(NamedTuple):
 
 
 def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield how far each switch of `train` is from its arithmetic, and what a rank takes at its peak."""
+    """Yield how far each switch of `train` is from the calculated memory, and the peak memory of a rank."""
     for ranks, rows in data["ranks"].items():
         worst = max(abs(row["saved_ratio"] - 1) for row in rows.values() if "saved_ratio" in row)
         yield Goal(f"what switches save on {ranks} ranks, off from arithmetic by", worst, most=0.1)
@@ -75,7 +75,7 @@ def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def gpt2_345m(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield the losses and times of the guide's own shape, and how far devices are from arithmetic."""
+    """Yield losses and times for the guide's model, and how far its memory is from the calculated values."""
     where = "one process of a CPU" if data["ranks"] == 1 else f"{data['ranks']} simulated NPUs"
     losses, seconds = (", ".join(f"{each:g}" for each in data[key]) for key in ("losses", "seconds"))
     yield f"- {where}: losses {losses}; seconds an iteration {seconds}; the fullest process had " + (
@@ -87,7 +87,7 @@ def gpt2_345m(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield how far what DeepSpeed holds is from its arithmetic, and what it is."""
+    """Yield the memory that DeepSpeed holds, and how far it is from the calculated values."""
     model = " of two layers of GPT-2 345M" if "345m" in name else ""
     for ranks, rows in data["ranks"].items():
         worst = max(abs(ratio - 1) for row in rows.values() for ratio in row["ratio"].values())
@@ -104,7 +104,7 @@ def deepspeed_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def blend(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield how long the indices of a blend take beside upstream's C++."""
+    """Yield the time to build the indices of a blend, compared with upstream's C++."""
     for row in data["blends"]:
         what = f"a blend of {row['datasets']} datasets, our C++ over upstream's, time"
         yield Goal(what, row["ours_over_upstream"], most=2)
@@ -121,7 +121,7 @@ def blend(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of a training step of the built-in trainer."""
+    """Yield the goals for a training step of the built-in trainer."""
     bf16, ratios = data["dtype"] == "bf16", data["project_over"]
     run = f"{data['model']['name']} {data['dtype']}, {data['model']['seq']} tokens, {data['date'][:10]}"
     goals = {"huggingface": 1.3, "redirection": 2.0, "floor": 0.6 if bf16 else 0.85}
@@ -146,7 +146,7 @@ def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def step_profile(name: str, data: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of where a step's time goes, on Megatron's own code and with this project."""
+    """Yield a table of where a step's time goes, with Megatron's own code and with this project."""
     before, after = (data["milliseconds"][variant] for variant in ("redirection", "project"))
     model = data["model"]
     what = f"{model['name']} {data['dtype']}, {model['batch']} x {model['seq']} tokens"
@@ -159,7 +159,7 @@ def step_profile(name: str, data: dict[str, Any]) -> Iterator[str]:
 
 
 def megatron_lm(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goal of the stock script of 285068c8."""
+    """Yield the goal for the stock script of 285068c8."""
     what = f"tokens/s, 30M {data['dtype']}, dropout {data['dropout']:g}, over the redirection"
     yield Goal(what, data["project_over_redirection"]["median"], least=2.0)
 
@@ -174,7 +174,7 @@ LAUNCHES = {
 
 
 def launches(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of a layer's launches and memory on a simulated NPU."""
+    """Yield the goals for a layer's launches and memory on a simulated NPU."""
     for style, measured in data["styles"].items():
         ratios = measured["ratios"]
         what = f"launches of a layer, {data['upstream']}, {style}, of the redirection's"
@@ -185,7 +185,7 @@ def launches(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def loss(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of output layer and loss in one: a step's peak on a simulated NPU, time on a cpu."""
+    """Yield the goals for the fused output layer and loss: peak memory on a simulated NPU, time on a CPU."""
     for words, step in data.get("steps", {}).items():
         kinds = f"(launches {step['linear']['launches']} of {step['logits']['launches']})"
         what = f"peak of a step, loss over {words} words {kinds}, of that with logits"
@@ -203,7 +203,7 @@ _LESS = {"remainders": 1.999, "moments in the host's memory": 7.999}
 
 
 def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield what each way to keep what Adam needs holds and launches, beside fp32 main weights."""
+    """Yield memory and launches for each way to store optimizer states, compared with fp32 main weights."""
     plain = data["optimizers"]["fp32 main weights"]
     ours, theirs = (data["launches_by_layers"][variant] for variant in ("project", "redirection"))
     yield Goal("launches of a step with four layers, of those with one", ours["4"] / ours["1"], most=1)
@@ -223,7 +223,7 @@ def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def layer_options(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield what a step launches, holds and moves without and with single options."""
+    """Yield launches, peak memory and bytes moved in a step, with and without single options."""
     for option, row in data["options"].items():
         apart = row["losses_differ_by"]
         losses = (
@@ -242,9 +242,10 @@ def layer_options(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def _arithmetic(data: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Return the bytes that a rank hands over in a step of benchmarks/messages.py: by layout and group.
+    """Return the bytes that a rank passes to collectives in a step of benchmarks/messages.py.
 
-    Two layers of 16-bit numbers, four of a pipeline. A collective is handed what it gathers or adds up.
+    They are keyed by layout and group. The model has two layers (four with a pipeline) in 16 bits. A
+    collective is passed the tensor that it gathers or reduces.
     """
     times, cp, window = data["micro_batches"], 4, 63
     whole = data["sequence"] * data["hidden"] * 2  # of one activation
@@ -272,7 +273,7 @@ def _arithmetic(data: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def messages(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield what a step of each parallel layout launches, holds and sends on simulated NPUs."""
+    """Yield launches, memory and messages of a step for each parallel layout on simulated NPUs."""
     layouts = data["layouts"]
     if {"tp2", "tp2-overlap"} <= layouts.keys():
         sent = layouts["tp2-overlap"]["bytes"] / layouts["tp2"]["bytes"]
@@ -291,7 +292,7 @@ def messages(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of attention: beside stock, and its growth with the length."""
+    """Yield the goals for attention: compared with stock Megatron, and growth with the sequence length."""
     for row in data["rows"]:
         least = {"causal, 1024": 2.0, "window 2048, 8192": 5.0}.get(row["name"])
         if least:
@@ -304,7 +305,7 @@ def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def ops(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of single operations; the others have a plot."""
+    """Yield the goals for single operations; the other operations have a plot."""
     for row in data["cross_entropy_memory"]:
         yield Goal(f"peak memory of cross-entropy, {row['dtype']}, of stock's", row["of_stock"], most=0.5)
     (adam,) = (row for row in data["rows"] if row["operation"] == "adam")
@@ -312,7 +313,7 @@ def ops(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of generated tokens."""
+    """Yield the goals for token generation."""
     for case in data["batches"]:
         what = f"generated tokens/s, {data['model']['name']} {data['model']['dtype']}, batch {case['batch']}"
         yield Goal(f"{what}, over Transformers", case["project_over"]["huggingface"], least=1.2)
@@ -320,7 +321,7 @@ def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goal of a run whose steps are to stay as quick as they were."""
+    """Yield the goal for a run whose steps must not become slower."""
     for which, ratio in data["after_over_before"].items():
         variant, event = which.split(", ")
         if variant == "project":
@@ -330,7 +331,7 @@ def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def ranks(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield the goal of data-parallel ranks beside one process, and the rates of all variants."""
+    """Yield the goal for data-parallel ranks compared with one process, and the rates of all variants."""
     which = f"{data['model']['name']} {data['dtype']}"
     yield Goal(f"{which}, two ranks over one process", data["over_one_process"]["dp 2"], least=0.9)
     for variant, ratio in data["over_one_process"].items():
@@ -338,7 +339,7 @@ def ranks(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goal of each conversion's memory."""
+    """Yield the goal for the memory of each conversion."""
     before = {(row["model"], row["dtype"], row["to"]): row["process_over_file"] for row in data["before"]}
     for row in data["runs"]:
         which = row["model"], row["dtype"], row["to"]
@@ -348,7 +349,7 @@ def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the ratios of benchmarks/train_hf.py to Transformers' Trainer."""
+    """Yield the speed ratios to Transformers' Trainer from benchmarks/train_hf.py."""
     model = data["model"]
     for ways, ratio in data["ratios"].items():
         size = f"{model['layers']} layers, {model['batch']} x {model['seq_length']} tokens"
@@ -357,7 +358,7 @@ def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 
 
 def hf_losses(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield how far losses of `train` are from the Trainer's; with dropout, in standard errors."""
+    """Yield how far the losses of `train` are from the Trainer's; with dropout, in standard errors."""
     first, steps = data["first"], data["steps"]
     for title, row in data["rows"].items():
         exact = title.endswith("fp32")
@@ -375,7 +376,7 @@ def hf_losses(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield the goal of an encoder's accuracy beside Transformers' Trainer, and the accuracies."""
+    """Yield the goal for an encoder's accuracy compared with Transformers' Trainer, and the accuracies."""
     yield Goal(
         f"points of accuracy between the sides, means of {data['seeds']} seeds",
         abs(data["points_over_transformers"]),
@@ -386,7 +387,7 @@ def two_authors(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def preprocess(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield a line for each number of workers; beside Megatron's own tool no goal was set."""
+    """Yield one line per number of workers; there is no goal relative to Megatron's own tool."""
     if "gigatoken" in data["versions"]:
         yield from _beside_gigatoken(data)
         return
@@ -400,7 +401,7 @@ def preprocess(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def _beside_gigatoken(data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield the goal, and a line, for each number of workers, of processor time."""
+    """Yield the goal for CPU time, and one line per number of workers."""
     for run in data["runs"]:
         rate = run["megabytes_per_processor_second_without_start"]
         start = {name: statistics.median(run["processor_seconds"][f"{name}_start"]) for name in rate}
@@ -416,14 +417,14 @@ def _beside_gigatoken(data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def reliability_cost(name: str, data: dict[str, Any]) -> Iterator[Goal]:
-    """Yield the goals of what watchdog and checksums cost."""
+    """Yield the goals for the overhead of watchdog and checksums."""
     ratios = data["ratios"]["now of off"]
     for metric, what in (("cold", "a load from the disk"), ("step", "a step of training")):
         yield Goal(f"{what} with watchdog and checksums, of that without", ratios[metric], most=1.03)
 
 
 def overhead(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
-    """Yield the share of a step that the plug-in's own Python takes, by instructions."""
+    """Yield the fraction of a step that the plug-in's own Python code takes, by instructions."""
     for step in data["steps"]:
         shape = f"{step['layers']} layers, hidden size {step['hidden_size']}, {step['sequence']} tokens, bf16"
         yield Goal(
@@ -434,7 +435,7 @@ def overhead(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 
 def hccl(name: str, data: dict[str, Any]) -> Iterator[str]:
-    """Yield the simulator's all-reduce beside gloo's; no goal was set."""
+    """Yield the simulator's all-reduce compared with gloo's; there is no goal."""
     found = data["all_reduce_fp32"]
     small, large = found["latency_4KiB_us"], found["bandwidth_16MiB_GB_per_s"]
     yield (
@@ -478,7 +479,7 @@ def page() -> str:
     """Return the text of docs/records/benchmarks.md.
 
     Raises:
-        ValueError: a file of results belongs to no part.
+        ValueError: a results file belongs to no section.
     """
     files = {
         path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))
@@ -517,7 +518,7 @@ def _source(name: str, data: dict[str, Any]) -> str:
 
 
 def launch_table() -> str:
-    """Return the table of docs/explanation/simulator.md."""
+    """Return the table for docs/explanation/simulator.md."""
     data = json.loads((RESULTS / "launches.json").read_text(encoding="utf-8"))
     lines = ["| layer | launches | peak of the forward and backward pass |", "|---|---|---|"]
     for style, measured in data["styles"].items():
@@ -532,7 +533,7 @@ def launch_table() -> str:
 
 
 def cost_table() -> str:
-    """Return the table of docs/records/reliability.md: step, save and load before the protections and now."""
+    """Return the table for docs/records/reliability.md: step, save and load without and with protections."""
     if not COST_RESULTS.is_file():
         return "Before and after, as one table: not measured yet (`benchmarks/reliability_cost.py`)."
     data = json.loads(COST_RESULTS.read_text(encoding="utf-8"))
@@ -556,7 +557,7 @@ def cost_table() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return each page with the text that it ought to have."""
+    """Return each page with the text that it should have."""
     simulator = ROOT / "docs" / "explanation" / "simulator.md"
     reliability = ROOT / "docs" / "records" / "reliability.md"
     return {

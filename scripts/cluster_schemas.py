@@ -1,9 +1,9 @@
-"""Compare the launch files of examples/cluster with the schemas of their operators.
+"""Compare the launch files in examples/cluster with their operators' schemas.
 
-cluster_schemas.py CRD...: files of CustomResourceDefinitions, such as volcano's
+cluster_schemas.py CRD...: files with CustomResourceDefinitions, such as volcano's
 config/crd/volcano/bases/batch.volcano.sh_jobs.yaml and Kubeflow's
-manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml. A field that a schema does not know is an error, as
-for `kubectl create --validate=strict`.
+manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml. A field that is not in the schema is reported as a
+fault, as by `kubectl create --validate=strict`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples" / "cluster"
 
 
 def schemas(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the schemas of a file by apiVersion and kind."""
+    """Return the schemas in a file, by apiVersion and kind."""
     found = {}
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
         if not document or document.get("kind") != "CustomResourceDefinition":
@@ -32,7 +32,7 @@ def schemas(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def faults(value: Any, schema: dict[str, Any], place: str = "") -> Iterator[str]:
-    """Yield what a schema has against a value."""
+    """Yield how a value violates a schema."""
     kind = schema.get("type")
     if schema.get("x-kubernetes-int-or-string"):
         kind = "int-or-string"
@@ -70,7 +70,7 @@ def _faults_of_fields(value: dict[str, Any], schema: dict[str, Any], place: str)
 
 
 def main(paths: list[str]) -> int:
-    """Print what is wrong; return 1 if something is, 2 if there was nothing to compare."""
+    """Print all faults; return 1 if there are any, 2 if there was nothing to compare."""
     known = {key: schema for path in paths for key, schema in schemas(Path(path)).items()}
     compared = wrong = 0
     for path in sorted(FOLDER.glob("*.yaml")):

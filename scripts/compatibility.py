@@ -1,10 +1,10 @@
-"""Write docs/internals/compatibility.md: how the patches stand to Megatrons on disk, read statically.
+"""Write docs/internals/compatibility.md: whether the patches fit Megatrons on disk, determined statically.
 
     python scripts/compatibility.py ROOT... --tree 0.21.0 "Megatron-LM's main, COMMIT of DATE"
 
-ROOT is a checkout, a site-packages or an unpacked wheel (pip download --no-deps, then unzip). Nothing of it
-is imported, so a Python that it would not run on will do. ``--tree`` says what an unreleased version was read
-from.
+ROOT is a checkout, a site-packages folder or an unpacked wheel (pip download --no-deps, then unzip). Nothing
+in it is imported, so it need not support the Python version in use. ``--tree`` names the source of an
+unreleased version.
 """
 
 from __future__ import annotations

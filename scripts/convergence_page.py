@@ -1,4 +1,4 @@
-"""Write docs/records/convergence.md from what benchmarks/convergence.py found: convergence_page.py [--check]
+"""Write docs/records/convergence.md from benchmarks/convergence.py's results: convergence_page.py [--check]
 
 With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
@@ -71,7 +71,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _more(rows: dict[str, Any]) -> int:
-    """Return the number of seeds of the rows without switches."""
+    """Return the number of seeds for the rows without switches."""
     return min(len(mine) for name, mine in rows.items() if name.endswith(": none"))
 
 
@@ -92,7 +92,7 @@ def _table(rows: dict[str, list[dict[str, float]]]) -> str:
 
 
 def limit(key: str, plain: list[dict[str, float]]) -> float:
-    """Return the largest mean difference that the criterion lets pass."""
+    """Return the largest mean difference that the criterion accepts."""
     values = [one[key] for one in plain]
     return max(max(values) - min(values), ONE_ROW if key == "accuracy" else 0.0)
 

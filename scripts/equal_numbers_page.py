@@ -1,6 +1,6 @@
 """Write docs/explanation/equal-numbers.md: equal_numbers_page.py [--check]
 
-It is made from benchmarks/results/equal/numbers.json and truth.json. Nothing is measured:
+It is generated from benchmarks/results/equal/numbers.json and truth.json. Nothing is measured:
 ``benchmarks/equal_numbers.py`` and ``benchmarks/equal_truth.py`` do that. With --check nothing is written;
 the exit code is 1 if the page is not up to date.
 """
@@ -116,7 +116,7 @@ on the seed than on the layout; one process in bf16 is 1 % off, too:
 
 
 def _origins(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that say what the differences are made of."""
+    """Yield the lines that explain the sources of the differences."""
     yield ORIGINS
     for row in found["runs"]:
         cells = [f"{row[key]:.1e}" for key in ("gradient", "loss", "norm")]

@@ -1,8 +1,8 @@
-"""Try the project without torch with every supported Python on this machine: every_python.py [VERSION ...]
+"""Test the project without torch with every supported Python on this machine: every_python.py [VERSION ...]
 
-For each, in an environment of its own: import, doctor, check of a Megatron tree (where there is one in
-checkouts/) and the unit tests that need no torch. What needs torch is counted, not run: torch for all these
-Pythons is gigabytes. The exit code is 1 if anything fails, 2 if a Python that is asked for is not here.
+Each Python gets a separate environment and runs: import, doctor, check of a Megatron tree (if checkouts/ has
+one) and the unit tests that need no torch. Tests that need torch are counted, not run, because torch for all
+these Pythons takes gigabytes. The exit code is 1 if anything fails, 2 if a requested Python is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collecti
 
 
 def interpreter(minor: str) -> str | None:
-    """Return a Python of this version: one beside this one (as pyenv and uv install them) or on the path."""
+    """Return a Python of this version: one beside this one (as installed by pyenv and uv) or on the path."""
     if minor == f"{sys.version_info[0]}.{sys.version_info[1]}":
         return sys.executable
     beside = sorted(Path(sys.base_prefix).parent.glob(f"*{minor}.*/bin/python"))
@@ -44,7 +44,7 @@ def interpreter(minor: str) -> str | None:
 
 
 def environment(python: str, minor: str) -> str:
-    """Make an environment without torch in which the project is installed; return its Python."""
+    """Create an environment without torch in which the project is installed; return its Python."""
     place = PLACE / minor
     made = str(place / "bin" / "python")
     if not Path(made).is_file():
@@ -55,7 +55,7 @@ def environment(python: str, minor: str) -> str:
 
 
 def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python`` in the project's folder, without the variables of the environment that started this."""
+    """Run ``python`` in the project's folder, without the variables of the calling environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON", "PYTHON"))}
     return subprocess.run(
         [python, *arguments], cwd=ROOT, env=kept, capture_output=True, text=True, check=False
@@ -63,7 +63,7 @@ def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def unit_tests(python: str) -> tuple[bool, str]:
-    """Run what needs neither torch nor another package that is not here; return whether that passes."""
+    """Run the tests that need neither torch nor another missing package; return whether they pass."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         done = run(python, *TESTS, f"--junitxml={report}")
@@ -92,7 +92,7 @@ def unit_tests(python: str) -> tuple[bool, str]:
 
 
 def steps(python: str) -> dict[str, tuple[bool, str]]:
-    """Return what was tried with one Python: whether it is well, and what it said."""
+    """Test one Python; return whether everything passed, and the output."""
     found = {}
     done = run(python, "-c", "import megatron_npu; print(megatron_npu.__version__)")
     found["import"] = done.returncode == 0, done.stdout.strip() or done.stderr
@@ -108,7 +108,7 @@ def steps(python: str) -> dict[str, tuple[bool, str]]:
 
 
 def main(asked: list[str]) -> int:
-    """Try each; print a line for each step."""
+    """Test each Python; print a line for each step."""
     well = True
     for minor in asked or MINORS:
         python = interpreter(minor)

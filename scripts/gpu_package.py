@@ -1,12 +1,12 @@
-"""Put together what `make gpu` needs on a machine with a GPU and torch, but no network.
+"""Collect everything that `make gpu` needs on a machine with a GPU and torch, but no network.
 
     python scripts/gpu_package.py .gpu --python 3.12
     # copy this repository with .gpu to the machine, then there, in its root:
     source .gpu/start.sh && python3 benchmarks/gpu_day.py --together
 
-FOLDER gets wheels for that Python (megatron-core and what its scripts import beside torch, Transformers and
-their requirements) and the trees whose stock scripts run, without their tests and documents. ``start.sh``
-installs the wheels outside of the machine's own packages and puts the trees in their place.
+FOLDER gets wheels for that Python (megatron-core and what its scripts import besides torch, Transformers and
+their requirements) and the trees whose stock scripts run, without their tests and documentation. ``start.sh``
+installs the wheels separately from the machine's own packages and moves the trees into place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def download(requirement: str, folder: Path, python: str) -> list[str]:
-    """Return the command that fetches one wheel, without what it requires."""
+    """Return the command that downloads one wheel, without its requirements."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", python, "--implementation", "cp", "-d", str(folder)]
     for each in PLATFORMS:
@@ -67,10 +67,10 @@ def download(requirement: str, folder: Path, python: str) -> list[str]:
 
 
 def pinned(folder: Path, requirement: str) -> str:
-    """Return the requirement with the version that a wheel in the folder, pydantic's, asks for.
+    """Return the requirement with the version that pydantic's wheel in the folder requires.
 
     Raises:
-        ValueError: it asks for none.
+        ValueError: the wheel requires no exact version.
     """
     import email
     import zipfile
@@ -86,7 +86,7 @@ def pinned(folder: Path, requirement: str) -> str:
 
 
 def copy_tree(source: Path, target: Path) -> bool:
-    """Copy what a tree's scripts need; return whether it is there."""
+    """Copy the files that a tree's scripts need; return whether the tree exists."""
     if not source.is_dir():
         return False
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=left_out(source))
@@ -94,7 +94,7 @@ def copy_tree(source: Path, target: Path) -> bool:
 
 
 def left_out(source: Path):  # type: ignore[no-untyped-def]  # shutil's own type has no name
-    """Return what tells ``copytree`` which names to leave out: of a tree's top, and bytecode everywhere."""
+    """Return an ignore function for ``copytree``: unneeded names at the tree's top, bytecode everywhere."""
 
     def names(folder: str, inside: list[str]) -> set[str]:
         unwanted = LEFT_OUT if Path(folder) == source else ("__pycache__",)

@@ -1,7 +1,7 @@
 """Write docs/records/gpu.md: gpu_page.py [--check]
 
-It is made from benchmarks/results/gpu/*.json, which `make gpu` writes. With --check nothing is written; the
-exit code is 1 if the page is not up to date.
+It is generated from benchmarks/results/gpu/*.json, which `make gpu` writes. With --check nothing is written;
+the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def page() -> str:
 
 
 def runs(files: dict[str, Any]) -> Iterator[str]:
-    """Yield what was run when, as written down by hand."""
+    """Yield the hand-written description of what was run and when."""
     if text := files.get("runs.json"):
         yield "\n\n".join(text["paragraphs"]) + "\n"
 
 
 def note_of(found: dict[str, Any]) -> str:
-    """Return what is to be said of a file's numbers, as a paragraph."""
+    """Return a file's note on its values, as a paragraph."""
     return f"{found['note']}\n" if "note" in found else ""
 
 
 def pieces(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of what has run, if `make gpu` has."""
+    """Yield the table of pieces that `make gpu` has run, if there are any."""
     rows = [found for name, found in files.items() if name.endswith(".piece.json")]
     if not rows:
         return
@@ -70,7 +70,7 @@ def pieces(files: dict[str, Any]) -> Iterator[str]:
 
 
 def losses(files: dict[str, Any]) -> Iterator[str]:
-    """Yield how far losses are from a CPU's."""
+    """Yield how far losses are from the CPU's."""
     rows = [row for name, found in files.items() if name.startswith("losses-") for row in found["rows"]]
     if not rows:
         return
@@ -84,7 +84,7 @@ def losses(files: dict[str, Any]) -> Iterator[str]:
 
 
 def bert(files: dict[str, Any]) -> Iterator[str]:
-    """Yield BERT's steps by each way."""
+    """Yield the step times of BERT for each way to train it."""
     found = files.get("train-bert.json")
     if found is None:
         return
@@ -101,7 +101,7 @@ def bert(files: dict[str, Any]) -> Iterator[str]:
 
 
 def memory(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the peaks of memory."""
+    """Yield the measured and the predicted peak memory."""
     found = files.get("memory.json")
     if found is None:
         return
@@ -118,14 +118,14 @@ def memory(files: dict[str, Any]) -> Iterator[str]:
 
 
 def beside(measured: int | None, foretold: int | None) -> tuple[str, str, str]:
-    """Return a number of bytes, what was foretold, and how far that is off."""
+    """Return a measured number of bytes, the predicted one, and the relative error."""
     cells = ["" if each is None else f"{each:,}" for each in (measured, foretold)]
     off = "" if measured is None or foretold is None else f"{foretold / measured - 1:+.2%}"
     return cells[0], cells[1], off
 
 
 def kernels(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the kernels that take the most time of a step."""
+    """Yield the kernels that take most of a step's time."""
     for name, found in files.items():
         if not name.startswith("kernels-"):
             continue
@@ -140,7 +140,7 @@ def kernels(files: dict[str, Any]) -> Iterator[str]:
 
 
 def operations(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of operations: the project beside the others."""
+    """Yield the table of operations: this project compared with others."""
     found = files.get("operations.json")
     if found is None:
         return
@@ -179,7 +179,7 @@ def training(files: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the tables of document 001, a line a row."""
+    """Yield the tables of document 001, line by line."""
     for name, found in files.items():
         if not name.startswith("bench-"):
             continue

@@ -1,7 +1,7 @@
-"""Write the tables of upstream's bugs into docs/reference/known-upstream-bugs.md: known_bugs.py [--check]
+"""Write the tables of upstream's bugs to docs/reference/known-upstream-bugs.md: known_bugs.py [--check]
 
-They are made from the adaptors' records alone: no Megatron is needed. With --check nothing is written; the
-exit code is 1 if the page is not up to date.
+They are generated from the adaptors' records alone: no Megatron is needed. With --check nothing is written;
+the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VERSIONS = "0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2 0.20.0".spli
 
 
 def numbers() -> str:
-    """Return the table of the bugs that make numbers of megatron-core wrong, by version."""
+    """Return the table of megatron-core's bugs that produce wrong values, by version."""
     head = " | ".join(VERSIONS)
     lines = [f"| what goes wrong | {head} | fixed in | fixed here by |", "|---" * (len(VERSIONS) + 3) + "|"]
     for bug in known_bugs.bugs("megatron_core"):
@@ -33,7 +33,7 @@ def numbers() -> str:
 
 
 def others() -> str:
-    """Return the table of the bugs of all upstreams that are cured always."""
+    """Return the table of the bugs in all upstreams that are always fixed."""
     lines = ["| Megatron | what goes wrong | versions | until | fixed here by |", "|---|---|---|---|---|"]
     for name in megatrons.NAMES:
         for bug in known_bugs.bugs(name):

@@ -1,4 +1,4 @@
-"""Generated parts of pages: between two comment lines, written whole, or only checked."""
+"""Write or check the generated parts of pages, each between two comment lines, and generated pages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_npu.base import files
 
 
 def inserted(page: str, begin: str, text: str, end: str) -> str:
-    """Return the text of a page with ``text`` between the lines ``begin`` and ``end``.
+    """Return a page with ``text`` between the lines ``begin`` and ``end``.
 
     Raises:
-        ValueError: the page lacks one of the two.
+        ValueError: the page lacks one of the two lines.
     """
     before, found, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
@@ -22,7 +22,7 @@ def inserted(page: str, begin: str, text: str, end: str) -> str:
 
 
 def finish(pages: Mapping[Path, str], *, check: bool) -> int:
-    """Write the pages, or only compare them; return the exit code: 1 if ``check`` finds an old one."""
+    """Write the pages, or only compare them with ``check``; return 1 if one is not up to date, else 0."""
     old = [
         path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]

@@ -1,6 +1,6 @@
-"""Write the table of the operations into docs/reference/operations.md: operation_table.py [--check]
+"""Write the table of operations to docs/reference/operations.md: operation_table.py [--check]
 
-It is made from what the operations say of themselves where they register (``Operation.on``). With --check
+It is generated from the notes with which implementations are registered (``Operation.on``). With --check
 nothing is written; the exit code is 1 if the page is not up to date.
 """
 
@@ -42,7 +42,7 @@ def _row(operation: Operation) -> str:
 
 
 def _note(operation: Operation, device: str) -> str:
-    """Return what the operation runs on there.
+    """Return what the operation runs on a device.
 
     Raises:
         ValueError: an implementation is registered without a note.

@@ -1,8 +1,8 @@
-"""Which room of the package may import what, and the table of it in a page: rooms.py [--check]
+"""Define which room of the package may import what, and write the table to a page: rooms.py [--check]
 
 A room is a folder or a file of ``megatron_npu``. ``ROOMS`` lists them from the lowest to the highest, and a
-room imports only rooms that are listed before it; tests/unit/test_imports.py holds that. The script writes
-the table into docs/contributing/architecture.md. With --check nothing is written; the exit code is 1 if the
+room imports only rooms that are listed before it; tests/unit/test_imports.py enforces that. The script writes
+the table to docs/contributing/architecture.md. With --check nothing is written; the exit code is 1 if the
 page is not up to date.
 """
 
@@ -21,13 +21,13 @@ HEAVY = ("torch", "torch_npu", "megatron")  # packages that not every room may i
 
 @dataclass(frozen=True)
 class Room:
-    """A folder (``ops/``) or file (``plugin.py``) of the package; one inside of another is a room of its own.
+    """A folder (``ops/``) or file (``plugin.py``) of the package; one inside another is a separate room.
 
     Attributes:
-        name: as above.
-        what: what is there, in Markdown.
-        may: the rooms that it may import, by their names without ``/`` and ``.py``; of adaptors and commands
-            that are imported by a computed name, too.
+        name: its name, as above.
+        what: its content, in Markdown.
+        may: the rooms that it may import, by their names without ``/`` and ``.py``; for adaptors and
+            commands, also those imported under a computed name.
         heavy: which of ``HEAVY`` it may import.
     """
 
@@ -210,7 +210,7 @@ ROOMS = (
 
 
 def room_of(name: str) -> Room | None:
-    """Return the innermost room of a module, by its name below the package: ``ops.norm``."""
+    """Return the innermost room of a module, given its name inside the package, such as ``ops.norm``."""
     found = [room for room in ROOMS if f"{name}.".startswith(f"{room.module}.")]
     return max(found, key=lambda room: len(room.module), default=None)
 

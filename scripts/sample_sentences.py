@@ -1,4 +1,4 @@
-"""Print a random sample of the project's sentences for a reader to judge; one seed gives one sample.
+"""Print a random sample of the project's sentences for a reader to judge; a seed determines the sample.
 
 python scripts/sample_sentences.py SEED [--count N] prints N texts: 45 % prose of the documentation (no
 records, no generated tables), 10 % cells of hand-written tables, 15 % help strings, 15 % error messages and
@@ -20,14 +20,14 @@ SHARES = {"readme": 25, "docs": 65, "cell": 20, "help": 30, "error": 20, "log": 
 
 
 def _pages() -> list[Path]:
-    """Return the pages that are written by hand and read by users: no records, internals or Chinese."""
+    """Return the hand-written pages for users: no records, internals or Chinese pages."""
     left_out = {"internals", "records", "zh"}
     pages = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name not in left_out]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *pages]
 
 
 def _hand_written(text: str) -> str:
-    """Blank generated tables, code blocks and comments of a page; lines keep their numbers."""
+    """Blank generated tables, code blocks and comments in a page; line numbers stay the same."""
 
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
@@ -54,7 +54,7 @@ def prose(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def cells(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the cells with at least three words of hand-written tables."""
+    """Yield the cells of hand-written tables that have at least three words."""
     for number, line in enumerate(_hand_written(page.read_text()).splitlines(), 1):
         if line.lstrip().startswith("|") and not re.fullmatch(r"[\s|:-]+", line):
             for cell in line.strip().strip("|").split(" | "):
@@ -63,7 +63,7 @@ def cells(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def _literal(node: ast.expr | None) -> str:
-    """Return the text of a string expression, with {...} where a value is put in; empty for anything else."""
+    """Return the text of a string expression, with {...} for inserted values; empty for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -95,7 +95,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
 
 
 def texts() -> dict[str, list[tuple[str, str]]]:
-    """Return place and text of everything that may be sampled, by kind."""
+    """Return place and text of everything that can be sampled, by kind."""
     found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in SHARES}
     for page in _pages():
         kind = "readme" if page.name == "README.md" or page.parent.name == "tutorials" else "docs"

@@ -1,9 +1,10 @@
-"""Run the tests of the compiled kernels once, compiled with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Run the tests of the compiled kernels, compiled with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 python scripts/sanitize.py [ARGUMENTS OF PYTEST]
 
-A read or write beyond a tensor ends the run with g++'s report of where it was. First a kernel is told of more
-values than there are, past all checks: a run that does not notice that would prove nothing.
+A read or write beyond a tensor ends the run with g++'s report of its position. First, a kernel is called with
+too large a number of values, bypassing all checks: if the sanitizers do not notice that, the run would prove
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ abi._call("exponentials_float32", values.data_ptr(), sums.data_ptr(), sums.data_
 
 
 def main(arguments: list[str]) -> int:
-    """Return pytest's exit code, or 1 where the sanitizers do not notice what they must."""
+    """Return pytest's exit code, or 1 if the sanitizers do not notice a deliberate error."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, **_environment(cache)}
         # By a Python without libasan, since g++ would be slow with it; to load the library this one fails.
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _environment(cache: str) -> dict[str, str]:
-    """Return what a Python needs whose extensions are sanitized, and it is not."""
+    """Return the environment variables for an unsanitized Python with sanitized extensions."""
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True

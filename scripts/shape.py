@@ -1,11 +1,11 @@
-"""The house in numbers, read from its sources: shape.py [FOLDER] [--list complexity|parameters|given|long]
+"""Measure the shape of the source code: shape.py [FOLDER] [--list complexity|parameters|given|long]
 
-Nothing is imported. ``tests/unit/test_shape.py`` holds ceilings of what is counted here.
+Nothing is imported. ``tests/unit/test_shape.py`` sets limits for these counts.
 
-The complexity of a function is one, and one for each place where its path can part: ``if``, ``for``,
-``while``, ``except``, ``a if b else c``, each further operand of ``and`` or ``or``, each loop of a
-comprehension; those of functions inside it count as its own. Parameters count without ``*args`` and
-``**kwargs``, but with ``self``. A signature of many is *given* where a caller that is not ours fixes it.
+The complexity of a function is one plus one for each branch: ``if``, ``for``, ``while``, ``except``, ``a if b
+else c``, each operand of ``and`` or ``or`` after the first, each loop of a comprehension; branches of nested
+functions are included. Parameters count without ``*args`` and ``**kwargs``, but with ``self``. A long
+signature is *given* if a caller outside this project determines it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GIVEN = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the package: where it is, how long, how complex, and how much it takes."""
+    """A function of the package: its position, length, complexity and number of parameters."""
 
     file: str
     line: int
@@ -60,12 +60,12 @@ class Function:
 
     @property
     def key(self) -> str:
-        """The file and the name, as ``GIVEN`` has them."""
+        """The file and the name, as in ``GIVEN``."""
         return f"{self.file}:{self.name}"
 
 
 def functions(package: Path = PACKAGE) -> list[Function]:
-    """Return all functions of a package, nested ones and methods included."""
+    """Return all functions of a package, including nested ones and methods."""
     found = []
     for file in sorted(package.rglob("*.py")):
         name = file.relative_to(package).as_posix()
@@ -78,7 +78,7 @@ def functions(package: Path = PACKAGE) -> list[Function]:
 
 
 def _made_of_decorators(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a file gives to such decorators with some of their arguments filled in."""
+    """Yield the names under which a file stores partially applied decorators of this kind."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and not set(_words(node.value)).isdisjoint(_GIVEN_DECORATORS):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
@@ -98,7 +98,7 @@ def _described(node: ast.FunctionDef | ast.AsyncFunctionDef, file: str, replacin
 
 
 def complexity(function: ast.AST) -> int:
-    """Return the complexity of a function, counted as above."""
+    """Return the complexity of a function, counted as described above."""
     return 1 + sum(_forks(node) for node in ast.walk(function))
 
 
@@ -109,10 +109,10 @@ def _forks(node: ast.AST) -> int:
 
 
 def given(node: ast.FunctionDef | ast.AsyncFunctionDef, file: str, replacing: set[str]) -> bool:
-    """Return whether a function's signature is fixed by a caller that is not ours.
+    """Return whether a function's signature is determined by a caller outside this project.
 
-    It is a kernel of the simulator or part of a stand-in and public there, or replaces a function of upstream
-    by one of the registry's decorators, or is named in ``GIVEN``.
+    Such functions are public kernels of the simulator, public parts of stubs, replacements of upstream
+    functions (by one of the registry's decorators), or named in ``GIVEN``.
     """
     if f"{file}:{node.name}" in GIVEN:
         return True
@@ -131,12 +131,12 @@ def _words(decorator: ast.expr) -> Iterator[str]:
 
 
 def too_complex(found: list[Function]) -> list[Function]:
-    """Return the functions whose complexity is above the limit, the worst first."""
+    """Return the functions whose complexity is above the limit, the most complex first."""
     return sorted((each for each in found if each.complexity > COMPLEX), key=lambda each: -each.complexity)
 
 
 def take_many(found: list[Function], *, is_given: bool) -> list[Function]:
-    """Return the functions of more parameters than the limit: ours, or those whose signature is given."""
+    """Return the functions with more parameters than the limit: ours, or those with a given signature."""
     many = [each for each in found if each.parameters > MANY and each.is_given == is_given]
     return sorted(many, key=lambda each: -each.parameters)
 
@@ -147,7 +147,7 @@ def longest(found: list[Function]) -> list[Function]:
 
 
 def rebound_names(package: Path = PACKAGE) -> int:
-    """Return how many names of modules functions rebind with ``global``."""
+    """Return the number of module-level names that functions rebind with ``global``."""
     count = 0
     for file in package.rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def rebound_names(package: Path = PACKAGE) -> int:
 
 
 def table(package: Path = PACKAGE) -> dict[str, str]:
-    """Return the numbers of the house, by what they count."""
+    """Return all measures of the code, keyed by what they count."""
     files = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in package.rglob("*.py")}
     found = functions(package)
     lengths = sorted(each.lines for each in found)

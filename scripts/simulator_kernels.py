@@ -51,7 +51,7 @@ An operation of torch_npu that computes and is not listed raises `NotImplemented
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of the page."""
     kernels.declare()
     families: dict[str, list[Kernel]] = {}
     for kernel in sorted(KERNELS.values(), key=lambda each: (_file(each), each.operation.strip("_"))):
@@ -65,7 +65,7 @@ def _file(kernel: Kernel) -> str:
 
 
 def _family(file: str, members: list[Kernel]) -> str:
-    """Return the section of one file: its operations, those with equal limits together."""
+    """Return the section for one file: its operations, grouped by equal limits."""
     documented: dict[tuple[Limit, ...], list[str]] = {}
     free = [f"`{each.operation}`" for each in members if each.operation not in LIMITS]
     for each in members:
@@ -82,7 +82,7 @@ def _family(file: str, members: list[Kernel]) -> str:
 
 
 def _base(limits: tuple[Limit, ...], written: list[str]) -> str | None:
-    """Return the operation above with the most limits that are all among these, to say them once."""
+    """Return the previous operation with the most limits, all of which apply here too, to refer to it."""
     candidates = [name for name in written if set(_rows(LIMITS[name].limits)) <= set(_rows(limits))]
     return max(candidates, key=lambda name: len(LIMITS[name].limits), default=None)
 

@@ -1,8 +1,8 @@
-"""Build the documentation's site with Zensical: site_pages.py [--stage]
+"""Build the documentation site with Zensical: site_pages.py [--stage]
 
-The pages of docs/ link to files beside it: pictures, tests, the change log. They are copied to build/docs,
+The pages in docs/ link to files outside it: pictures, tests, the change log. They are copied to build/docs,
 where these links lead to copies (pictures, pages) or become plain text (code). Then Zensical builds
-build/site from mkdocs.yml, and any warning is an error. With --stage nothing is built.
+build/site from mkdocs.yml, and any warning fails the build. With --stage nothing is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def place(path: Path, root: Path = ROOT) -> Path | None:
-    """Return where a file of the repository is in the site, below build/docs; None: it is not there."""
+    """Return the path of a repository file in the site, below build/docs; None: it is not in the site."""
     if (root / "docs") in path.parents:
         return path.relative_to(root / "docs")
     if path.suffix in (".png", ".svg"):
@@ -37,7 +37,7 @@ def place(path: Path, root: Path = ROOT) -> Path | None:
 
 
 def staged(page: Path, root: Path = ROOT) -> tuple[str, set[Path]]:
-    """Return a page with its links as the site needs them, and the files outside docs/ that it links to."""
+    """Return a page with its links adapted to the site, and the files outside docs/ that it links to."""
     wanted: set[Path] = set()
 
     def changed(match: re.Match[str]) -> str:
@@ -61,10 +61,10 @@ def staged(page: Path, root: Path = ROOT) -> tuple[str, set[Path]]:
 
 
 def _for_html(text: str) -> str:
-    """Return prose as Python-Markdown needs it to look as on GitHub, and Chinese without spaces at line ends.
+    r"""Adapt a page so that Python-Markdown renders it like GitHub, and join Chinese lines without spaces.
 
-    It shows the backslash of ``a\\|b`` in a table's code, and a browser a line end between two Chinese
-    characters as a space.
+    Python-Markdown shows the backslash of ``a\|b`` in a table's code, and browsers show a line end between
+    two Chinese characters as a space.
     """
 
     def code(match: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def _for_html(text: str) -> str:
 
 
 def stage(folder: Path, root: Path = ROOT) -> int:
-    """Write every page and picture of the site into a folder; return how many pages."""
+    """Write every page and picture of the site to a folder; return the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     waiting = [*sorted((root / "docs").rglob("*.md")), *(root / name for name in BESIDE)]
     pictures = {path for path in (root / "docs").rglob("*") if path.suffix in (".png", ".svg")}
@@ -98,7 +98,7 @@ def stage(folder: Path, root: Path = ROOT) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Stage the pages; build the site unless --stage is given."""
+    """Stage the pages, and build the site unless --stage is given."""
     print(f"{stage(ROOT / STAGED)} pages in {STAGED}")
     if "--stage" in argv:
         return 0

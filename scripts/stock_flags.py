@@ -1,8 +1,8 @@
 """Write docs/reference/stock-flags.md: stock_flags.py [--check | --record CHECKOUT ...]
 
---record tries every flag of a Megatron-LM tree, by tests/adaptors/megatron_core/stock_flags_worker.py, looks
-for what reads it, and keeps both in benchmarks/results/stock-flags. With --check nothing is written; the exit
-code is 1 if the page is not up to date.
+--record tries every flag of a Megatron-LM tree with tests/adaptors/megatron_core/stock_flags_worker.py, finds
+the code that reads it, and stores both in benchmarks/results/stock-flags. With --check nothing is written;
+the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page() -> str:
 
 
 def recorded(tree: str) -> dict[str, Any]:
-    """Return what became of the flags that are the tree's own."""
+    """Return the recorded results for the tree's own flags."""
     rows = json.loads((RESULTS / f"{tree}.json").read_text(encoding="utf-8"))
     return {names: row for names, row in rows.items() if row["group"] not in OURS}
 
@@ -112,7 +112,7 @@ def _tables(
 
 
 def state(names: str, row: Mapping[str, Any], trained: frozenset[str]) -> str:
-    """Return the word of the page for what became of a flag."""
+    """Return the page's word for a flag's result."""
     if row["outcome"] != "taken":
         return {"traceback": "fails"}.get(row["outcome"], row["outcome"])
     if not trained.isdisjoint(names.split()):
@@ -125,7 +125,7 @@ def state(names: str, row: Mapping[str, Any], trained: frozenset[str]) -> str:
 
 
 def remark(row: Mapping[str, Any], states: list[str]) -> str:
-    """Return what a reader has to know beside the words."""
+    """Return what a reader must know in addition to the words."""
     if row["outcome"] == "taken":
         return f"read by {' and '.join(row['readers'])}" if "not here" in states else ""
     line = re.split(
@@ -136,14 +136,14 @@ def remark(row: Mapping[str, Any], states: list[str]) -> str:
 
 
 def flags_of_tests() -> frozenset[str]:
-    """Return every flag that stands in a test which trains with a stock script."""
+    """Return every flag that appears in a test which trains with a stock script."""
     files = [path for pattern in TESTS for path in (ROOT / "tests/adaptors/megatron_core").glob(pattern)]
     files += [ROOT / "tests/support/stock_core.py"]
     return frozenset(flag for path in files for flag in re.findall(r"--[a-zA-Z][\w-]+", path.read_text()))
 
 
 def record(checkout: Path) -> None:
-    """Try the flags of a tree, and keep what became of them."""
+    """Try the flags of a tree, and store the results."""
     path = os.pathsep.join([str(ROOT), str(checkout)])
     environment = {
         **os.environ,
@@ -166,7 +166,7 @@ def record(checkout: Path) -> None:
 
 
 def readers(checkout: Path) -> dict[str, set[str]]:
-    """Return for each name that code reads as an attribute, or names in quotes, the parts that do."""
+    """Return the parts of the tree that read each name, as an attribute or in quotes."""
     found: dict[str, set[str]] = {}
     scripts = [*checkout.glob("*.py")]
     for folder in ("megatron", "tools", "tasks", "examples"):
@@ -186,7 +186,7 @@ def readers(checkout: Path) -> dict[str, set[str]]:
 
 
 def _checks(text: str) -> str:
-    """Return the functions of the parser's module that handle arguments, without those that declare flags."""
+    """Return the functions in the parser's module that handle arguments, without those that declare flags."""
     functions = re.split(r"(?m)^(?=def )", text)
     return "".join(function for function in functions if not re.match(r"def (_add|add)_", function))
 

@@ -1,4 +1,4 @@
-"""Write docs/reference/train-switches.md from the tables of switch_rules.py: switch_table.py [--check]
+"""Write docs/reference/train-switches.md from the tables in switch_rules.py: switch_table.py [--check]
 
 With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
@@ -66,7 +66,7 @@ def _single(notes: list[str]) -> str:
 
 
 def _pairs(notes: list[str]) -> str:
-    """Return the pairs that do not go together although each of the two does."""
+    """Return the pairs that cannot be combined although each of the two works alone."""
     lines = [
         "## Two switches\n",
         "Every other pair of two that are possible goes together.\n",
@@ -108,7 +108,7 @@ def _together(one: Word, other: Word, family: str, notes: list[str]) -> str:
 
 
 def _refused_whatever_else(word: Word, place: Place) -> bool:
-    """Return whether a switch is refused by itself, and not for the want of another."""
+    """Return whether a switch is rejected by itself, and not because another one is missing."""
     found = refusal_of(of(word), place)
     return found is not None and set(found.switches) == {word.name}
 
@@ -121,7 +121,7 @@ def _reasons(notes: list[str]) -> str:
 
 
 def _every_stack() -> str:
-    """Return what came of the stacks, and when each was run."""
+    """Return the results of all stacks, with the dates of their runs."""
     lines = [
         "## Every stack\n",
         "Every accepted combination of sharding, precision, offload, recomputing, graphs, fused",
@@ -149,7 +149,7 @@ def _every_stack() -> str:
 
 
 def _times(stacks: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """Return the newest and the oldest code that stacks were run on: how many, day, commit."""
+    """Return the newest and the oldest code with which stacks were run: their number, date and commit."""
     counts = Counter(", ".join(filter(None, (stack["date"], stack["commit"]))) for stack in stacks)
     in_order = sorted(counts, key=lambda time: (time[0].isdigit(), time))  # "before ..." is the oldest
     newest, oldest = (f"{counts[time]}: {time}" for time in (in_order[-1], in_order[0]))
@@ -157,7 +157,7 @@ def _times(stacks: Iterable[dict[str, Any]]) -> tuple[str, str]:
 
 
 def of(*words: Word) -> Switches:
-    """Return these switches."""
+    """Return the switches that these words enable."""
     return Switches(**{word.name: word.value for word in words})
 
 

@@ -1,4 +1,4 @@
-"""Adaptors connect a Megatron's symbols to operations: one folder per upstream, and shared parts."""
+"""Adaptors, which connect Megatron's symbols to our operations: one folder per upstream, and shared parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FOLDERS = {
 
 
 def register(upstream: str) -> None:
-    """Import every module of the folder of ``upstream``; the adaptors among them record their patches.
+    """Import every module in the folder of ``upstream``, so that its adaptors record their patches.
 
     Raises:
-        ModuleNotFoundError: there are no adaptors of that name.
+        ModuleNotFoundError: there are no adaptors for that upstream.
     """
     folder = importlib.import_module(f"{__name__}.{_FOLDERS.get(upstream, upstream)}")
     for module in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):

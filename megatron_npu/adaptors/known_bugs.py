@@ -1,7 +1,7 @@
 """List the upstream bugs that this project fixes, from the adaptors' own records.
 
-The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` tell them; the
-ledger tells their patches.
+The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` print this list; the
+ledger lists the patches that fix them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_npu.patching.versions import admits
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of upstream, fixed at one or several places.
+    """An upstream bug that is fixed in one or more places.
 
     Attributes:
         effect: what goes wrong.
-        until: which version has the fix.
+        until: the version that has the fix.
         targets: ``module:Qual.name`` of the functions that are fixed.
-        versions: PEP 440 specifiers of the versions that have the bug; an empty one stands for all.
-        devices: where it shows.
-        wrong_numbers: the fix changes losses, gradients or what is logged of them, and is applied with
-            ``MEGATRON_NPU_BACKPORT=1`` only; others are fixed always.
-        cured_in_own_programs: the trainings of this project have the fix without that.
+        versions: PEP 440 specifiers of the versions that have the bug; an empty one means all.
+        devices: the devices on which it occurs.
+        wrong_numbers: whether the fix changes losses, gradients or their logged values. Such a fix is applied
+            only with ``MEGATRON_NPU_BACKPORT=1``; all others are always applied.
+        cured_in_own_programs: whether this project's own training commands have the fix without that setting.
     """
 
     effect: str
@@ -44,10 +44,10 @@ class Bug:
 
 
 def bugs(upstream: str) -> list[Bug]:
-    """Return the known bugs of ``upstream``, those with wrong numbers first.
+    """Return the known bugs of ``upstream``; those that give wrong numbers come first.
 
     Raises:
-        ModuleNotFoundError: there are no adaptors of that name.
+        ModuleNotFoundError: there are no adaptors for that upstream.
     """
     adaptors.register(upstream)
     patches = [patch for patch in registry.patches if patch.upstream == upstream and patch.upstream_bug]

@@ -1,7 +1,7 @@
-"""Look up patches by upstream symbol, by file of this project, or by the name in a guide.
+"""Look up patches by upstream symbol, by file in this project, or by the name used in a guide.
 
-Appendix A of the guide to Megatron-LM 285068c8 lists functions, each with the file of the adaptor that
-changes it. A file of ours holds another selection, so the guide's names are kept here.
+Appendix A of the guide to Megatron-LM 285068c8 lists functions, each with the adaptor file that changes it.
+Our files group the functions differently, so the guide's names are kept here.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ _SOME = 5  # close names that an error lists
 
 
 def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
-    """Return in a line how many of the guide's functions are replaced here, and how many run as they are.
+    """Return a line that says how many of the guide's functions are replaced here and how many only watched.
 
     Args:
-        patches: of the ledger.
-        name: of the device; patches for others do not count.
+        patches: patches from the ledger.
+        name: the device; patches for other devices are not counted.
 
     Returns:
-        An empty line if the patches are not those of all its functions.
+        An empty string if the patches do not cover all of the guide's functions.
     """
     kinds: dict[str, set[str]] = {target: set() for targets in GUIDE.values() for target in targets}
     for patch in patches:
@@ -90,13 +90,13 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
 
 
 def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches that match a name, in their order; all of them without a name.
+    """Return the patches that match any of the names, in their order, or all patches if no name is given.
 
-    A name is a file of the guide, with ``.py`` or without; or a part of a target, with dots or the colon, and
-    the guide's ``_init_`` for ``__init__``; or a part of our file's path.
+    A name is a file of the guide, with or without ``.py``; a part of a target, with dots or a colon, and with
+    the guide's ``_init_`` for ``__init__``; or a part of the path of one of our files.
 
     Raises:
-        UsageError: a name stands for none.
+        UsageError: a name matches no patch.
     """
     patches = list(patches)
     found = [_named(name, patches) for name in names]
@@ -134,7 +134,7 @@ def _remedy(name: str) -> str:
 
 
 def _close(name: str, patches: list[Patch]) -> str:
-    """Return names like ``name``, for an error: compared with whole names and with their last parts."""
+    """Return names similar to ``name``, for an error message; compare whole names and their last parts."""
     if name.removesuffix(".py") in GUIDE:
         return "one of the patches of this Megatron"
     known: dict[str, str] = {guide: guide for guide in GUIDE}

@@ -28,14 +28,14 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class Number:
-    """A ``type`` for ``add_argument`` with a description of the accepted values.
+    """A ``type`` for ``add_argument`` that parses a number and describes the accepted values.
 
     Attributes:
         expected: the accepted values, as named in an error message.
-        kind: the type that parses the text.
+        kind: the type that parses the string.
         least: the smallest accepted number; -inf: any finite one.
         most: the largest accepted number; inf: any finite one.
-        metavar: the placeholder of the number in ``--help``.
+        metavar: the placeholder for the number in ``--help``.
     """
 
     expected: str
@@ -48,7 +48,7 @@ class Number:
         """Return the number.
 
         Raises:
-            Unfit: the text is not such a number.
+            Unfit: the string is not an accepted number.
         """
         try:
             value = self.kind(text)
@@ -75,16 +75,15 @@ _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def byte_size_or_0(text: str) -> int:
-    """Read a number of bytes, or 0 for none."""
+    """Parse a number of bytes; 0 is accepted and means none."""
     return 0 if text.strip() == "0" else byte_size(text)
 
 
 def byte_size(text: str) -> int:
-    """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``; also used as a ``type`` for
-    ``add_argument``.
+    """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``; also a ``type`` for ``add_argument``.
 
     Raises:
-        Unfit: the text is not a positive number of bytes.
+        Unfit: the string is not a positive number of bytes.
     """
     amount = text.upper().removesuffix("B")
     digits = amount.rstrip("KMG")
@@ -95,7 +94,7 @@ def byte_size(text: str) -> int:
 
 
 class _Help(argparse.HelpFormatter):
-    """Short metavars, and behind each help text the default that it does not name itself, or "required"."""
+    """A help formatter with short metavars that appends "required", or the default if it is not named."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return metavar_of(action)
@@ -114,7 +113,7 @@ def metavar_of(action: argparse.Action) -> str:
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return a flag's default as typed on a command line, or nothing for switches and flags without one."""
+    """Return a flag's default as typed on a command line; empty if it has none, or is a switch."""
     default = action.default
     if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
         return ""
@@ -124,8 +123,7 @@ def default_of(action: argparse.Action) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ``UsageError`` instead of exiting, and suggests the nearest flags for an unknown
-    one.
+    """A parser that raises ``UsageError`` instead of exiting, and suggests the flags nearest to unknown ones.
 
     Args:
         prog: the command as typed by the user.
@@ -150,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         """Return the help of the flags whose name, help or group title contains a keyword.
 
         Raises:
-            UsageError: there is no such flag.
+            UsageError: no flag contains the keyword.
         """
         formatter, word, found = self._get_formatter(), keyword.casefold(), False
         for group in self._action_groups:
@@ -174,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _answer_keyword(self, args: Any) -> None:
-        """Print the help of ``--help=KEYWORD`` and end, where it was asked for."""
+        """If the arguments contain ``--help=KEYWORD``, print the help for that keyword and exit."""
         words = sys.argv[1:] if args is None else list(args)
         words = words[: words.index("--")] if "--" in words else words
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
@@ -205,9 +203,9 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _refuse_misspelt(self, args: Any) -> None:
-        """Refuse what no flag takes, before the required flag that it was to be; only after a complaint.
+        """Raise an error about an unknown flag, if there is one: it is likely a misspelt required flag.
 
-        A help text that was asked for has been printed by then, with what is required in it.
+        Called only after parsing has failed. If ``--help`` was given, the help has already been printed.
         """
         with self._nothing_required(), contextlib.suppress(argparse.ArgumentError):
             values, unknown = self.parse_known_args(args)
@@ -229,7 +227,7 @@ class Parser(argparse.ArgumentParser):
                 one.required = True
 
     def _asked(self, values: argparse.Namespace) -> Parser:
-        """Return the parser whose flags were typed: this one, or ``prune``'s in ``checkpoint prune``."""
+        """Return the parser that parsed the flags: this one, or a subcommand's (``checkpoint prune``)."""
         for dest, parsers in self._parsers_of_actions().items():
             return parsers.get(getattr(values, dest), self)
         return self
@@ -239,7 +237,7 @@ class Parser(argparse.ArgumentParser):
         return {one.dest: one.choices for one in choosers}
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Refuse what no flag takes; the nearest known ones of the first are named."""
+        """Raise an error if there are unknown flags, with suggestions for the first one."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
@@ -266,7 +264,7 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among the choices, with our message in the place of argparse's."""
+        """Reject a value that is not among the choices, with our error message instead of argparse's."""
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             raise UsageError(f"{name} {value!r}", " or ".join(map(str, action.choices)), self._remedy())

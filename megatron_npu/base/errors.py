@@ -1,4 +1,4 @@
-"""``UsageError``, an error that a user can fix (given, expected, remedy), and errors of the file system."""
+"""``UsageError``, an error that a user can fix (given, expected, remedy), and file system errors."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class UsageError(Exception):
         remedy: an instruction that fixes the problem.
 
     Attributes:
-        blames_caller: whether a library rejected its arguments; in a user's program the faulty line is the
-            user's, which only the traceback shows.
+        blames_caller: whether a library rejected its arguments; the faulty line is then in the user's
+            program, and only the traceback shows it.
     """
 
     blames_caller = False

@@ -27,9 +27,9 @@ PRIVATE = 0o027  # what is taken from the modes of new files and folders: the gr
 
 
 def tighten_umask() -> int:
-    """Remove at least the modes of ``PRIVATE`` from new files of this process; return the previous umask.
+    """Remove at least the permissions in ``PRIVATE`` from this process's new files; return the old umask.
 
-    A stricter umask of the user is kept.
+    A stricter user umask is kept.
     """
     former = os.umask(0o077)  # only setting it tells what it was
     os.umask(former | PRIVATE)
@@ -37,8 +37,7 @@ def tighten_umask() -> int:
 
 
 def lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, as editors and JSON
-    do.
+    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, like editors and JSON.
 
     ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
     """
@@ -57,7 +56,7 @@ def partial_folder(path: Path) -> Path:
 
 
 def claim(stream: IO[bytes]) -> None:
-    """Lock an open temporary file as being written; the lock ends with the process, however it ends.
+    """Lock an open temporary file to mark it as being written; the lock is released when the process ends.
 
     On a file system without locks nothing is locked, and ``remove_abandoned`` keeps the files.
     """
@@ -68,7 +67,7 @@ def claim(stream: IO[bytes]) -> None:
 def remove_abandoned(path: Path) -> list[Path]:
     """Remove the temporary files of ``path`` that killed processes left behind, and return their names.
 
-    Pass only files that were claimed while they were written: a file without a lock is removed.
+    Use this only for files that their writers lock (``claim``): unlocked files are removed.
     """
     removed = []
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
@@ -89,7 +88,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """Return why no file can be created in an existing folder; empty if one can.
+    """Return why no file can be created in an existing folder; empty if one can be created.
 
     This creates an unnamed file, because ``os.access`` returns true for root even in folders such as /proc.
     """
@@ -101,12 +100,12 @@ def refusal(folder: Path) -> str:
 
 
 def own_opener(path: str, flags: int) -> int:
-    """Open a file (``open(..., opener=own_opener)``), but not through a link that another user has made.
+    """Open a file (``open(..., opener=own_opener)``), but do not follow a link that another user created.
 
-    In a folder that several users write, such a link would let this user write into a file of its own.
+    In a folder that several users can write to, such a link could make this user overwrite their own files.
 
     Raises:
-        PermissionError: there is such a link.
+        PermissionError: the file is a link that another user created.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -124,9 +123,9 @@ def own_opener(path: str, flags: int) -> int:
 
 
 def others(path: str | Path) -> str:
-    """Return how somebody else can have written a file or folder, for an error; empty: nobody can.
+    """Return why another user could have written a file or folder, for an error message; empty: none could.
 
-    Root and this user count as nobody else.
+    Root and the current user do not count.
     """
     try:
         status = os.stat(path)
@@ -141,7 +140,7 @@ def others(path: str | Path) -> str:
 
 
 def _is_private(group: int) -> bool:
-    """Return whether a group is the one that many systems make for each user, of that user's name."""
+    """Return whether a group is the user's private group: it has the user's name and no other members."""
     try:
         own, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
@@ -150,18 +149,18 @@ def _is_private(group: int) -> bool:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file atomically: at any time it is either the old or the complete new one.
+    """Write a file atomically: at any time, either the old or the complete new file exists.
 
     Args:
         path: its final name.
-        content: text is encoded as UTF-8.
+        content: the content; a string is encoded as UTF-8.
     """
     with writing(path) as stream:
         stream.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def name(error: BaseException | None, path: str | Path) -> None:
-    """Add the file's name to operating-system errors in the block that lack it."""
+    """Add the file's name to operating-system errors in the block that do not contain one."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
@@ -198,7 +197,7 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
             two renames, the next call of this function or of ``restore_replaced`` restores the old folder.
 
     Raises:
-        OSError: ``path`` exists, is not an empty folder, and ``replace`` is off.
+        OSError: ``path`` exists and is not an empty folder, and ``replace`` is off.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,8 +224,8 @@ def replace_folder(path: Path, new: Path) -> None:
 
     Args:
         path: the destination. If the process is killed between the two renames, ``restore_replaced`` restores
-            it.
-        new: the folder, on the same file system.
+            the old folder.
+        new: the folder to move, on the same file system.
 
     Raises:
         OSError: the folder cannot be moved; the old one stays.
@@ -242,11 +241,11 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 def restore_replaced(parent: Path, names: str = "*") -> None:
-    """Restore folders whose replacement was interrupted; remove those that have been replaced.
+    """Restore folders whose replacement was interrupted; remove old folders whose replacement is complete.
 
     Args:
         parent: the folder that contains them.
-        names: a pattern of the folder names to consider.
+        names: a pattern for the folder names to consider.
     """
     for replaced in parent.glob(_replaced_folder(Path(names)).name):
         path = parent / replaced.name.removeprefix(".").removesuffix(_REPLACED)
@@ -267,7 +266,7 @@ def sync(stream: IO[bytes]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the entries of a folder to disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

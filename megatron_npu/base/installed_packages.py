@@ -1,4 +1,4 @@
-"""Find out whether and where a package is installed, without importing it."""
+"""Find whether and where a package is installed, without importing it."""
 
 from __future__ import annotations
 

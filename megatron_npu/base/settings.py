@@ -41,10 +41,10 @@ class Variable:
 
     Attributes:
         name: the name of the variable.
-        default: the value if it is unset or empty.
+        default: the value used if the variable is unset or empty.
         help: its purpose, in one sentence.
         choices: the accepted values; empty: all that ``type`` accepts.
-        type: parses the text, like a ``type`` of ``argparse``; raises ``Unfit`` for values that are not
+        type: parses the string, like a ``type`` for ``argparse``; raises ``Unfit`` for values that are not
             accepted.
     """
 
@@ -58,12 +58,12 @@ class Variable:
         VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the effective text, checked by ``value``."""
+        """Return the effective value as a string, checked by ``value``."""
         self.value()
         return self._text()
 
     def value(self) -> object:
-        """Return the effective text converted by ``type``, for instance to a number.
+        """Return the effective value converted by ``type``, for instance to a number.
 
         Raises:
             UsageError: the value is not accepted by ``choices`` or ``type``.
@@ -79,11 +79,10 @@ class Variable:
             ) from None
 
     def read(self, text: str) -> object:
-        """Return ``text`` converted by ``type``; also used as the ``type`` of the flag that sets the
-        variable.
+        """Return ``text`` converted by ``type``; also the ``type`` of the flag that sets the variable.
 
         Raises:
-            Unfit: neither ``choices`` nor ``type`` accepts the text.
+            Unfit: ``choices`` or ``type`` does not accept ``text``.
         """
         if self.choices and text not in self.choices:
             near = difflib.get_close_matches(text, self.choices) if len(self.choices) > _FEW else []
@@ -312,10 +311,10 @@ def check() -> None:
 
 
 def _torchs_safety_is_on() -> None:
-    """Check that torch's own variable does not let ``torch.load`` run code.
+    """Check that torch's own environment variable does not let ``torch.load`` execute code from files.
 
     Raises:
-        UsageError: it does, and ``MEGATRON_NPU_TRUST_FILES`` does not say that it may.
+        UsageError: the variable is set, but ``MEGATRON_NPU_TRUST_FILES`` does not allow it.
     """
     given = os.environ.get(_UNSAFE_TORCH, "")
     if given.lower() in ("1", "y", "yes", "true") and not TRUST_FILES.enabled():  # as torch reads it
@@ -328,8 +327,7 @@ def _torchs_safety_is_on() -> None:
 
 @functools.cache
 def operation_names() -> frozenset[str]:
-    """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: the operations of ``megatron_npu/ops`` and their
-    groups.
+    """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: operations in ``megatron_npu/ops``, and groups.
 
     They are read from the source files, because settings are checked before any operation is imported.
     """

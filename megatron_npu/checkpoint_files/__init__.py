@@ -1,1 +1,1 @@
-"""Files beside a checkpoint's tensors: checksums, the folder's lock, comparison of replicas."""
+"""Checksums, locks and per-machine parts of checkpoints, and comparison of replicas."""

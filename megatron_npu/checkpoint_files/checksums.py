@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files: written on save, verified on load.
 
 They detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can change
-its checksum. They are 128-bit XXH3 from the package xxhash, at more than 10 GB/s, so the disk is the
-bottleneck. Sizes and small files are compared first; large files are compared by a thread during loading,
-which completes only if they are undamaged.
+its checksum. They are 128-bit XXH3 digests, computed with the xxhash package at more than 10 GB/s, so the
+disk is the bottleneck. Sizes and small files are compared first; a thread compares large files during
+loading, and loading succeeds only if they are undamaged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 def write(folder: Path) -> None:
     """Write the checksums of all files in ``folder``. All ranks must call this after all files are written.
 
-    Ranks divide the work: each shard of torch_dist is hashed by the rank that wrote it, from its machine's
-    page cache; folders ``mp_rank_…`` of the format torch in turn. If each machine keeps a part, its ranks
-    hash the files of that part, and each part gets the checksums of all files.
+    Ranks divide the work: each torch_dist shard is hashed by the rank that wrote it, from its machine's page
+    cache; the ``mp_rank_…`` folders of the torch format are assigned to ranks in turn. If each machine keeps
+    only a part, its ranks hash the files of that part, and each part gets the checksums of all files.
 
     Raises:
         FileNotFoundError: a rank does not see a file that another rank wrote, or a shard named in the index
@@ -73,7 +73,7 @@ def forget(folder: Path) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks (0 and 1 in a run of one process)."""
+    """Return this rank and the number of ranks (0 and 1 in a single-process run)."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -89,7 +89,7 @@ def _gathered(own: Any, ranks: int) -> list[Any]:
 
 
 def renew(path: Path) -> None:
-    """Write the checksum of one file again after it was changed on purpose. Only one process may do this."""
+    """Update the checksum of one file after an intended change. Only one process may do this."""
     recorded = path.parent / NAME
     if recorded.is_file():
         content = json.loads(recorded.read_text(encoding="utf-8"))
@@ -104,13 +104,13 @@ _WHOLE = "--load-last-good loads the newest undamaged checkpoint there."
 def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     """Verify the checksums of files while the block loads them. All ranks must call this.
 
-    Each rank verifies a part of the files (``_readers``). Loaded data are valid only after the block has
-    ended: a damaged file raises an error there. If the block fails on some ranks, each of them reports the
-    damage in its own part.
+    Each rank verifies a part of the files (``_readers``). Loaded data is valid only after the block has
+    ended: if a file is damaged, the end of the block raises an error. If the block fails on some ranks, each
+    of them reports the damage in its own part.
 
     Args:
-        folder: folder of the checkpoint; without checksums nothing is verified.
-        remedy: advice for a damaged file.
+        folder: the checkpoint folder; if it has no checksums, nothing is verified.
+        remedy: advice in case of a damaged file.
 
     Raises:
         UsageError: a file is damaged; raised on every rank, unless the block failed.
@@ -142,10 +142,10 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
 
 
 def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
-    """Compare the sizes of all files with those that were written, and read nothing.
+    """Compare the sizes of all files with the recorded sizes, without reading their contents.
 
     Raises:
-        UsageError: naming what is missing or of another size.
+        UsageError: a file is missing or has another size; the error names it.
     """
     entries, faults = _entries(folder)
     faults += [f"{name} {fault}" for name in entries if (fault := _size_fault(folder / name, entries[name]))]
@@ -153,7 +153,7 @@ def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
 
 
 def _is_being_written(folder: Path) -> bool:
-    """Return whether a command of ours compares what it writes, before it has its name and checksums."""
+    """Return whether one of our commands is still writing a folder, to be verified before the rename."""
     return any(parent.name.endswith(".partial") for parent in (folder, folder.parent))
 
 
@@ -189,23 +189,23 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return the problems of a checkpoint's files; without checksums, only missing shards."""
+    """Return the problems with a checkpoint's files; without checksums, only missing shards."""
     entries, faults = _entries(folder)
     return sorted({*faults, *_faults(folder, entries, entries)})
 
 
 def of_other_sizes(folder: Path) -> list[str]:
-    """Return files that are missing or have the wrong size; contents are not read."""
+    """Return the files that are missing or have the wrong size; contents are not read."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
     return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
 
 
 def _entries(folder: Path) -> tuple[Entries, list[str]]:
-    """Return the recorded checksums, none where there are none; and what is missing or wrong with them.
+    """Return the recorded checksums (empty if there are none), and the problems found with them.
 
-    They are those of the files that were there when they were written; the index names all that must be.
-    Files that lie on other machines' disks are left out.
+    Checksums cover the files that existed when they were written; the index names all required shards. Files
+    that are on other machines' disks are left out.
     """
     away = disks.absent(folder)
     faults = [f"{name} is missing" for name in index.missing(folder) if name not in away]
@@ -224,7 +224,7 @@ def _faults(
     at_once: int = _AT_ONCE,
     stop: threading.Event | None = None,
 ) -> list[str]:
-    """Return what is wrong with these files; reading and hashing do not hold the interpreter's lock."""
+    """Return the problems with these files; the GIL is released while they are read and hashed."""
     ordered = sorted(names)
     with ThreadPoolExecutor(at_once) as pool:
         faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
@@ -279,7 +279,7 @@ def _all(folder: Path) -> Iterable[Path]:
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
-    """Return the rank that hashes a file of those found: see ``write``."""
+    """Return the rank that hashes the file ``path``, one of ``found``; see ``write``."""
     if (number := _number(path)) is not None:
         return number % ranks
     if path.parent.name.startswith("mp_rank_"):
@@ -288,15 +288,15 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that has written a shard of torch_dist, by its name; None: it is none."""
+    """Return the rank that wrote a torch_dist shard, taken from its name; None: the file is not a shard."""
     number = path.name.removeprefix("__").split("_")[0]
     return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
 
 
 def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
-    """Return the rank that compares each file: the one that has written it, if as many ranks have.
+    """Return the rank that verifies each file: its writer, if the same number of ranks wrote the checkpoint.
 
-    It loads that file too, so that it comes to its machine once. Otherwise ranks take turns.
+    The writer also loads that file, so its machine reads it only once. Otherwise ranks take turns.
     """
     found = {name: Path(name) for name in sorted(names)}
     if {_number(path) for path in found.values()} - {None} == {*range(ranks)}:
@@ -337,7 +337,7 @@ def _entry(path: Path) -> list[int | str]:
 
 
 def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
-    """Return the checksum of a file, None if it is wanted no more."""
+    """Return the checksum of a file; None if ``stop`` was set in the meantime."""
     import xxhash
 
     digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)

@@ -1,4 +1,4 @@
-"""Machines that each keep a part of every checkpoint on their own disk (``--save-per-machine``).
+"""Save checkpoints in parts, each on its machine's own disk (``--save-per-machine``).
 
 Ranks that see the same folder under one path share a disk, and the first of them acts for it. Each disk has
 the shards of its own ranks and all small files: index, description, checksums, and ``machine.json``, which
@@ -40,8 +40,8 @@ class Disks:
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
-        hosts: the host name of each such first rank.
-        group: process group of these first ranks on the host; None: this rank is not one of them.
+        hosts: the host name of each of these first ranks.
+        group: a gloo process group of these first ranks; None: this rank is not one of them.
     """
 
     of_rank: tuple[int, ...]
@@ -61,10 +61,10 @@ class Disks:
 
 @dataclass
 class _Run:
-    """The run of this process.
+    """State of the current run.
 
     Attributes:
-        saves_into: where it saves; None: all ranks share one folder.
+        saves_into: the disks that it saves to; None: all ranks share one folder.
     """
 
     saves_into: Disks | None = None
@@ -79,7 +79,7 @@ def several() -> Disks | None:
 
 
 def leads() -> bool:
-    """Return whether this rank or process acts for its disk."""
+    """Return whether this rank acts for its disk; rank 0 does if all ranks share one."""
     return not dist.is_initialized() or dist.get_rank() == (
         0 if _run.saves_into is None else _run.saves_into.first
     )
@@ -96,7 +96,7 @@ def forget() -> None:
 
 
 def _found(folder: Path) -> Disks | None:
-    """Return the disks under the name of a folder, which is made if need be; None if all see the same."""
+    """Find which ranks see the same disk under ``folder``, creating it if needed; None if all ranks do."""
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     error = None
     try:
@@ -120,7 +120,7 @@ def _found(folder: Path) -> Disks | None:
 
 
 def _seen(folder: Path, names: list[str]) -> list[int]:
-    """Return the ranks whose marks are seen here."""
+    """Return the ranks whose marks are visible on this rank."""
     end = time.monotonic() + _PATIENCE
     while True:
         there = [rank for rank, name in enumerate(names) if (folder / name).is_file()]
@@ -139,9 +139,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def absent(folder: Path) -> dict[str, str]:
-    """Return the files of a checkpoint that are on other machines, with their machine; empty if it is
-    complete.
-    """
+    """Return the checkpoint files that are on other machines, with the machine; empty if none are."""
     elsewhere = _record(folder).get("elsewhere")
     if not isinstance(elsewhere, dict):
         return {}
@@ -149,7 +147,7 @@ def absent(folder: Path) -> dict[str, str]:
 
 
 def told(folder: Path) -> str | None:
-    """Return a description of the part of a checkpoint in a folder; None: it is complete."""
+    """Describe the part of a checkpoint that is in a folder; None if the checkpoint is complete."""
     away = absent(folder)
     if not away:
         return None
@@ -162,7 +160,7 @@ def require_whole(folder: Path) -> None:
     """Check that a checkpoint to be read by one process is complete and not one machine's part.
 
     Raises:
-        UsageError: it is a part.
+        UsageError: the folder holds only a part.
     """
     if part := told(folder):
         raise UsageError(
@@ -193,7 +191,7 @@ def complete(folder: Path) -> None:
     All ranks must call this after all have written; it does nothing if they share one folder.
 
     Raises:
-        FileNotFoundError: the index names a shard that no machine has. On all ranks.
+        FileNotFoundError: the index names a shard that no machine has. Raised on all ranks.
     """
     if _run.saves_into is None:
         return
@@ -206,7 +204,7 @@ def complete(folder: Path) -> None:
 
 
 def _spread(folder: Path, disks: Disks) -> str | None:
-    """Do what ``complete`` does, on the first rank of a disk; return a shard that is nowhere."""
+    """Implement ``complete`` on the first rank of a disk; return a shard that no machine has, or None."""
     listed: list[Any] = [None] * len(disks.hosts)
     folder.mkdir(parents=True, exist_ok=True)  # none of its ranks may have written
     own = _names(folder)
@@ -227,7 +225,7 @@ def _spread(folder: Path, disks: Disks) -> str | None:
 
 
 def publish(tracker: Path) -> None:
-    """Copy the tracker that rank 0 wrote to every machine. All ranks must call this."""
+    """Copy the tracker file that rank 0 wrote to every machine. All ranks must call this."""
     if _run.saves_into is None or _run.saves_into.group is None:
         return
     there = [tracker.is_file()]
@@ -237,7 +235,7 @@ def publish(tracker: Path) -> None:
 
 
 def _is_shard(name: str) -> bool:
-    """Return whether a file belongs to the machine of the rank that has written it."""
+    """Return whether a file is kept only on the machine of the rank that wrote it."""
     return name.endswith(".distcp") or name.startswith("mp_rank_")
 
 
@@ -251,7 +249,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
-    """Send a file to the other ranks of a group, of which those write it who want it. Collective."""
+    """Send a file to the other ranks of a group; only ranks with ``wanted`` write it. Collective."""
     is_source = dist.get_rank() == source
     size = [path.stat().st_size if is_source else 0]
     dist.broadcast_object_list(size, source, group=group)
@@ -279,7 +277,7 @@ def whole(folder: Path | None) -> Iterator[None]:
     Machines that have parts send each other the missing files, which are removed after the block.
 
     Args:
-        folder: folder of the checkpoint; None on all ranks: there is none to load.
+        folder: the checkpoint folder; None on all ranks: there is nothing to load.
 
     Raises:
         UsageError: some files are on no machine. Raised on all ranks.
@@ -315,7 +313,7 @@ def whole(folder: Path | None) -> Iterator[None]:
 
 
 def _bring(folder: Path, disks: Disks, brought: list[Path]) -> list[str]:
-    """Fetch what this disk lacks, for which this rank acts; return what is nowhere."""
+    """Fetch the files that this rank's disk lacks; return those that no machine has."""
     listed: list[Any] = [None] * len(disks.hosts)
     dist.all_gather_object(listed, (_names(folder), sorted(absent(folder))), group=disks.group)
     places = {first: set(own) for first, (own, _) in zip(disks.hosts, listed, strict=True)}

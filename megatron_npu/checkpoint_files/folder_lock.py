@@ -19,13 +19,13 @@ _held: set[int] = set()  # descriptors
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder, creating it if necessary; return the lock for ``release``.
+    """Lock a folder, creating it if necessary; return the lock, which ``release`` takes.
 
-    None: the file system has no locks, so nothing is rejected.
+    Returns None if the file system has no locks: no run is rejected then.
 
     Raises:
-        UsageError: another run holds it.
-        OSError: the folder cannot be made.
+        UsageError: another run holds the lock.
+        OSError: the folder cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -49,7 +49,7 @@ def hold(folder: Path) -> int | None:
 
 
 def _opened(path: Path) -> int:
-    """Open the file, which is made; another user's, or a link of theirs, is only read, which suffices."""
+    """Open the lock file, creating it if needed; open another user's file, or their link, read-only."""
     try:
         return files.own_opener(str(path), os.O_RDWR | os.O_CREAT)
     except PermissionError:

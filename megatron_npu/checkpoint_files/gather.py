@@ -15,8 +15,8 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     """Copy the parts of one checkpoint into a new folder; return it and its number of files.
 
     Args:
-        parts: the folder of the iteration on each machine's disk.
-        root: where to create the folder of the same name.
+        parts: the iteration's folder on each machine's disk.
+        root: the folder in which to create a folder of the same name.
 
     Raises:
         UsageError: the parts do not belong together, a file is missing or damaged, or the folder exists
@@ -46,16 +46,16 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
 
 
 def _identity(part: Path) -> tuple[str, list[bytes]]:
-    """Return what all parts of one save have in common."""
+    """Return what must be identical in all parts of one save."""
     paths = [part / name for name in (checksums.NAME, index.NAME)]
     return part.name, [path.read_bytes() for path in paths if path.is_file()]
 
 
 def _files(parts: Sequence[Path]) -> dict[str, Path]:
-    """Return where each file of the checkpoint lies.
+    """Return where each file of the checkpoint is.
 
     Raises:
-        UsageError: some lie in none of the parts.
+        UsageError: some files are in none of the parts.
     """
     found: dict[str, Path] = {}
     for part in parts:

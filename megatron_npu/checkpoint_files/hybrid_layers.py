@@ -1,8 +1,8 @@
-"""Read the checkpoint of a hybrid model into a GPT: two layers of the file are one of the model.
+"""Read the checkpoint of a hybrid model into a GPT: two layers in the file are one layer of the model.
 
-Megatron-LM deprecates ``GPTModel`` in favour of ``HybridModel``, whose layer pattern ``*-*-`` (``*E*E`` with
-experts) computes what a GPT of two layers does. The hybrid keeps the attention of layer *i* in its layer
-*2i*, and the MLP in *2i + 1*. Upstream's main loads a GPT's checkpoint into a hybrid, not the reverse.
+Megatron-LM deprecates ``GPTModel`` in favor of ``HybridModel``, whose layer pattern ``*-*-`` (``*E*E`` with
+experts) computes the same as a GPT with two layers. The hybrid keeps the attention of layer *i* in its layer
+*2i*, and the MLP in *2i + 1*. Upstream's main branch loads a GPT checkpoint into a hybrid, not the reverse.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _AS_A_GPT = re.compile(r"(\*-)+|(\*E)+")
 
 
 def layers_of_gpt(pattern: str) -> int:
-    """Return how many layers the GPT has that computes what a hybrid of ``pattern`` does.
+    """Return the number of layers of the GPT that computes the same as a hybrid with ``pattern``.
 
     Args:
         pattern: ``--hybrid-layer-pattern``; ``|`` between pipeline stages.
 
     Raises:
-        UsageError: no GPT does.
+        UsageError: no GPT computes the same.
     """
     layers = pattern.replace("|", "")
     if not _AS_A_GPT.fullmatch(layers):
@@ -40,16 +40,16 @@ def layers_of_gpt(pattern: str) -> int:
 
 
 def is_of_hybrid(keys: Iterable[str]) -> bool:
-    """Whether the weights of a checkpoint are a hybrid's, by their names."""
+    """Return whether a checkpoint's weights are those of a hybrid, judging by their names."""
     return any(key.startswith(_FINAL_NORM) for key in keys)
 
 
 def point_at(wanted: dict[str, Any]) -> None:
-    """Look for a GPT's weights, and what an optimizer has of them, where a hybrid's checkpoint has them.
+    """Map a GPT's weights and optimizer state to where a hybrid's checkpoint stores them.
 
     Args:
-        wanted: what ``sharded_state_dict`` of a model or optimizer has returned. Keys and axes are changed,
-            the names under which the model finds its weights are not.
+        wanted: the ``sharded_state_dict`` of a model or optimizer. Keys and axes are changed in place; the
+            names under which the model finds its weights are not.
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 
@@ -73,7 +73,7 @@ def _moved(entry: Any) -> Any:
 
 
 def _layer_of(entry: Any) -> int:
-    """Return the number of the layer, which is the first axis."""
+    """Return the layer number, which is the offset along the first axis."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -83,7 +83,7 @@ def _layer_of(entry: Any) -> int:
 
 
 def _without_layers(entry: Any) -> Any:
-    """Remove the axis of the layers, also from what a factory makes later."""
+    """Remove the layer axis, also from the tensors that a factory builds later."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint in torch's format: read which shards it names, without unpickling it."""
+"""The index of a checkpoint in torch's format: find which shards it names, without unpickling it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 
 
 def shards(folder: Path) -> set[str]:
-    """Return the names of the files that contain a checkpoint's tensors; empty without an index."""
+    """Return the names of the files that contain a checkpoint's tensors; empty if there is no index."""
     try:
         return {name.decode() for name in _SHARD.findall((folder / NAME).read_bytes())}
     except OSError:

@@ -1,4 +1,4 @@
-"""Remove a checkpoint such that an interrupted removal leaves none that looks complete."""
+"""Remove a checkpoint so that an interrupted removal never leaves one that looks complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def remove(path: Path) -> None:
     """Remove a checkpoint, or a link to one.
 
     Raises:
-        UsageError: it cannot be removed.
+        UsageError: the checkpoint cannot be removed.
     """
     doomed = files.partial_folder(path)
     try:

@@ -1,7 +1,7 @@
 """Check that weights and gradients of data-parallel replicas are bitwise identical.
 
-If a bit flips in a rank's memory, a core computes wrong products, or a program changes weights on one rank
-only, nothing raises, but the replicas diverge. Each rank sends a digest of 16 bytes; if they differ, digests
+If a bit flips in a rank's memory, a core computes wrong results, or a program changes weights on one rank
+only, no error is raised, but the replicas diverge. Each rank sends a 16-byte digest; if they differ, digests
 of all tensors follow, to name the first differing tensor and the ranks with another value.
 """
 
@@ -26,7 +26,7 @@ class ReplicasDifferError(RuntimeError):
         what: ``weight`` or ``gradient of``.
         name: name of the first tensor that differs.
         ranks: all ranks, grouped by equal values; the largest group first.
-        others: number of further tensors that differ.
+        others: how many other tensors differ.
     """
 
     def __init__(self, what: str, name: str, ranks: Sequence[Sequence[int]], others: int) -> None:
@@ -62,11 +62,11 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
 
     Args:
         what: ``weight`` or ``gradient of``.
-        named: name and tensor, in the same order on all ranks.
+        named: names and tensors, in the same order on all ranks.
         group: the ranks; None: all.
 
     Raises:
-        ReplicasDifferError: they differ; raised on every rank of the group.
+        ReplicasDifferError: the tensors differ; raised on every rank of the group.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -76,7 +76,7 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return 16 bytes that depend on every bit of a tensor, of any shape and dtype, on any device."""
+    """Return a 16-byte digest of every bit of a tensor, of any shape and dtype, on any device."""
     import xxhash
 
     host: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -100,7 +100,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
-    """Raise the error, from the digests of all tensors of each of ``ranks``."""
+    """Raise ``ReplicasDifferError``, given the digests of all tensors on each of ``ranks``."""
     names = dict.fromkeys(name for each in digests for name in each)
     differing = [name for name in names if len({each.get(name) for each in digests}) > 1]
     first = [each.get(differing[0]) for each in digests]
@@ -114,8 +114,8 @@ def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
 def check_megatron(chunks: Sequence[nn.Module]) -> None:
     """Check the weights of a Megatron model. All ranks must call this, with parameters gathered.
 
-    Dense weights are the same on all data- and context-parallel ranks; experts' weights on the ranks of
-    expert data parallelism.
+    Dense weights must be the same on all data- and context-parallel ranks, and experts' weights on all ranks
+    of expert data parallelism.
 
     Args:
         chunks: the model chunks of this rank, with or without ``DistributedDataParallel``.
@@ -156,7 +156,7 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def _check_both(what: str, found: Sequence[tuple[str, Tensor, nn.Parameter]]) -> None:
-    """Compare dense parameters and those of experts, each on the ranks that have them alike."""
+    """Compare dense parameters and expert parameters, each within the group whose ranks replicate them."""
     from megatron.core import parallel_state
 
     dense = [(name, tensor) for name, tensor, p in found if getattr(p, "allreduce", True)]

@@ -1,8 +1,8 @@
-"""Check that all ranks of a run see the same shared folder, and report a one-line error if not.
+"""Check that all ranks of a run see the same shared folder, and raise a one-line error if they do not.
 
-Machines with separate disks under the same path would each write a part of a checkpoint, which is noticed
-only when it is loaded. On a network file system, a rank that does not see a file retries for a while, because
-such file systems cache missing entries for some seconds.
+Machines with separate disks under the same path would each write a part of a checkpoint, which would go
+unnoticed until it is loaded. On a network file system, a rank that does not see a file retries for a while,
+because such file systems cache missing entries for some seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHOWN = 8  # machines in one line
 def require(flag: str, folder: Path, otherwise: str = "") -> None:
     """Check that every rank sees a file that rank 0 creates in a folder. All ranks must call this.
 
-    If rank 0 cannot write to the folder, the first real write reports that.
+    If rank 0 cannot write to the folder, nothing is checked; the first real write reports the problem.
 
     Args:
         flag: the flag that names the folder.
@@ -45,7 +45,7 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
         otherwise: an alternative for the user, as the end of a sentence.
 
     Raises:
-        UsageError: some ranks do not see it; raised on all ranks, naming their machines.
+        UsageError: some ranks do not see the file; raised on all ranks, naming their machines.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -67,15 +67,15 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
 
 
 def require_same(flag: str, folder: str | Path, found: str | None) -> None:
-    """Check that all ranks found the same in a folder. All ranks must call this.
+    """Check that all ranks found the same checkpoint in a folder. All ranks must call this.
 
     Args:
         flag: the flag that names the folder.
         folder: the folder as given.
-        found: name of this rank's checkpoint; None: there is none.
+        found: name of the checkpoint that this rank found; None: it found none.
 
     Raises:
-        UsageError: they found different things; raised on all ranks, naming the machines.
+        UsageError: ranks found different checkpoints; raised on all ranks, naming the machines.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -98,7 +98,7 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
 
     Args:
         folder: folder of a checkpoint written by all ranks.
-        names: the files that this rank knows.
+        names: the files that this rank knows of.
 
     Raises:
         FileNotFoundError: some ranks do not see a file; raised on all ranks, naming the file and the
@@ -129,7 +129,7 @@ def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
 
 
 def _made(folder: Path) -> Path | None:
-    """Return a new file in a folder, which is made if need be; None where it cannot be."""
+    """Create a new file in a folder, creating the folder if needed; return None if this fails."""
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,14 +148,14 @@ def _is_of_one_machine(folder: Path) -> bool:
 
 
 def _gathered(own: Any) -> list[tuple[Any, str]]:
-    """Return what each rank says, and the name of its machine."""
+    """Return the values of all ranks, each with the host name of its machine."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (own, socket.gethostname()))
     return parts
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Return the machines with ranks of which something holds, each with the first of these ranks."""
+    """Name the machines with a rank for whose value ``of`` is true, each with its first such rank."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

@@ -26,11 +26,10 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def require_as_downloaded(folder: Path) -> int:
-    """Compare the weights in a folder with the hub's checksums, if it has any; return the number of compared
-    files.
+    """Compare the weights in a folder with the hub's checksums, if it has any; return how many were compared.
 
     Raises:
-        UsageError: a file differs from the downloaded one.
+        UsageError: a file differs from the published one.
     """
     known = 0
     for file in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
@@ -68,7 +67,7 @@ def _sha256(file: Path) -> str:
 
 
 def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Log weights with values that no trained model has; return their names.
+    """Log which weights have values that no trained model has; return their names.
 
     Args:
         where: the source of the weights.
@@ -88,7 +87,7 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
-    """Do the same for models loaded from a checkpoint without checksums; return the names.
+    """Call ``tell_of_implausible`` for models loaded from a checkpoint without checksums; return the names.
 
     Checkpoints with checksums have already been verified.
     """
@@ -98,7 +97,7 @@ def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value; infinity where one is no number."""
+    """Return the largest absolute value; infinity if the tensor contains NaN."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return 0.0
     least, most = torch.aminmax(tensor.detach())

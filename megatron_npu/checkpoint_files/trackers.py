@@ -1,4 +1,4 @@
-"""Detect a tracker that names an older checkpoint than the newest one in its folder."""
+"""Detect a tracker file that names an older checkpoint than the newest one in its folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_npu.checkpoint_files import checksums
 
 @functools.cache
 def tell_of_newer(place: Path) -> None:
-    """Warn once, on rank 0, if there are newer checkpoints than the one that a tracker names.
+    """Warn once, on rank 0, if there are newer checkpoints than the one that a tracker file names.
 
-    Only checkpoints with checksums count, because these are written last.
+    Only checkpoints with checksums count, because checksums are written last.
 
     Args:
         place: folder of that checkpoint, such as ``iter_0000003``.

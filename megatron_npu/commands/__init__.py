@@ -1,1 +1,1 @@
-"""``megatron-npu COMMAND``: the table of commands, and the commands without their own package."""
+"""``megatron-npu COMMAND``: the table of commands, and the commands that have no package of their own."""

@@ -1,5 +1,4 @@
-"""The ``megatron-npu`` command: run a subcommand, and print bad input as a one-line error with exit code
-2."""
+"""The ``megatron-npu`` command: run a subcommand; bad input gives a one-line error and exit code 2."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ def _unknown(name: str) -> UsageError:
 
 
 def _for_absent_scripts(argv: list[str]) -> list[str]:
-    """Return the command line, with ``generate`` for a script of older trees that this one does not have."""
+    """Replace ``run generate_samples_gpt.py`` with ``generate`` if this checkout has no such script."""
     script = argv[1] if argv[0] == "run" and argv[1:] else ""
     if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
         return argv
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
-    """Answer what names no command (help, the version, an unknown word); None: it names one."""
+    """Handle help, version and unknown commands; return the exit code, or None for a known command."""
     if not argv or argv[0] in ("-h", "--help"):
         return _say(_usage(), 0 if argv else 2)
     if argv[0] in _VERSION or (argv[0] in COMMANDS and argv[1:2] and argv[1] in _VERSION):
@@ -219,7 +218,7 @@ def _answer_without_command(argv: list[str]) -> int | None:
 
 
 def _run_heard(argv: list[str]) -> int:
-    """Run a command that exists, with settings that are checked and a Ctrl-C that is heard."""
+    """Run an existing command after checking the settings, and handle Ctrl-C."""
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
@@ -237,7 +236,7 @@ def _run_heard(argv: list[str]) -> int:
 
 
 def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
-    """Return what to say of an error and the exit code; None: its traceback says more."""
+    """Return the error message and exit code; None if the traceback should be shown instead."""
     if isinstance(error, ModuleNotFoundError):
         told = _absent(error)
         return None if told is None else (str(told), 2)
@@ -252,7 +251,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
 
 
 def _say(text: str, code: int) -> int:
-    """Print a text; return the exit code, or what it is where that cannot be written."""
+    """Print a text; return ``code``, or 1 if it cannot be printed."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -265,7 +264,7 @@ def _say(text: str, code: int) -> int:
 
 
 def _reader_is_gone() -> int:
-    """Return the exit code where a reader (head, say) has seen enough."""
+    """Return the exit code for a closed pipe: its reader (such as ``head``) has ended."""
     _drop_output()
     return 1
 
@@ -282,9 +281,9 @@ def _write_any_character() -> None:
 
 
 def _write_whole_lines() -> None:
-    """Under ``python -u``, as torchrun starts ranks, write lines and not parts of them: ranks share a pipe.
+    """Write whole lines even under ``python -u``, with which torchrun starts ranks: they share a pipe.
 
-    ``print`` hands over the text and the end of the line apart, and another rank's may come between.
+    ``print`` writes the text and the line feed separately, so another rank's output could come between them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
@@ -292,7 +291,7 @@ def _write_whole_lines() -> None:
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:
-    """Return what to say where a module of this package misses one that it needs; None: it is another's."""
+    """Return the error for a required package that is missing in one of our modules; else None."""
     name = error.name or ""
     asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [module for module in asking if not module.startswith("importlib")]
@@ -322,7 +321,7 @@ def rapidformer() -> int:
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Prepare for a command that needs no torch: one that only says its help, or only reads sources."""
+    """Prepare a command that needs no torch, because it only prints its help or only reads source files."""
     if _asks_for_help(argv):
         return inert_packages.for_help()
     if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in _flags(argv)):

@@ -43,9 +43,7 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Import adaptors only for the patches that they record; packages that are not installed stay inert
-    afterwards.
-    """
+    """Import adaptors only for the patches that they record; missing packages stay inert afterwards."""
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))
@@ -60,7 +58,7 @@ def _absent(names: Sequence[str]) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds an inert module for the packages named, and for every module below them."""
+    """A finder that supplies inert modules for the named packages and all their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -78,14 +76,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Module(types.ModuleType):
-    """A module in which every name is there, and inert."""
+    """A module in which every name exists and is inert."""
 
     def __getattr__(self, name: str) -> Any:
         return _inert(name, self.__name__)
 
 
 class _Inert(type):
-    """The type of what is taken from an inert module: a class, as it may be inherited from."""
+    """The metaclass of names in inert modules: they are classes, so that others can inherit from them."""
 
     def __getattr__(cls, name: str) -> Any:
         return _inert(name, f"{cls.__module__}.{cls.__qualname__}")

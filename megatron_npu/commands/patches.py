@@ -60,7 +60,7 @@ def check(argv: list[str], prog: str = "megatron-npu check") -> int:
     """Compare a Megatron with the pins without importing it.
 
     Returns:
-        0 if every patch can be applied, 1 if upstream has drifted too far for a patch, 2 for bad usage.
+        0 if every patch can be applied, 1 if upstream has drifted too far for some patch, 2 for bad usage.
 
     Raises:
         UsageError: no Megatron is found, or no patch is recorded for it.
@@ -94,11 +94,11 @@ def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
 def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
     """Write the pin file of a Megatron: fingerprints of all patched functions and classes.
 
-    Pins of modules that this Megatron lacks (the wheel of megatron-core has no training scripts) are kept
-    from the replaced pin file.
+    Pins of modules that this Megatron lacks (the megatron-core wheel has no training scripts) are kept from
+    the previous pin file.
 
     Returns:
-        0, or 1 if a target is missing; it is then left out and named.
+        0, or 1 if targets are missing; these are left out and named.
 
     Raises:
         UsageError: no Megatron is found, no patch is recorded for it, or the folder is not writable.
@@ -127,7 +127,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
 
 
 def ledger(argv: list[str], prog: str = "megatron-npu ledger") -> int:
-    """Show the state of every patch after importing the modules that they change.
+    """Show the state of every patch after importing the modules that the patches change.
 
     Returns:
         0, or 1 if a patch failed.
@@ -197,7 +197,7 @@ def _find(options: argparse.Namespace) -> Upstream:
 
 
 def _records(found: Upstream) -> list[Patch]:
-    """Return the patches for this version of upstream; their adaptors are imported, which only records."""
+    """Import the adaptors, which only records patches, and return those for this version of upstream."""
     if found.name not in megatrons.NAMES:
         raise UsageError(f"unknown upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
     adaptors.register(found.name)
@@ -212,7 +212,7 @@ def _records(found: Upstream) -> list[Patch]:
 
 
 def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
-    """Return the patches of the packages that this Megatron has at all, say ``megatron/training``."""
+    """Return the patches whose package, such as ``megatron/training``, this Megatron contains."""
 
     def ships(module: str) -> bool:
         parts = module.split(".")[:2]
@@ -242,7 +242,7 @@ def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
 
 
 def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
-    """Import ``modules`` with the hook armed; by default ``named``, without those all that have patches."""
+    """Import ``modules`` with the hook armed: by default ``named``, or else every module that has patches."""
     if str(found.root) not in map(os.path.realpath, sys.path):
         sys.path.insert(0, str(found.root))
     sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
@@ -256,10 +256,10 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
 
 
 def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
-    """Import a module of upstream; return why it cannot be.
+    """Import a module of upstream; return the reason if it cannot be imported, otherwise None.
 
     Raises:
-        UsageError: it is not there, and the user has asked for it.
+        UsageError: the module does not exist, and the user has asked for it.
     """
     try:
         importlib.import_module(name)
@@ -322,7 +322,7 @@ def _ours(group: list[Verdict]) -> list[str]:
 
 
 def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
-    """Return what is wrong first, then what is changed but fits, then the rest: a line for each target."""
+    """Return a report with one entry per target: failures first, then compatible changes, then the rest."""
     groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
     lines = [f"{found.name} {found.version} in {found.root}", _pins_in_words(found)]
     for group in groups:
@@ -333,7 +333,7 @@ def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
 
 
 def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
-    """Yield a target's line, and where it is not as it was, those that say what is changed."""
+    """Yield the lines about one target; if it differs from its pin, they describe the change."""
     worst, ours = group[0], ", ".join(_ours(group))
     if worst.fails or worst.drifted:
         yield f"{'FAILS' if worst.fails else 'warns':<5}  {worst.target}"
@@ -348,7 +348,7 @@ def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
 
 
 def _pins_in_words(found: Upstream) -> str:
-    """Say which pins count: those of this version, and where it has none or differs, those of the others."""
+    """Describe which versions' pins are used: this version's and, if needed, those of others."""
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:

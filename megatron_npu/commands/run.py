@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script; return 0 (SystemExit of the script ends this process with the same code).
+    """Run the script; return 0 (if it raises SystemExit, this process ends with the same code).
 
     Raises:
         UsageError: the script is missing or not given, is a stock script that cannot work here, or the
@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
 
 
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Refuse a script whose own Megatron another one hides.
+    """Reject a script if Python would import another Megatron than the script's own.
 
-    A Megatron of old is a regular package, which Python prefers to megatron-core's namespace package
-    (from 0.16 on) wherever on the path it stands.
+    Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
+    later), regardless of their order on the path.
     """
     own = megatrons.inside(tree)
     imported = megatrons.find() if own else None
@@ -88,7 +88,7 @@ def _require_own_tree(script: Path, tree: Path) -> None:
 
 
 def _script(command: list[str]) -> Path:
-    """Return the script, with its links resolved, that a command line begins with."""
+    """Return the script that a command line begins with, with links resolved."""
     if not command:
         raise UsageError("no script", "SCRIPT ARGUMENTS...", "For example: megatron-npu run pretrain_gpt.py")
     script = Path(command[0])

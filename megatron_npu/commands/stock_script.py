@@ -1,6 +1,6 @@
 """The guide's ``pretrain_gpt.py`` and ``main.py``: run the stock script of the same name.
 
-The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script,
+The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script, and
 ``pretrain_gpt.py`` over the stock one, which is then read from git.
 """
 
@@ -36,7 +36,7 @@ def main(file: str, name: str) -> int:
 
 
 def _checkout(standing: Path, name: str) -> Path:
-    """Return the Megatron-LM that is named, that the script was moved into, or that this project lies in."""
+    """Return the configured Megatron-LM checkout, or the one that contains the script or this project."""
     named = settings.MEGATRON_PATH.get()
     roots = [Path(named)] if named else [standing.parent, *standing.parents[2:3]]
     for root in roots:
@@ -50,7 +50,7 @@ def _checkout(standing: Path, name: str) -> Path:
 
 
 def _run_replaced(root: Path, name: str) -> int:
-    """Run the stock script that the guide's ``mv`` has overwritten, as git has it."""
+    """Run the stock script that the guide's ``mv`` has overwritten, as committed in git."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, Path(name).name)
         script.write_bytes(_committed(root, name))

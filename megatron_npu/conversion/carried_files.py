@@ -22,7 +22,9 @@ _VOCABULARIES = frozenset(
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copy the existing ones of these files and ``config.json`` to another folder, which is created.
+    """Copy ``config.json``, the tokenizer and the generation settings, if they exist, to another folder.
+
+    The folder is created if needed.
 
     Raises:
         UsageError: a link points outside the source folder.
@@ -35,7 +37,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the tokenizer of one folder to another, replacing the one there.
+    """Copy the tokenizer of one folder to another, replacing the tokenizer there.
 
     Raises:
         UsageError: a link points outside the source folder.
@@ -66,13 +68,13 @@ def _templates(folder: Path) -> Iterator[Path]:
 
 
 def _inside(path: Path, folder: Path) -> Path:
-    """Return where the content of a file is, which may be a link, but not to somewhere else on this machine.
+    """Return the path of a file's content, following a link unless it points outside the folder.
 
-    What is copied is given away with the checkpoint. The cache of huggingface_hub is made of links:
-    ``snapshots/REVISION/tokenizer.json`` is one to ``blobs/HASH``.
+    The copied content is passed on with the checkpoint, so it must not include unrelated files. The cache of
+    huggingface_hub consists of links: ``snapshots/REVISION/tokenizer.json`` points to ``blobs/HASH``.
 
     Raises:
-        UsageError: it leads out of the folder.
+        UsageError: the link points outside the folder.
     """
     home, real = folder.resolve(), path.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]

@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_memory_back() -> None:
-    """Let what one model has had be free for the next one, whose tensors have other sizes."""
+    """Return freed memory to the system, because the next model's tensors have other sizes."""
     malloc.return_freed_memory()
     os.environ.setdefault("MEGATRON_NPU_KEEP_MEMORY", "0")
     malloc.map_each_tensor()
@@ -122,10 +122,10 @@ def _give_memory_back() -> None:
 
 @contextlib.contextmanager
 def _enough_memory(source: str) -> Iterator[None]:
-    """Turn an allocation that has failed in the block into one line.
+    """Report a failed allocation inside the block as a one-line error.
 
     Raises:
-        UsageError: one has.
+        UsageError: an allocation failed.
     """
     try:
         yield
@@ -140,7 +140,7 @@ def _enough_memory(source: str) -> Iterator[None]:
 
 
 def _check(args: Namespace) -> None:
-    """Check what can be checked without reading the files."""
+    """Check the flags as far as possible without reading the files."""
     if args.origin == args.target:
         raise UsageError(
             f"--from {args.origin} --to {args.target}", "two different formats", "Change --from or --to."

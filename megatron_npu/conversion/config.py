@@ -44,7 +44,7 @@ _HARMLESS_VALUES: dict[str, Any] = {
 
 
 class Config:
-    """The keys of a ``config.json``, and which of them have been dealt with.
+    """The keys of a ``config.json``, with a record of those already handled.
 
     Args:
         values: the keys.
@@ -59,10 +59,10 @@ class Config:
         self._seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, ``default`` if it is absent.
+        """Return the value of a key, or ``default`` if it is absent.
 
         Raises:
-            UsageError: it is absent, and there is no default.
+            UsageError: the key is absent, and there is no default.
         """
         self._seen.add(key)
         value = self._values.get(key, default)
@@ -74,7 +74,7 @@ class Config:
         """Return a value that must be a positive integer.
 
         Raises:
-            UsageError: it is absent, or something else.
+            UsageError: the key is absent, or its value is not a positive integer.
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 1:
@@ -85,7 +85,7 @@ class Config:
         """Return a value that must be a non-negative integer.
 
         Raises:
-            UsageError: it is absent, or something else.
+            UsageError: the key is absent, or its value is not a non-negative integer.
         """
         value = self.take(key, default)
         if not is_number(value) or value != int(value) or value < 0:
@@ -96,7 +96,7 @@ class Config:
         """Return a value that must be a non-negative number.
 
         Raises:
-            UsageError: it is absent, or something else.
+            UsageError: the key is absent, or its value is not a non-negative number.
         """
         value = self.take(key, default)
         if not is_number(value) or value < 0:
@@ -107,7 +107,7 @@ class Config:
         """Return a value that must be a string.
 
         Raises:
-            UsageError: it is absent, or something else.
+            UsageError: the key is absent, or its value is not a string.
         """
         value = self.take(key)
         if not isinstance(value, str):
@@ -115,10 +115,10 @@ class Config:
         return value
 
     def items(self, key: str) -> list[Any]:
-        """Return the elements of a list; none if it is absent.
+        """Return the elements of a list; empty if the key is absent.
 
         Raises:
-            UsageError: it is not a list.
+            UsageError: the value is not a list.
         """
         value = self.take(key, [])
         if not isinstance(value, list):
@@ -126,10 +126,10 @@ class Config:
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """Return the keys inside a key; none if it is absent.
+        """Return the keys of a nested object; empty if the key is absent.
 
         Raises:
-            UsageError: it is not an object.
+            UsageError: the value is not an object.
         """
         value = self.take(key, {})
         if not isinstance(value, dict):
@@ -137,10 +137,10 @@ class Config:
         return dict(value)
 
     def require(self, key: str, *allowed: Any, absent: Any = None) -> Any:
-        """Return the value of a key that must be one of the given values, of which the first is the default.
+        """Return the value of a key that must be one of the given values, the first of which is the default.
 
         Raises:
-            UsageError: it has another value.
+            UsageError: the key has another value.
         """
         value = self.take(key, allowed[0] if absent is None else absent)
         if value not in allowed:
@@ -156,7 +156,7 @@ class Config:
         return key in self._null
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys as read that have no effect on the model."""
+        """Mark keys that have no effect on the model as handled."""
         self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
@@ -182,7 +182,7 @@ class Config:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number of a plausible size."""
+    """Return whether a JSON value is a number of plausible magnitude."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
 
 
@@ -195,7 +195,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the keys of ``folder/config.json``.
 
     Raises:
-        UsageError: it does not exist, or is not a JSON object.
+        UsageError: the file does not exist, or is not a JSON object.
     """
     path = folder / NAME
     try:

@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def of_config(config: Config) -> Family:
-    """Return the family of a ``config.json``.
+    """Return the family to which a ``config.json`` belongs.
 
     Raises:
         UsageError: ``model_type`` is not supported, or the weights are quantized.
@@ -30,8 +30,9 @@ def of_config(config: Config) -> Family:
 
 
 def of_arguments(args: Namespace, before: str | None = None) -> Family:
-    """Return the family that can represent a checkpoint of the built-in trainer; ``Family.config`` checks the
-    details.
+    """Return the family that can represent a checkpoint of the built-in trainer.
+
+    ``Family.config`` checks the details.
 
     Args:
         args: the checkpoint's flags.

@@ -1,4 +1,4 @@
-"""Description of a model family: shared keys and tensors, and those of this family only."""
+"""The interface of a model family: its traits, and the mapping of its keys, flags and tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def traits(self) -> frozenset[str]:
-        """The traits of every checkpoint that only this family can represent."""
+        """The traits that every checkpoint of this family has."""
 
     @property
     def optional_traits(self) -> frozenset[str]:
@@ -97,8 +97,7 @@ class Family(ABC):
 
     @abstractmethod
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return tensors that files may contain although they are tied to another: name -> the other's
-        name."""
+        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Compare the rotation angles of two models for queries and keys at the end of the longest text.
+"""Compare the rotation angles of two models for queries and keys at the end of the longest supported text.
 
 Verification runs both models on a few tokens only, which does not show whether position scaling agrees beyond
 the original length of the model.
@@ -19,13 +19,12 @@ _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
 def length(args: Namespace) -> int:
-    """Return the number of tokens of the longest text."""
+    """Return the length in tokens up to which rotation angles are compared."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
 def theirs(model: Any, args: Namespace) -> Tensor | None:
-    """Return cosines and sines [2, positions, hn / 2] of a transformers model; None: it has no rotary
-    embedding.
+    """Return a transformers model's cosines and sines [2, positions, hn / 2]; None without rotary embedding.
 
     Args:
         model: the whole model, on the host.
@@ -41,7 +40,7 @@ def theirs(model: Any, args: Namespace) -> Tensor | None:
 
 
 def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
-    """Return the largest difference from the angles of a GPTModel.
+    """Return the largest difference between ``theirs`` and the cosines and sines of a GPTModel.
 
     Args:
         gpt: the model, on its device.

@@ -1,6 +1,6 @@
 """Run a model in fp32 while its weights stay in half precision: convert one matrix at a time.
 
-The whole model in fp32 would need twice the memory of the converted one.
+The whole model in fp32 would need twice the memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _ROWS = 8192  # of the output layer at a time
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in fp32 with the precision of ``dtype``."""
+    """Return a tensor in fp32 whose values are rounded to ``dtype``."""
     return tensor.to(dtype).float()
 
 
 def run(
     model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
 ) -> None:
-    """Compute a model in fp32 with weights rounded to ``dtype``.
+    """Make a model compute in fp32 with weights rounded to ``dtype``.
 
     Args:
         model: the model in evaluation mode.
@@ -45,7 +45,10 @@ def run(
 
 
 def _widen(module: Module, own: list[Parameter], dtype: torch.dtype) -> None:
-    """Widen vectors now, which may be used after the module's call; matrices while it lasts."""
+    """Convert vectors to fp32 permanently, and matrices only during the module's call.
+
+    Vectors may be used after the call, too.
+    """
     matrices = [parameter for parameter in own if parameter.dim() > 1]
     for parameter in own:
         if parameter.dim() <= 1:
@@ -74,5 +77,5 @@ def _replace_output(layer: Any, dtype: torch.dtype, returns_bias: bool) -> None:
 
 
 def logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product [..., V] in fp32 of hidden states [..., h] and an output layer [V, h]."""
+    """Return the logits [..., V] in fp32 from hidden states [..., h] and an output layer's weight [V, h]."""
     return torch.cat([F.linear(hidden, rounded(rows, dtype)) for rows in weight.split(_ROWS)], dim=-1)

@@ -31,10 +31,10 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 def require(*libraries: str) -> None:
-    """Check that Hugging Face libraries are installed.
+    """Check that the given Hugging Face libraries are installed.
 
     Raises:
-        UsageError: one is missing.
+        UsageError: a library is missing.
     """
     for library in libraries:
         if not is_installed(library):
@@ -49,7 +49,7 @@ class Source:
     """The tensors in a folder.
 
     Args:
-        folder: with ``model.safetensors`` or ``pytorch_model.bin``, or with shards and their index.
+        folder: a folder with ``model.safetensors`` or ``pytorch_model.bin``, or with shards and their index.
 
     Raises:
         UsageError: there are no weights, or they are damaged or differ from the hub's.
@@ -137,7 +137,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that hold the tensors of a folder."""
+    """Return the files that contain the tensors of a folder."""
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         if (folder / index).is_file():
             return _shards(folder / index)
@@ -202,7 +202,9 @@ def _write_shards(
     shards: Mapping[str, Mapping[str, Tensor]],
     writer: _Writer,
 ) -> None:
-    """Hand each tensor to the writer of its shard, which is begun with its first and ended with its last."""
+    """Send each tensor to its shard's writer, which is created for the first tensor and closed after the
+    last.
+    """
     home = {name: file for file, planned in shards.items() for name in planned}
     with contextlib.ExitStack() as stack:
         begun: dict[str, Generator[None, tuple[str, Tensor], None]] = {}
@@ -216,7 +218,7 @@ def _write_shards(
 
 
 def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a file of torch when all of its tensors have been sent."""
+    """Write a torch file once all of its tensors have been received."""
     content = {}
     for _ in planned:
         name, tensor = yield
@@ -225,10 +227,10 @@ def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[
 
 
 def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a file of safetensors, each tensor when it is sent.
+    """Write a safetensors file, each tensor when it is received.
 
-    The library wants all of them at once. The format is eight bytes that tell the length of the header, the
-    header in JSON, and the bytes of the tensors.
+    The safetensors library needs all tensors at once. The format is eight bytes with the length of the
+    header, the header in JSON, and the bytes of the tensors.
     """
     with open(file, "wb") as stream:
         stream.write(_header(planned))

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2: Conv1D weights, QKV as thirds, learned positions, the tanh form of GELU."""
+"""Hugging Face's GPT-2: Conv1D weights, QKV as three thirds, learned positions, tanh-approximated GELU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gpt2(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """See ``Family``."""
+        """GPT-2's traits; see ``Family``."""
         return frozenset({POSITIONS})
 
     def flags(self, config: Config) -> list[str]:
@@ -118,19 +118,18 @@ class Gpt2(Family):
         yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
 
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return a map from stored names to names in the weight map; OpenAI's own files lack the prefix."""
+        """Map stored names to names in the weight map; OpenAI's own files lack the prefix."""
         stored = list(stored)
         if any(name.startswith(_PREFIX) for name in stored):
             return {name: name for name in stored}
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return tensors that files may contain although they are tied to another: name -> the other's
-        name."""
+        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is a buffer: the causal mask, which old files store for each layer."""
+        """Return whether a tensor is a buffer: the causal mask, which old files contain for each layer."""
         if name.endswith(".attn.bias") and tensor.dim() == 4:
             return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
         return name.endswith(".attn.masked_bias") and tensor.numel() == 1

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and similar models: grouped queries, rotated halves, gated MLP, RMSNorm.
+"""Hugging Face's Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
 
 Each model type is a row of data, a ``Kind``: which biases it has, and whether it has a window or query and
 key norms. The code is shared.
@@ -47,19 +47,19 @@ class Kind(Family):
 
     Attributes:
         architecture: the transformers class.
-        mlp_bias_key: whether ``mlp_bias`` exists, which adds biases to the MLP, beside ``attention_bias``.
-        attention_bias_key: whether ``attention_bias`` exists, which adds biases to the QKV and output
+        mlp_bias_key: whether the key ``mlp_bias`` exists, which adds biases to the MLP.
+        attention_bias_key: whether the key ``attention_bias`` exists, which adds biases to the QKV and output
             projections.
-        qkv_bias: whether only queries, keys and values have biases, always.
+        qkv_bias: whether queries, keys and values, and nothing else, always have biases.
         window: the default of ``sliding_window``, 0 for none; None: this family has no windows.
         window_switch: whether ``use_sliding_window`` enables windows.
         window_layers: which layers have the window without ``layer_types``; see ``windows.Layers``.
         qk_norm: whether each head of queries and keys has an RMSNorm.
         head_dim_is_usual: whether transformers always writes ``head_dim``; otherwise only for unusual sizes.
         head_size: the default of ``head_dim``; None: hidden size / heads.
-        groups_optional: whether ``num_key_value_heads`` may be missing, so that each query head has its own
-            key.
-        whole_heads: whether transformers requires a hidden size that is a multiple of the heads.
+        groups_optional: whether ``num_key_value_heads`` may be missing, in which case each query head has its
+            own key.
+        whole_heads: whether transformers requires a hidden size that is a multiple of the number of heads.
         rotary_base, norm_epsilon: defaults of their keys.
     """
 
@@ -123,11 +123,11 @@ class Kind(Family):
         return [word for each in words for word in each] + switches
 
     def _mixture_flags(self, config: Config) -> dict[str, object]:
-        """Return the flags of experts."""
+        """Return the mixture-of-experts flags with their values."""
         return {}
 
     def _mixture_switches(self, config: Config) -> list[str]:
-        """Return the flags of experts that have no value."""
+        """Return the mixture-of-experts flags that take no value."""
         return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
@@ -154,14 +154,14 @@ class Kind(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """See ``Family``. A Mistral without a window is also a Llama."""
+        """The traits of a checkpoint; see ``Family``. A Mistral without a window is also a Llama."""
         always = bool(self.window) and not self.window_switch
         has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: always}
         return frozenset(flag for flag, there in has.items() if there)
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """See ``Family``."""
+        """The traits that only some models of this type have; see ``Family``."""
         may = {
             ATTENTION_BIAS: self.attention_bias_key,
             WINDOW: self.window is not None,
@@ -227,7 +227,7 @@ class Kind(Family):
         must_be(args, "--num-experts", None)
 
     def _own_keys(self, args: Namespace) -> dict[str, Any]:
-        """Return the keys that not every family has."""
+        """Return the keys that only some families have."""
         keys: dict[str, Any] = {}
         usual = args.kv_channels * args.num_attention_heads == args.hidden_size
         if self.head_dim_is_usual or not usual or rotary.needs_head_dim(args):
@@ -259,7 +259,7 @@ class Kind(Family):
         yield from self._mlp(args, number, ours, theirs)
 
     def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
-        """Yield what follows the attention of a layer."""
+        """Yield the mappings of a layer's MLP."""
         mlp = f"{theirs}.mlp"
         for kind in _kinds(args.add_bias_linear):
             yield concatenated(
@@ -269,13 +269,12 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Return a map from stored names to names in the weight map, which are the same."""
+        """Map stored names to names in the weight map, which are the same."""
         return {name: name for name in stored}
 
     @staticmethod
     def tied_weights(args: Namespace) -> dict[str, str]:
-        """Return tensors that files may contain although they are tied to another: name -> the other's
-        name."""
+        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}

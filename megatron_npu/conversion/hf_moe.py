@@ -37,7 +37,7 @@ class MixtureKind(Kind):
         experts_keys: keys of ``config.json`` for the number of experts, the usual one first.
         block: name of the module with the router and experts of a layer.
         parts: names of an expert's matrices: gate, up, down.
-        dense_layers: whether some layers may be dense and experts have their own size.
+        dense_layers: whether some layers may be dense and experts have their own intermediate size.
         norm_switch: whether ``norm_topk_prob`` selects normalized scores; otherwise they are always
             normalized.
         shared_expert: whether a gated shared expert processes every token.
@@ -78,7 +78,7 @@ class MixtureKind(Kind):
         return 2 if not self.norm_switch else None
 
     def _frequency(self, config: Config) -> dict[str, object]:
-        """Return ``--moe-layer-freq``, if there are dense layers."""
+        """Return ``--moe-layer-freq`` if there are dense layers."""
         layers, step = config.number("num_hidden_layers"), config.number("decoder_sparse_step", 1)
         dense = config.items("mlp_only_layers")
         pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
@@ -96,7 +96,7 @@ class MixtureKind(Kind):
         """Return whether the scores of a token's experts are normalized to sum to 1.
 
         Raises:
-            UsageError: they are, with one expert per token: its score would always be 1.
+            UsageError: they are normalized although each token has one expert, whose score would always be 1.
         """
         whole = not self.norm_switch or config.require("norm_topk_prob", False, True)
         if whole and config.number("num_experts_per_tok", self._default_topk()) == 1:
@@ -117,13 +117,13 @@ class MixtureKind(Kind):
 
     @property
     def traits(self) -> frozenset[str]:
-        """See ``Family``."""
+        """The traits that every model of this type has; see ``Family``."""
         shared = {SHARED_EXPERT} if self.shared_expert else set()
         return super().traits - self.optional_traits | {EXPERTS} | shared
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """See ``Family``."""
+        """The traits that only some models of this type have; see ``Family``."""
         return super().optional_traits | ({QKV_BIAS} if self.bias_switch else set())
 
     def _check_experts(self, args: Namespace) -> None:
@@ -196,7 +196,7 @@ def _first(value: Any) -> float:
 
 
 def _dense_layers(pattern: list[bool]) -> dict[str, object]:
-    """Return the keys that say which layers are dense: by a step if one says it."""
+    """Return the keys that specify the dense layers, as a step if the pattern is regular."""
     step = pattern.index(True) + 1
     if pattern == [(number + 1) % step == 0 for number in range(len(pattern))]:
         return {"decoder_sparse_step": step, "mlp_only_layers": []}

@@ -43,7 +43,7 @@ def write(
     Args:
         folder: the Hugging Face folder.
         found: the converted checkpoint.
-        args: its flags.
+        args: the checkpoint's flags.
         values: the keys of ``config.json``.
         dtype: Megatron's name for the dtype of the weights.
     """
@@ -66,7 +66,7 @@ def _origin(found: CheckpointInfo) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:
-    """Return the flags that are set, as rows; switches that are off say nothing."""
+    """Return a table of the flags that are set, without switches that are off."""
     rows = [
         f"| `--{name.replace('_', '-')}` | {'on' if value is True else value} |"
         for name, value in values.items()
@@ -91,13 +91,13 @@ def _training(found: CheckpointInfo, args: Namespace) -> Iterator[str]:
 
 
 def _data(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of datasets, without the folders of the machine that they were on."""
+    """Return the names of the datasets, without their folders."""
     words = [str(word) for name in _DATA for word in arguments.get(name) or []]
     return [f"`{Path(word).name}`" for word in words if not word.replace(".", "", 1).isdigit()]
 
 
 def _losses(found: CheckpointInfo) -> dict[str, float]:
-    """Return what the run's summary says of this very checkpoint."""
+    """Return the losses in the run's summary if it describes this checkpoint; otherwise an empty mapping."""
     try:
         summary = json.loads((found.path.parent / "summary.json").read_text(encoding="utf-8"))
         same = summary["iterations"] == found.iteration

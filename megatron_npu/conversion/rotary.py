@@ -19,13 +19,13 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
-    """Return the flags for the keys of transformers 5, of earlier versions, or of both.
+    """Return the flags for the rotary keys of transformers 5, of earlier versions, or of both.
 
     ``--max-position-embeddings`` is included if it differs from ``config.json``.
 
     Args:
         config: the keys.
-        usual_base: the family's base if the keys name none.
+        usual_base: the family's base, used if the keys name none.
 
     Raises:
         UsageError: the embedding is not in ``_KINDS``, or keys contradict each other.
@@ -48,9 +48,10 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
 
 
 def _agreeing(config: Config) -> dict[str, Any]:
-    """Return what the tables and the key beside them say together.
+    """Merge the rotary tables and the top-level ``rope_theta``; values that occur twice must be equal.
 
-    transformers 5 lets ``rope_scaling`` win, and 4 knows nothing of ``rope_parameters``.
+    Otherwise the versions would disagree: transformers 5 prefers ``rope_scaling``, and 4 ignores
+    ``rope_parameters``.
     """
     found: dict[str, Any] = {}
     tables = (config.table("rope_parameters"), config.table("rope_scaling"))
@@ -64,30 +65,30 @@ def _agreeing(config: Config) -> dict[str, Any]:
 
 
 class _Scaling:
-    """The keys of a scaling, and which of them have been dealt with; a method for each ``rope_type``.
+    """The keys of a rotary scaling; each is removed once handled. Each ``rope_type`` has a method.
 
     Args:
         config: all keys.
-        values: those of the tables, without base and type.
+        values: the keys of the tables, without base and type.
     """
 
     def __init__(self, config: Config, values: dict[str, Any]) -> None:
         self._config, self._values = config, values
 
     def default(self) -> dict[str, object]:
-        """Return nothing: it is the plain one."""
+        """Return no flags: the embedding is not scaled."""
         return {}
 
     def linear(self) -> dict[str, object]:
-        """Return the flags of positions that are divided."""
+        """Return the flags of linear scaling, which divides the positions."""
         factor = self._number("factor", least=1)
         # the scripts of Megatron read whole numbers alone: 2 and not 2.0
         return {"--rotary-seq-len-interpolation-factor": int(factor) if factor == int(factor) else factor}
 
     def dynamic(self) -> dict[str, object]:
-        """Return the flags of a base that grows with the text.
+        """Return the flags of dynamic scaling, whose base grows with the text length.
 
-        The key for the longest text is the length that it begins to grow behind.
+        Here ``max_position_embeddings`` is the length beyond which the base begins to grow.
         """
         factor, length = self._number("factor", least=1), self._config.number("max_position_embeddings")
         if factor > _MOST:
@@ -100,7 +101,7 @@ class _Scaling:
         }
 
     def llama3(self) -> dict[str, object]:
-        """Return the flags of Llama 3's scaling; those that megatron-core has built in say nothing."""
+        """Return the flags of Llama 3's scaling, without values that are built into megatron-core."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
         length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
@@ -115,11 +116,11 @@ class _Scaling:
         return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
 
     def _is_bare(self) -> bool:
-        """Return whether none of the keys beside the factor is there."""
+        """Return whether no key other than the factor is present."""
         return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
 
     def yarn(self) -> dict[str, object]:
-        """Return the flags of YaRN."""
+        """Return the flags of YaRN scaling."""
         factor = self._number("factor", least=1)
         weights = self._weights(factor)
         result: dict[str, object] = {
@@ -136,7 +137,7 @@ class _Scaling:
         return result
 
     def _weights(self, factor: float) -> tuple[float, float]:
-        """Return ``--mscale`` and ``--mscale-all-dim``, which say by what queries and keys are multiplied."""
+        """Return ``--mscale`` and ``--mscale-all-dim``, which determine the factor of queries and keys."""
         given = self._values.get("attention_factor")
         weights = self._number("mscale", 0.0, least=0), self._number("mscale_all_dim", 0.0, least=0)
         if given is None:
@@ -150,7 +151,7 @@ class _Scaling:
         return ((multiplier - 1) / unit, 0.0) if multiplier >= 1 else (0.0, (1 / multiplier - 1) / unit)
 
     def _length(self, default: int | None) -> int:
-        """Return the original length: the key beside the tables wins in transformers."""
+        """Return the original length; transformers prefers the top-level key to the one in the tables."""
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
@@ -168,10 +169,10 @@ class _Scaling:
         return value
 
     def finish(self) -> None:
-        """Check that no key is left over.
+        """Check that every key has been handled.
 
         Raises:
-            UsageError: one is, which this type of scaling does not have.
+            UsageError: a key is left over, because this type of scaling does not have it.
         """
         for key, value in self._values.items():
             raise self._config.refusal(f"rope_scaling {key}", value, "without this key")
@@ -199,7 +200,7 @@ def is_dynamic(args: Namespace) -> bool:
 
 
 def needs_head_dim(args: Namespace) -> bool:
-    """Return whether transformers needs the head size in ``config.json`` (5.24 does for a Mixtral)."""
+    """Return whether transformers needs the head size in ``config.json`` (5.24 does for Mixtral)."""
     return is_dynamic(args) or args.position_embedding_type == "yarn"
 
 

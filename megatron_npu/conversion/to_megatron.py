@@ -81,26 +81,29 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
 
 
 def _for_a_shell(words: list[str]) -> str:
-    """Return a line that a shell and ``$(cat …)`` take alike: no quotes for a pattern of --moe-layer-freq."""
+    """Join words into a line that a shell and ``$(cat …)`` read alike.
+
+    Patterns of --moe-layer-freq are therefore not quoted.
+    """
     return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
 
 
 def _tokenizer_kind(given: Namespace, source: Path, family: Family) -> str | None:
-    """Return the tokenizer that is asked for; 285068c8, which loads a GPT-2, has none but GPT-2's."""
+    """Return the requested tokenizer type; for 285068c8, which can load GPT-2, default to GPT-2's BPE."""
     both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
     of_285068c8 = given.ckpt_format == "torch" and POSITIONS in family.traits
     return given.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
 
 
 def _arguments(place: Path, flags: list[str]) -> Flags:
-    """Return the driver's arguments for a model that is saved and not trained."""
+    """Return the built-in trainer's arguments for a model that is only saved, not trained."""
     bare = ["--micro-batch-size", "1", "--train-iters", "0", "--save", str(place), "--no-plot"]
     without_state = ["--no-save-optim", "--no-save-rng"]
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
 def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn.Module:
-    """Return the model on the host, with the weights of the files."""
+    """Return the model on the host, filled with the weights from the files."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
@@ -109,7 +112,7 @@ def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn
 
 
 def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
-    """Save the model as the driver does."""
+    """Save the model as the built-in trainer does."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoints.save(
@@ -128,7 +131,7 @@ def _sizes(given: Namespace) -> tuple[int, int]:
 
 
 def _layout_flags(given: Namespace) -> list[str]:
-    """Return the flags of the layout that files of ranks are for, behind those of the model."""
+    """Return the flags of the layout for which per-rank files are written, to follow the model's flags."""
     if given.ckpt_format != "torch":
         return []
     tensor, pipeline = map(str, _sizes(given))
@@ -141,7 +144,7 @@ def _layout_flags(given: Namespace) -> list[str]:
 
 
 def _moved(args: Namespace, part: Path, final: Path) -> Namespace:
-    """Return the arguments with the tokenizer's files where they are going to be."""
+    """Return the arguments with the final paths of the tokenizer's files."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
     return Namespace(**{**vars(args), **there})
@@ -150,7 +153,7 @@ def _moved(args: Namespace, part: Path, final: Path) -> Namespace:
 def _save_for_ranks(
     given: Namespace, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
 ) -> None:
-    """Save the model in the files of ranks that 285068c8, or the scripts of megatron-core, load."""
+    """Save the model as per-rank files, which 285068c8 or megatron-core's scripts load."""
     torch_format.require_writable(args, *_sizes(given))
     with initialize.session(args):
         weights_of_all = dict(_filled(args, family, found).named_parameters())
@@ -158,7 +161,7 @@ def _save_for_ranks(
 
 
 def _name_final_paths(part: Path, final: Path) -> None:
-    """Let the checkpoint's description name the places that its files are going to have."""
+    """Replace the paths in the checkpoint's description by the final paths of its files."""
     found = checkpoint_description.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))

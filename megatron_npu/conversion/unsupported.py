@@ -18,7 +18,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
         shown: the expected value in the message, if the value itself is unclear.
 
     Raises:
-        UsageError: it has another value.
+        UsageError: the flag has another value.
     """
     name = name or flag[2:].replace("-", "_")
     found = getattr(args, name)
@@ -43,10 +43,10 @@ def common(args: Namespace) -> None:
 
 
 def window(args: Namespace) -> int | None:
-    """Return how many previous tokens a query attends to; None: all.
+    """Return the number of previous tokens to which a query attends; None: all.
 
-    ``--pre-tockens`` wins over megatron-core's ``--window-size``. ``--next-tockens`` only allows what the
-    causal mask forbids.
+    ``--pre-tockens`` takes precedence over megatron-core's ``--window-size``. ``--next-tockens`` has no
+    effect, because the causal mask excludes later tokens.
     """
     if args.pre_tokens is not None:
         return args.pre_tokens
@@ -55,13 +55,13 @@ def window(args: Namespace) -> int | None:
 
 
 def limiting_window(args: Namespace) -> int | None:
-    """Return the window if it is smaller than the sequence."""
+    """Return the window if it is smaller than the sequence; otherwise None."""
     before = window(args)
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
 
 def windows(args: Namespace) -> list[bool]:
-    """Return for each layer whether a window limits it."""
+    """Return for each layer whether its attention is limited by a window."""
     if limiting_window(args) is None:
         return [False] * args.num_layers
     skipped = args.window_attn_skip_freq
@@ -76,7 +76,7 @@ def no_window(args: Namespace) -> None:
     """Check that no window limits attention.
 
     Raises:
-        UsageError: a window does.
+        UsageError: a window limits it.
     """
     if any(windows(args)):
         before = limiting_window(args)

@@ -1,7 +1,7 @@
 """Verify a conversion: read both sides from disk, and compare tensors and logits.
 
-Both models run in fp32 on weights rounded to the converted dtype, so that only the order of sums differs.
-Only one model is in memory at a time, in the dtype in which it is stored.
+Both models run in fp32 with weights rounded to the converted dtype, so that only the order of summation
+differs. Only one model is in memory at a time, in the dtype in which it is stored.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sides(NamedTuple):
 
 
 def has_reference() -> bool:
-    """Return whether transformers, which runs the other model, is installed."""
+    """Return whether transformers, which runs the reference model, is installed."""
     return is_installed("transformers")
 
 
@@ -90,13 +90,13 @@ def verify(
 
     Args:
         sides: the two checkpoints.
-        args: the trainer's flags of the model.
+        args: the trainer's flags for the model.
         dtype: dtype of the converted weights, to which the other side is rounded.
         logits: also run both models.
         vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
 
     Raises:
-        UsageError: they differ.
+        UsageError: the two sides differ.
     """
     megatron, hf, family = sides
     tokens = _tokens(args.tokenizer_vocab_size, min(_TOKENS, args.max_position_embeddings))
@@ -182,7 +182,11 @@ def _first_line(error: Exception) -> str:
 def _compare_tensors(
     parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Namespace, dtype: torch.dtype
 ) -> int:
-    """Return how many tensors are equal, which is all of them."""
+    """Check that all tensors are bitwise identical; return their number.
+
+    Raises:
+        UsageError: a tensor differs.
+    """
     number = 0
     for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
         if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
@@ -196,7 +200,7 @@ def _compare_tensors(
 
 
 def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows of a tensor and of what is stored of it, both rounded."""
+    """Yield blocks of rows of a tensor with the corresponding stored rows, both rounded."""
     first = 0
     for rows in stored:
         ours = tensor[first : first + len(rows)] if tensor.dim() else tensor
@@ -207,12 +211,12 @@ def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Ite
 
 
 def _tokens(vocabulary: int, number: int) -> Tensor:
-    """Return tokens [1, s] drawn from the whole vocabulary, the same each time."""
+    """Return tokens [1, s] sampled from the whole vocabulary with a fixed seed."""
     return torch.randint(vocabulary, (1, number), generator=torch.Generator().manual_seed(0))
 
 
 def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logits [1, s, padded V] in fp32 on the host; the model is of no other use afterwards."""
+    """Return logits [1, s, padded V] in fp32 on the host; the model cannot be used afterwards."""
     embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
     fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
@@ -223,12 +227,12 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def _hf_results(
     folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what transformers computes on the host in fp32, without its fused attention.
+    """Return the results of transformers on the host in fp32, without its fused attention.
 
-    Logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
+    These are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
 
     Raises:
-        UsageError: it does not load the model.
+        UsageError: transformers cannot load the model.
     """
     import transformers
 

@@ -2,7 +2,7 @@
 
 ``to_hf`` also works on meta tensors: applied to the shape of Megatron's tensor it returns the required
 Hugging Face shapes. Shapes: ``h`` hidden size, ``np`` query heads, ``ng`` key and value heads, ``hn`` head
-size, ``f`` size of the MLP, ``V`` vocabulary.
+size, ``f`` MLP size, ``V`` vocabulary size.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class WeightMapping:
 
 
 def direct(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping of a tensor with the same layout on both sides."""
+    """Return the mapping for a tensor with the same layout on both sides."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0], lambda tensor: [tensor])
 
 
 def transposed(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping of a weight [out, in] that Hugging Face's Conv1D stores as [in, out]."""
+    """Return the mapping for a weight [out, in] that Hugging Face's Conv1D stores as [in, out]."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
 
 
 def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
-    """Return the mapping of a weight [n·f, h] that consists of ``n`` tensors [f, h].
+    """Return the mapping for a weight [n·f, h] that is the concatenation of ``n`` tensors [f, h].
 
     megatron-core's gated MLP has the gate first, then the other factor, as its ``glu`` splits them.
     """
@@ -55,7 +55,7 @@ def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
 
 
 def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> WeightMapping:
-    """Return the mapping of a weight [padded V, h], of which Hugging Face stores only the first V rows.
+    """Return the mapping for a weight [padded V, h], of which Hugging Face stores only the first V rows.
 
     The other rows are the mean of the real ones (see ``pretrain.checkpoint.vocab_padding``).
 
@@ -75,7 +75,7 @@ def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> We
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer, and the layout of their weights' rows.
+    """The heads of an attention layer, and the row layout of their weights.
 
     Attributes:
         queries: number of query heads, np.
@@ -91,7 +91,7 @@ class Heads:
     rotary_interleaved: bool = False
 
     def merge_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return ``linear_qkv`` [ng·(np/ng + 2)·hn, …] of query [np·hn, …], key and value [ng·hn, …].
+        """Merge query [np·hn, …], key and value [ng·hn, …] into ``linear_qkv`` [ng·(np/ng + 2)·hn, …].
 
         The order is group by group: the queries that share a key, the key, the value.
         """
@@ -100,21 +100,21 @@ class Heads:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of ``linear_qkv``; the inverse of ``merge_qkv``."""
+        """Split ``linear_qkv`` into query, key and value; the inverse of ``merge_qkv``."""
         rows = [self.queries // self.groups * self.size, self.size, self.size]
         parts = qkv.reshape(self.groups, sum(rows), *qkv.shape[1:]).split(rows, dim=1)
         query, key, value = (part.flatten(0, 1) for part in parts)
         return self.to_hf(query), self.to_hf(key), value
 
     def to_megatron(self, rows: Tensor) -> Tensor:
-        """Return the rows [heads·hn, …] of queries or keys in the order of Megatron's rotary embedding."""
+        """Reorder the rows [heads·hn, …] of queries or keys for Megatron's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
         return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2).flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """Return the rows [heads·hn, …] of queries or keys in the order of Hugging Face's embedding."""
+        """Reorder the rows [heads·hn, …] of queries or keys for Hugging Face's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
@@ -122,12 +122,12 @@ class Heads:
 
 
 def qkv(megatron: str, hf: Sequence[str], heads: Heads) -> WeightMapping:
-    """Return the mapping of ``linear_qkv`` and three projections; for weights and for biases."""
+    """Return the mapping between ``linear_qkv`` and three projections, for weights and biases."""
     return WeightMapping(megatron, tuple(hf), lambda tensors: heads.merge_qkv(*tensors), heads.split_qkv)
 
 
 def qk_norm(megatron: str, hf: str, heads: Heads) -> WeightMapping:
-    """Return the mapping of the weight [hn] of a norm of every query's or key's head."""
+    """Return the mapping for the norm weight [hn] that all query heads or all key heads share."""
     return WeightMapping(
         megatron,
         (hf,),
@@ -137,7 +137,10 @@ def qk_norm(megatron: str, hf: str, heads: Heads) -> WeightMapping:
 
 
 def fused_qkv(megatron: str, hf: str, heads: Heads) -> WeightMapping:
-    """Return the mapping of ``linear_qkv`` and GPT-2's ``c_attn``: thirds, and for the weight transposed."""
+    """Return the mapping between ``linear_qkv`` and GPT-2's ``c_attn``.
+
+    ``c_attn`` consists of three thirds, and its weight is transposed.
+    """
 
     def transpose(tensor: Tensor) -> Tensor:
         return tensor.t() if tensor.dim() == 2 else tensor

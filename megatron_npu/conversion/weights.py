@@ -1,4 +1,4 @@
-"""Apply a family's weight map in either direction, and check that no tensor is left over."""
+"""Apply a family's weight map in either direction, and check that every tensor is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Weights:
 
     Attributes:
         source: the files.
-        stored: name in the weight map -> name in the files.
+        stored: maps names in the weight map to names in the files.
     """
 
     source: Source
@@ -42,7 +42,7 @@ class Weights:
 
 
 def open_folder(folder: Path, family: Family) -> Weights:
-    """Return the tensors of a folder.
+    """Open the tensors of a folder.
 
     Raises:
         UsageError: there are no weights, or they are damaged.
@@ -58,7 +58,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
     stored; they are compared and skipped.
 
     Raises:
-        UsageError: names missing or unused tensors.
+        UsageError: tensors are missing or unused; the error names them.
     """
     wanted = _wanted(found, family, args)
     tied = family.tied_weights(args)
@@ -73,7 +73,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
 
 
 def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
-    """Return the names that the mappings use, once it is known that all of them are there."""
+    """Return the tensor names that the mappings use, after checking that all of them exist."""
     wanted: set[str] = set()
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
@@ -106,7 +106,7 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
     """Return Megatron's name for the dtype of all tensors in the weight map.
 
     Raises:
-        UsageError: they have several dtypes, or one that Megatron does not train in.
+        UsageError: the tensors have several dtypes, or a dtype that Megatron does not train in.
     """
     kinds = {found.source.dtype(found.stored[name]) for mapping in weight_map for name in mapping.hf}
     for name, dtype in DTYPES.items():
@@ -120,7 +120,7 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
 
 
 def stored_dtype(found: Weights) -> torch.dtype:
-    """Return the dtype of all stored tensors, or fp32 if there are several."""
+    """Return the dtype of the stored tensors, or fp32 if their dtypes differ."""
     kinds = {found.source.dtype(name) for name in found.source.names()}
     return getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
 
@@ -136,7 +136,7 @@ def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[Wei
     """Fill every parameter of a ``GPTModel`` on the host, one mapping at a time.
 
     Raises:
-        UsageError: a stored tensor has another shape than the target.
+        UsageError: a stored tensor does not have the target's shape.
     """
     unfilled = dict(targets)
     for mapping in weight_map:
@@ -147,10 +147,10 @@ def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[Wei
 
 
 def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence[Tensor]:
-    """Return the Hugging Face tensors of a mapping, which have the shapes that its inverse gives.
+    """Return the Hugging Face tensors of a mapping, after checking their shapes.
 
     Raises:
-        UsageError: naming the tensor that has not.
+        UsageError: a tensor's shape differs from the one that the mapping requires.
     """
     tensors = [found.read(name) for name in mapping.hf]
     expected = [part.shape for part in mapping.to_hf(target.detach().to("meta"))]
@@ -167,7 +167,7 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
 def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
     """Yield name and Hugging Face tensor for all parameters of a ``GPTModel``.
 
-    Every parameter is used exactly once; meta parameters give meta tensors.
+    Every parameter is used exactly once; meta parameters yield meta tensors.
     """
     unused = dict(sources)
     for mapping in weight_map:

@@ -17,7 +17,7 @@ _LIMIT = 28  # max_window_layers where config.json has no such key
 
 
 def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, object]:
-    """Return the flags of the windows; ``sliding_window`` counts the query's own token too.
+    """Return the window flags; ``sliding_window`` counts the query's own token too.
 
     Args:
         config: the keys of ``config.json``.
@@ -59,7 +59,7 @@ def _has_window(number: int, limit: int, which: Layers) -> bool:
 
 
 def _of_kinds(config: Config, kinds: Sequence[Any], expected: list[bool], *, free: bool) -> list[bool]:
-    """Return what ``layer_types`` says; another thing than the other keys only where that is ``free``."""
+    """Return the windows that ``layer_types`` specifies; unless ``free``, they must match the other keys."""
     found = [kind == _WINDOW for kind in kinds]
     known = len(kinds) == len(expected) and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
     if not known or (found != expected and not free):
@@ -72,7 +72,7 @@ def _kinds(layers: list[bool]) -> list[str]:
 
 
 def keys(args: Namespace, switch: bool, which: Layers) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the arguments of ``flags``."""
+    """Return the keys of ``config.json``; the inverse of ``flags``."""
     before, layers = unsupported.window(args), unsupported.windows(args)
     window = None if before is None else before + 1
     if not switch:

@@ -1,1 +1,1 @@
-"""Text to token ids to ``.bin/.idx``."""
+"""Convert text to token ids, and store these as ``.bin/.idx`` datasets."""

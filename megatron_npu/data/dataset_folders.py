@@ -1,7 +1,7 @@
 """Check that the files of a data folder do not make ``datasets`` read from elsewhere.
 
-The header of a ``README.md`` names data files, and ``state.json`` the files written by ``save_to_disk``. The
-package also accepts paths outside the folder and web addresses there.
+The header of a ``README.md`` names data files, and ``state.json`` names the files written by
+``save_to_disk``. In both, ``datasets`` also accepts paths outside the folder and web addresses.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``stat
 
 
 def require_own_files(folder: Path, given: str) -> None:
-    """Check that a folder of ``save_to_disk``, or of several, names only files and folders inside it.
+    """Check that a folder written by ``save_to_disk`` names only files and folders inside it.
 
     Args:
-        folder: a folder with ``state.json`` or ``dataset_dict.json``; other folders are left to the package.
+        folder: a folder with ``state.json`` or ``dataset_dict.json``; other folders are left to ``datasets``.
         given: the flag and its value, for the message.
 
     Raises:
-        UsageError: it names a path outside the folder.
+        UsageError: the folder's files name a path outside it.
     """
     splits = _texts(_content(folder / "dataset_dict.json").get("splits"))
     for split in splits:
@@ -40,7 +40,7 @@ def require_own_files(folder: Path, given: str) -> None:
 
 @contextlib.contextmanager
 def own_files_alone(name: str, given: str) -> Iterator[None]:
-    """Let ``datasets`` find data files only in a folder; for a name on the hub, only at addresses.
+    """Restrict ``datasets`` to data files in a folder; for a name on the hub, to web addresses.
 
     Args:
         name: the folder, or the name on the hub.
@@ -64,7 +64,10 @@ def own_files_alone(name: str, given: str) -> Iterator[None]:
 
 
 def _is_inside(pattern: str, base: str, folder: Path | None) -> bool:
-    """Return whether files of ``pattern``, from ``base`` on, may be read; see ``own_files_alone``."""
+    """Return whether files that match ``pattern`` relative to ``base`` may be read.
+
+    See ``own_files_alone``.
+    """
     if folder is None:
         return "://" in pattern or ("://" in base and _is_own(pattern))
     if "://" in f"{base}{pattern}" or "::" in pattern:
@@ -89,7 +92,7 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return what a file of JSON holds; nothing where that is for ``datasets`` to refuse."""
+    """Return the content of a JSON file; empty for invalid files, which ``datasets`` itself rejects."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The part of a batch for a context-parallel rank, with the interface of each megatron-core version."""
+"""Select the part of a batch for a context-parallel rank, through each megatron-core version's interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def part_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of tensors ``[b, s]``; the whole batch without context parallelism.
 
     Returns:
-        The same names, ``[b, s / cp]``: the two of 2 cp equal chunks that upstream assigns to this rank.
+        Tensors with the same names, ``[b, s / cp]``: the two of 2 cp equal chunks that upstream assigns to
+        this rank.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank

@@ -1,4 +1,4 @@
-"""The device of this process: selected once, from the available ones and ``MEGATRON_NPU_DEVICE``."""
+"""The device of this process: selected once, from the available ones or by ``MEGATRON_NPU_DEVICE``."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def present() -> list[str]:
 
 @cache
 def current() -> Device:
-    """Return the device of this process, which the first call selects."""
+    """Return the device of this process; the first call selects it."""
     return select(settings.DEVICE.get())
 
 
 def board_folder(folder: str) -> str:
-    """Return the TensorBoard folder of a run, whose name TensorBoard shows as the run's name.
+    """Return a run's TensorBoard folder; TensorBoard shows its name as the run's name.
 
-    The curves of a simulated device are in a subfolder whose name says so.
+    The curves of a simulated device are in a subfolder whose name says that they are simulated.
     """
     device = current()
     return str(Path(folder) / device.title.replace(" ", "-")) if device.simulated else folder

@@ -1,4 +1,4 @@
-"""The device interface of this package."""
+"""The interface that every device of this package implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Bytes on this process's device: in use, reserved by its allocator, and the peak in use."""
+    """Memory of this process's device in bytes: in use, reserved by its allocator, and the peak in use."""
 
     allocated: int
     reserved: int
@@ -31,7 +31,7 @@ class Device(ABC):
         backend: the ``torch.distributed`` backend for its tensors.
         is_host: whether it is the host: device memory is host memory, and the same cores compute and load
             data.
-        simulated: whether it is simulated: values are correct, times mean nothing.
+        simulated: whether it is simulated: values are correct, but timings are meaningless.
         group_buffers: the buffer sizes of process groups that the run selected (``hccl_buffers``).
     """
 
@@ -52,7 +52,7 @@ class Device(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number of devices of this machine; on a CPU, the number of processes that share it."""
+        """Return the number of devices on this machine; on a CPU, the number of processes that share it."""
 
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -60,15 +60,15 @@ class Device(ABC):
 
     @abstractmethod
     def set_current(self, index: int) -> None:
-        """Make device ``index`` the current one of this process."""
+        """Make device ``index`` the current device of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all queued work has run."""
+        """Wait until all queued work is complete."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator for random operations on the device."""
+        """Seed the generator used for random operations on the device."""
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
@@ -109,22 +109,22 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the memory in use, in bytes."""
+        """Return the device memory in use, reserved, and its peak, in bytes."""
 
     @abstractmethod
     def utilization(self) -> float | None:
         """Return the fraction of recent time in which the device was busy, for all processes.
 
-        A number from 0 to 1, or None if unknown.
+        The value is between 0 and 1, or None if unknown.
         """
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Reset ``memory().peak`` to the current use."""
+        """Reset ``memory().peak`` to the memory currently in use."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         """Return the replacement for each name in ``torch.cuda``; dotted names are in submodules.
 
-        Empty if ``torch.cuda`` already is the device's.
+        Empty if ``torch.cuda`` already is the device's own module.
         """
         return {}

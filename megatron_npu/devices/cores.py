@@ -1,7 +1,7 @@
-"""Distribute a machine's cores over the ranks of a CPU run: number of threads and their cores.
+"""Distribute a machine's cores over the ranks of a CPU run: number of threads, and which cores they use.
 
-torchrun starts several ranks with one thread each, unless OMP_NUM_THREADS is set, so most cores idle on a
-machine with more cores than ranks. In addition the kernel moves threads between cores, away from warm caches
+torchrun starts several ranks with one thread each, unless OMP_NUM_THREADS is set, so most cores are idle on a
+machine with more cores than ranks. In addition, the kernel moves threads between cores, away from warm caches
 and, on machines with several sockets, from their memory.
 """
 
@@ -35,7 +35,7 @@ class Former:
 
     Attributes:
         threads: torch's number of threads; None: unchanged.
-        cpus: the processors on which it may run; None: not bound.
+        cpus: the processors on which the process may run; None: not bound.
     """
 
     threads: int | None = None
@@ -47,8 +47,8 @@ def share() -> Former:
     """Assign this rank its share of the machine's cores, once; rank 0 logs it.
 
     Nothing changes with one rank, with fewer cores than ranks, or with MEGATRON_NPU_SHARE_CORES=0. A number
-    of threads, or a binding, that the user has set (OpenMP's variables, or other cores than the launcher's)
-    is kept. If other programs use the machine, no rank is bound.
+    of threads or a binding that the user has set (with OpenMP's variables, or by starting the ranks on other
+    cores than the launcher's) is kept. If other programs are using the machine, no rank is bound.
 
     Returns:
         The settings that ``give_back`` restores.
@@ -89,7 +89,7 @@ def give_back() -> None:
 
 
 def available() -> list[tuple[int, ...]]:
-    """Return the cores that this process may use, each with its hardware threads, by socket."""
+    """Return the cores that this process may use, ordered by socket, each with its hardware threads."""
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return [(cpu,) for cpu in range(os.cpu_count() or 1)]
     cores: dict[tuple[int, ...], list[int]] = {}
@@ -99,9 +99,10 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return (socket, first hardware thread of its core) of a hardware thread; unknown, it is a core.
+    """Return (socket, first hardware thread of the core) for a hardware thread.
 
-    Not by ``core_id``, which cores of several dies or clusters may have in common.
+    If the topology is unknown, the hardware thread counts as a core. ``core_id`` is not used, because cores
+    on several dies or clusters may share one.
     """
     folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
     try:
@@ -112,7 +113,7 @@ def _place(cpu: int) -> tuple[int, ...]:
 
 
 def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return the cores of one of ``ranks``: the same number for each, adjacent to each other."""
+    """Return the cores of one of ``ranks`` ranks: adjacent cores, the same number for each rank."""
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]
 
@@ -123,10 +124,10 @@ def threads(ranks: int) -> int:
 
 
 def _threads_said(launcher: psutil.Process | None, own: int) -> str:
-    """Return the number of threads that the user has given; empty: none.
+    """Return the number of threads that the user has set; empty if not set.
 
-    torchrun itself gives its ranks one, and `train` as many as they have cores (``own``); that the launcher
-    was started without the variable shows whose number it is.
+    torchrun sets the variable to 1 for its ranks, and ``train`` to the number of cores per rank (``own``).
+    For these values, the launcher's own environment shows whether the user has set it.
     """
     given = os.environ.get(_THREADS, "")
     if launcher is not None and given in ("1", str(own)):
@@ -136,7 +137,7 @@ def _threads_said(launcher: psutil.Process | None, own: int) -> str:
 
 
 def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | None) -> str:
-    """Return why this rank is not bound to its cores; empty: it is."""
+    """Return why this rank is not bound to its cores; empty if it is."""
     if not _TASKS.is_dir():
         return "threads can be bound to cores only on Linux"
     named = [name for name in _PLACES if name in os.environ]
@@ -152,7 +153,7 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
 
 
 def _bind(cpus: list[int]) -> None:
-    """Let all threads of this process, and those that they start, run on these processors alone."""
+    """Restrict all threads of this process, and the threads that they start, to these processors."""
     for task in _TASKS.iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(task.name), cpus)

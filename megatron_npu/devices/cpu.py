@@ -1,4 +1,4 @@
-"""The CPU as a device: gloo, its own generator, resident memory."""
+"""The CPU as a device, with gloo, a separate generator, and resident memory as device memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class CpuDevice(Device):
-    """Host memory as device memory.
+    """The CPU as a device: host memory is device memory.
 
     torch has one generator on a CPU, but a GPU run has two, the host's and the device's. Here the default
     generator is the *device's*, used by dropout, and ``host_generator`` is the host's, for Megatron's
@@ -31,7 +31,7 @@ class CpuDevice(Device):
     rank builds would shift that rank's dropout masks.
 
     Attributes:
-        index: the result of ``torch.cuda.current_device()``, which distinguishes the processes of a machine.
+        index: the result of ``torch.cuda.current_device()``, which distinguishes the processes on a machine.
         host_generator: the host's generator.
         device_generator: the device's generator. Inside ``host_rng`` the two are swapped.
     """
@@ -99,7 +99,7 @@ class CpuDevice(Device):
             self._swap_generators()
 
     def _swap_generators(self) -> None:
-        """Swap the states of the two generators, and which of them is whose."""
+        """Swap the states of the two generators, and their roles."""
         device, host = self.device_generator, self.host_generator
         state = device.get_state()
         device.set_state(host.get_state())
@@ -116,16 +116,16 @@ class CpuDevice(Device):
         malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
-        """Return the resident set of this process as allocated and reserved memory, and its peak."""
+        """Return the resident set size of this process as allocated and reserved memory, and its peak."""
         resident = psutil.Process().memory_info().rss
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
     def utilization(self) -> float:
-        """Return the fraction of time since the last call in which the machine's processors were busy."""
+        """Return the fraction of time since the previous call in which the machine's processors were busy."""
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak (Linux only; elsewhere it remains that of the whole process)."""
+        """Reset the peak (Linux only; elsewhere the peak remains that of the process's whole lifetime)."""
         with contextlib.suppress(OSError):
             # proc(5): resets the high-water mark of this process
             _CLEAR_REFS.write_text("5", encoding="utf-8")
@@ -135,7 +135,7 @@ class CpuDevice(Device):
 
 
 def _peak_resident() -> int:
-    """Return the high-water mark of the resident set, in bytes; 0 where the system does not say."""
+    """Return the peak resident set size in bytes; 0 if the system does not report it."""
     try:
         line = next(
             row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmHWM:")

@@ -76,7 +76,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority, which are equal."""
+        """Return the lowest and the highest stream priority, which are equal."""
         return 0, 0
 
     def wait_stream(self, stream: Any) -> None:
@@ -108,7 +108,7 @@ def _no_operation(*_: Any, **__: Any) -> None:
 
 
 class _DeviceContext(contextlib.nullcontext):
-    """``with torch.cuda.device(i)``: there is no other device to switch to."""
+    """Implement ``with torch.cuda.device(i)``; there is no other device to switch to."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -155,21 +155,21 @@ def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
 
 
 def _index_of(which: Any) -> int:
-    """Return the index in what ``torch.cuda.set_device`` takes: an index, a name or a device."""
+    """Return the index from an argument of ``torch.cuda.set_device``: an index, a name or a device."""
     if isinstance(which, CpuDeviceIndex):
         return int(which)
     return which if isinstance(which, int) else torch.device(which).index or 0
 
 
 def _call_now(callable: Callable[[], Any], **_: Any) -> None:
-    """Run at once what torch would queue until CUDA is initialised, which never happens here."""
+    """Run immediately what torch would defer until CUDA is initialized, which never happens here."""
     callable()
 
 
 def _rng_names(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return torch.cuda.random; whichever device is named, a process has only its own."""
+    """Return the functions of torch.cuda.random; they ignore the device, because a process has only one."""
 
     def get_rng_state(device: Any = "cuda") -> torch.Tensor:
         return cpu.rng_state()

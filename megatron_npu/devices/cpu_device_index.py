@@ -1,4 +1,4 @@
-"""``torch.cuda.current_device()`` on a CPU."""
+"""The result of ``torch.cuda.current_device()`` on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def _on_index(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a method that does what an int's does; ``str`` has its own of some."""
+    """Return a method that behaves as int's method does, overriding the one inherited from ``str``."""
 
     def method(self: CpuDeviceIndex, other: Any) -> Any:
         return operation(int(self), int(other) if isinstance(other, CpuDeviceIndex) else other)
@@ -23,14 +23,14 @@ def _on_index_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., A
 
 
 class CpuDeviceIndex(str):
-    """An index for Python, the name ``cpu`` for torch.
+    """An index to Python, and the name ``cpu`` to torch.
 
     On CUDA the result is an int, and Megatron uses it in every way that an int allows. An int does not work
     here, because torch without CUDA has no numbered devices. A ``torch.device`` does not work either, because
-    it is neither a number nor part of the name ``cuda:0``. torch reads the *characters* of a ``str``, which
-    are ``cpu``; everything that Python reads of this one is the index.
+    it is neither a number nor usable in the name ``cuda:0``. torch reads the *characters* of a ``str``, which
+    are ``cpu``; every operation in Python sees the index.
 
-    | use, of core 0.16.1 unless said otherwise | where (and some others) |
+    | use, in core 0.16.1 unless stated otherwise | where (among others) |
     |---|---|
     | ``torch.empty(..., device=i)``, 150 times; ``x.to(i)``, ``x.cuda(i)``, ``module.cuda(i)`` | everywhere |
     | ``with torch.device(i)``, ``torch.device(i)`` | ``YarnRotaryEmbedding``, ``nccl_allocator`` |
@@ -46,7 +46,7 @@ class CpuDeviceIndex(str):
     tests/unit/devices/test_cpu_device_index.py tests each of these uses.
 
     Args:
-        index: the number of the device.
+        index: the device's index.
     """
 
     _index: int

@@ -8,7 +8,7 @@ from megatron_npu.devices.base import Device, MemoryStatistics
 
 
 class CudaDevice(Device):
-    """A GPU with torch's own CUDA build and NCCL."""
+    """A GPU with torch's own CUDA build, and NCCL."""
 
     name = "cuda"
     backend = "nccl"

@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class TensorType(type):
-    """The type of ``torch.cuda.FloatTensor`` and similar names: callable, and usable with isinstance.
+    """The metaclass of ``torch.cuda.FloatTensor`` and similar names: callable, and usable with isinstance.
 
     They must be types because ``megatron.core.transformer.module`` uses them with isinstance.
     """
@@ -43,5 +43,5 @@ class TensorType(type):
 
 
 def tensor_types(device: str) -> dict[str, type]:
-    """Return ``FloatTensor``, ``LongTensor`` … as types for tensors on ``device``."""
+    """Return ``FloatTensor``, ``LongTensor`` and so on as types for tensors on ``device``."""
     return {name: TensorType(name, (), {"dtype": dtype, "device": device}) for name, dtype in _TYPES.items()}

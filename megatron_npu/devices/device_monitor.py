@@ -1,4 +1,4 @@
-"""GPU sensors of ``torch.cuda``, as far as other devices have them.
+"""The GPU sensors of ``torch.cuda``, as far as other devices have them.
 
 Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` read them. Values that
 are not measured are nan, never a number that looks like a measurement.
@@ -19,7 +19,7 @@ def unknown(device: Any = None) -> float:
 
 
 def cpu_sensors() -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch.cuda`` that read the machine's processors and memory here."""
+    """Return replacements for ``torch.cuda`` functions that report this machine's processors and memory."""
     psutil.cpu_percent()  # the first call only starts the measurement
     return {
         "mem_get_info": _free_and_total,
@@ -32,28 +32,28 @@ def cpu_sensors() -> dict[str, Callable[..., Any]]:
 
 
 def _free_and_total(device: Any = None) -> tuple[int, int]:
-    """Return the bytes that are still available, and the machine's total."""
+    """Return the machine's available and total memory in bytes."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 
 def _used(device: Any = None) -> int:
-    """Return the bytes in use by all processes together."""
+    """Return the bytes in use by all processes."""
     return psutil.virtual_memory().used
 
 
 def utilization(device: Any = None) -> float:
-    """Return the percentage of time in which the processors were busy since the last call."""
+    """Return the percentage of time since the previous call in which the processors were busy."""
     return psutil.cpu_percent()
 
 
 def _temperature(device: Any = None) -> float:
-    """Return the degrees Celsius of the hottest sensor; nan where the system shows none."""
+    """Return the temperature of the hottest sensor in degrees Celsius; nan if the system shows none."""
     sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     return max((sensor.current for group in sensors.values() for sensor in group), default=math.nan)
 
 
 def _clock_rate(device: Any = None) -> float:
-    """Return the mean frequency of the processors in MHz; nan where the system does not say."""
+    """Return the mean processor frequency in MHz; nan if the system does not report it."""
     frequency = psutil.cpu_freq()
     return math.nan if frequency is None else frequency.current

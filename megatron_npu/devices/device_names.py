@@ -13,12 +13,12 @@ Target = Callable[[Any], Any]
 
 
 def names_cuda(text: str) -> bool:
-    """Return whether the text is ``cuda``, or ``cuda:`` with an index."""
+    """Return whether a string is ``cuda``, or ``cuda:`` with an index."""
     return text == "cuda" or text.startswith("cuda:")
 
 
 def means_cuda(argument: Any) -> bool:
-    """Return whether a device argument names a CUDA device; a bare index does."""
+    """Return whether a device argument names a CUDA device; an integer index does."""
     if isinstance(argument, str):
         return names_cuda(argument)
     if isinstance(argument, int):

@@ -44,8 +44,8 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``isend`` that keeps the memory of pending sends alive.
 
     Megatron's schedules free an output's memory as soon as its send is issued (``out.data = ...``), which is
-    safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get other
-    data. A detached alias keeps the storage until the send is complete.
+    safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get different
+    data. A detached alias keeps the storage alive until the send is complete.
     """
 
     @functools.wraps(original)
@@ -58,8 +58,8 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``scatter`` that accepts non-contiguous views, such as columns of a matrix.
 
-    gloo silently sends memory from a tensor's first element on, including gaps (torch 2.13). On a device, the
-    copy of such a view to the device is contiguous.
+    gloo silently sends contiguous memory from a tensor's first element on, including gaps (torch 2.13). On
+    other devices, copying such a view to the device makes it contiguous.
     """
 
     @functools.wraps(original)
@@ -130,18 +130,18 @@ def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _All:
-    """The work of several collectives."""
+    """A work handle for several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, timeout: Any = None) -> None:
-        """Wait until all are done."""
+        """Wait until all of them are complete."""
         for work in self._works:
             work.wait(*() if timeout is None else (timeout,))
 
     def is_completed(self) -> bool:
-        """Return whether all are done."""
+        """Return whether all of them are complete."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -160,10 +160,10 @@ def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_no_gaps(name: str, tensor: Any) -> None:
-    """Check that memory holds the elements of ``tensor`` and nothing between them.
+    """Check that the elements of ``tensor`` are dense in memory.
 
     Raises:
-        ValueError: it has gaps, or elements lie upon each other.
+        ValueError: there are gaps between elements, or elements overlap.
     """
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_contiguous():
         return
@@ -192,9 +192,9 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
     If the reducer holds the last reference to the group (after ``destroy_process_group``), it destroys it
     while holding the GIL, and waits for gloo's threads. One of these may itself wait for the GIL, to release
-    the context of torch's backward pass, and the process hangs (torch 2.13, about one in fifteen models that
+    the context of torch's backward pass, so the process hangs (torch 2.13, about one in fifteen models that
     are freed right after their group; see tests/unit/devices/test_gloo.py). A group whose last reference is
-    Python's is destroyed without the GIL.
+    held by Python is destroyed without the GIL.
     """
 
     @functools.wraps(original)
@@ -208,16 +208,16 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_with_one_thread() -> None:
-    """Make gloo's threads started from now on copy gathered tensors with one OpenMP thread each.
+    """Make gloo threads that start from now on copy gathered tensors with one OpenMP thread each.
 
     A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
-    on. With OpenMP each thread gets its own thread pool, which stays: after one gather libgomp counts more
-    threads than processors and no longer spins at the end of parallel regions, so every small operation of
-    the training waits for the kernel (twice the step time on two cores; torch 2.13, reproduced without
-    Megatron in tests/unit/devices/test_gloo.py).
+    on. With OpenMP each thread gets its own thread pool, which persists: after one gather libgomp counts more
+    threads than processors and no longer spins at the end of parallel regions, so every small operation in
+    training waits for the kernel (twice the step time on two cores; torch 2.13, reproduced without Megatron
+    in tests/unit/devices/test_gloo.py).
 
     A thread reads torch's number of threads when it first needs it. ``torch.set_num_threads`` sets that
-    number and also the calling thread's, so it is called in a thread that ends at once. The caller's own
+    number and also the calling thread's, so it is called in a thread that ends immediately. The caller's own
     number is kept; threads started later, including the program's, use one unless they call
     ``torch.set_num_threads`` themselves.
     """
@@ -228,7 +228,7 @@ def copy_with_one_thread() -> None:
 
 
 def wait_at_exit() -> None:
-    """Make the process wait for gloo's threads at exit, see ``wait_for_workers``."""
+    """Make the process wait for gloo's threads at exit; see ``wait_for_workers``."""
     atexit.unregister(wait_for_workers)  # once is enough
     atexit.register(wait_for_workers)
 
@@ -268,12 +268,12 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
 
 
 def _workers() -> dict[str, tuple[bool, int]]:
-    """Return for each thread of gloo whether it sleeps, and how often it has gone to sleep.
+    """Return for each gloo thread whether it is asleep, and how often it has gone to sleep.
 
-    A thread that waits for the interpreter's lock sleeps too, but wakes every 5 ms to ask for it: only one
-    that is asleep twice in a row and has not woken in between is idle.
+    A thread that waits for the GIL sleeps too, but wakes every 5 ms to request it: a thread is idle only if
+    it is asleep at two checks in a row and has not woken in between.
 
-    A thread names itself when it first runs. Until then it has the name of the process and has never slept.
+    A thread names itself when it first runs. Until then it has the process's name and has never slept.
     """
     found = {}
     for thread in _THREADS.iterdir():

@@ -20,13 +20,13 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size in MiB of one HCCL buffer in a group's options; None if not set."""
+    """Return the size in MiB of one HCCL buffer from a group's options; None if not set."""
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
 
 def set_buffer(group: dist.ProcessGroup, mebibytes: int) -> bool:
-    """Set the buffer size of a group that has no communicator yet; torch_npu creates it at the first call.
+    """Set the buffer size of a group without a communicator, which torch_npu creates at the first collective.
 
     Returns:
         Whether it is an HCCL group.
@@ -43,10 +43,10 @@ def _options_of(group: dist.ProcessGroup) -> Any:
 
 
 def group_options(config: dict[str, int], high_priority: bool) -> Any:
-    """Return torch_npu's options of a process group.
+    """Return process-group options for torch_npu.
 
     Args:
-        config: settings of its communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
+        config: settings of the communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
             ``hccl_exec_timeout`` in seconds, ``hccl_op_expansion_mode``.
         high_priority: whether its stream has high priority.
     """
@@ -75,7 +75,7 @@ def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``all_reduce`` that also accepts float64, which HCCL rejects.
 
     Megatron reduces its start time in float64, a few bytes, once. The bits are gathered as int64, and every
-    rank reduces them on the host.
+    rank reduces the values on the host.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Data-loader workers: shared memory without names, and a one-line error for a killed worker."""
+"""Data-loader workers: unnamed shared memory, and a one-line error if a worker is killed."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def end() -> None:
 
 
 def _failures() -> Iterator[Replacement]:
-    """Yield what tells of a dead worker: where a batch is due, and not in whatever line its signal comes.
+    """Yield replacements that report a dead worker when a batch is requested, not in the signal handler.
 
-    There torch's error could end a save in the middle, or be swallowed, as in a callback of Python's.
+    An error raised in the handler could interrupt a save halfway, or be swallowed, as in a Python callback.
     """
     yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
@@ -62,7 +62,7 @@ _REMEDIES = {
 
 
 def _starting(method: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's start of workers; it raises ``LoaderWorkerError`` where the system starts no more."""
+    """Return the iterator's ``__init__``, raising ``LoaderWorkerError`` if workers cannot be started."""
 
     @functools.wraps(method)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,10 +82,10 @@ def _starting(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
-    """torch's look at whether a worker's parent is alive, which ends a worker that is alone.
+    """torch's check whether a worker's parent is alive, which makes an orphaned worker exit.
 
-    torch 2.13 asks who the parent is when the worker has begun its work. If the parent has been killed since
-    the fork, that is another process, and the worker would wait forever.
+    torch 2.13 records the parent only when the worker starts running. If the parent has been killed since the
+    fork, it records another process, and the worker would wait forever.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
 
 
 def _is_orphan() -> bool:
-    """Return whether this process was forked by one that has ended; of one started otherwise: no."""
+    """Return whether this process was forked by a process that has ended; False with other start methods."""
     process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
     return parent is not None and method == "fork" and os.getppid() != parent.pid
 
 
 def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
-    """Return what torch's handler of SIGCHLD calls: it takes a note of the error."""
+    """Return a function for torch's SIGCHLD handler that records the error for later."""
 
     @functools.wraps(raise_if_one_failed)
     def note() -> None:
@@ -116,7 +116,7 @@ def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's method that takes a batch; it raises ``LoaderWorkerError`` where a worker has died."""
+    """Return torch's method that gets a batch, raising ``LoaderWorkerError`` if a worker has died."""
 
     @functools.wraps(method)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,13 +140,14 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
-    """Return whether a batch has come, and the batch, as torch's method of this name does.
+    """Try to get a batch; return whether one has arrived, and the batch, like torch's method of this name.
 
-    On an error torch 2.13 also makes ten files, to see whether descriptors are left: of a rank that is ended
-    in the meantime, as all are when one has failed, they stay. An error of descriptors says so itself.
+    On an error, torch 2.13 also creates ten temporary files, to see whether file descriptors are exhausted. A
+    rank that is killed in the meantime, as all ranks are after one has failed, would leave them behind.
+    Errors about descriptors are clear without this check.
 
     Raises:
-        RuntimeError: a worker has died, in torch's words.
+        RuntimeError: a worker has died; the message is torch's.
     """
     try:
         return True, self._data_queue.get(timeout=timeout)
@@ -167,7 +168,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take a batch; if a worker dies meanwhile, raise an error at once."""
+    """Get a batch; if a worker dies meanwhile, raise an error at once."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)
@@ -177,7 +178,7 @@ def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _tell_of(iterator: Any) -> None:
-    """Raise ``LoaderWorkerError`` if a death of one of its workers was noted."""
+    """Raise ``LoaderWorkerError`` if the death of one of the iterator's workers was recorded."""
     numbers = {str(worker.pid) for worker in iterator._workers}
     for death in _noted:
         if not numbers.isdisjoint(re.findall(r"\d+", death)):

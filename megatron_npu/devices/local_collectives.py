@@ -1,4 +1,4 @@
-"""Decide which gloo collectives use shared memory, and which use sockets."""
+"""Decide which gloo collectives use shared memory and which use sockets."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_coalescing_manager`` that lets collectives use shared memory if it waits for its own.
+    """Return ``_coalescing_manager`` that lets its collectives use shared memory if it waits for them itself.
 
     Megatron's DDP wraps the collectives of all its buckets in it. With ``async_ops`` all of them must be
-    gloo's, because it returns their handles.
+    gloo's, because the manager returns their handles.
     """
 
     @functools.wraps(original)
@@ -99,10 +99,10 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Segment | None:
-    """Return the memory through which a collective goes; None: it is for gloo.
+    """Return the shared memory that a collective uses; None: it uses gloo.
 
-    What decides is the same on all ranks: dtype and size, the group, whether the caller waits. A collective
-    that nobody waits for could meet another rank's in another order.
+    The decision depends only on what is the same on all ranks: dtype and size, the group, and whether the
+    caller waits. Asynchronous collectives use gloo, because ranks could run them in different orders.
     """
     if async_op or torch.compiler.is_compiling() or not _are_for_memory(larger, smaller):
         return None
@@ -118,26 +118,26 @@ def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Se
 
 
 def _are_for_memory(larger: Any, smaller: Any) -> bool:
-    """Return whether tensors are of a kind and a size that goes through memory; ``smaller`` may be None."""
+    """Return whether tensors have a type and size for shared memory; ``smaller`` may be None."""
     if not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
         return False
     return larger.nbytes >= _SMALLEST and larger.dtype in _DTYPES
 
 
 def _is_for_memory(group: Any) -> bool:
-    """Return whether a group is gloo's, of several ranks, and does not put its collectives together."""
+    """Return whether a group uses gloo, has several ranks, and is not coalescing asynchronous collectives."""
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
         return False
     return group not in dist.distributed_c10d._world.pg_coalesce_state or group in _waited_for
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether this is a tensor of the host and not of a class that means more, such as DTensor."""
+    """Return whether this is a plain host tensor, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_cpu
 
 
 def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
-    """Return whether one tensor is made of as many of the other as there are ranks."""
+    """Return whether ``larger`` has the size of one ``smaller`` per rank, and both are contiguous."""
     return (
         larger.dtype == smaller.dtype
         and larger.numel() == ranks * smaller.numel()
@@ -147,7 +147,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share; None where they cannot, which is told."""
+    """Return memory that the ranks of ``group`` share; None if they cannot share any, which is logged."""
     if not settings.SHARED_MEMORY.enabled():
         return None
     try:
@@ -159,5 +159,5 @@ def _made(group: dist.ProcessGroup) -> Segment | None:
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor without gaps, as memory holds them: ``[elements]``, no autograd."""
+    """Return the elements of a dense tensor in memory order, ``[elements]``, detached from autograd."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

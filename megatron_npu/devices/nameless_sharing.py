@@ -4,8 +4,8 @@ torch puts such a tensor (a batch from a data-loader worker) into a file in /dev
 next call: a worker that is killed in between leaves the file, and its name does not show whether another
 container uses it. A Python thread that listens on a socket in /tmp/pymp-* passes the descriptor: a worker
 that is killed at any time leaves the socket. Here the memory is an anonymous file (``memfd_create``), which a
-small /dev/shm does not limit, and the socket an abstract one for the same user, authenticated by Python's key
-as before. Values and sharing are torch's own.
+small /dev/shm does not limit, and the socket is an abstract one, restricted to the same user and
+authenticated with Python's key as before. Values and sharing semantics are unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _anonymous(size: int) -> torch.UntypedStorage:
-    """Return shared memory of so many bytes, without a name, which holds its descriptor."""
+    """Return a storage of ``size`` bytes in unnamed shared memory; it keeps its own file descriptor."""
     descriptor = os.memfd_create("megatron_npu-tensor")
     try:
         os.ftruncate(descriptor, size)
@@ -50,7 +50,7 @@ def _anonymous(size: int) -> torch.UntypedStorage:
 
 
 def _moving(original: Any) -> Any:
-    """Return torch's method, which finds the storage in shared memory already."""
+    """Return torch's method, preceded by a copy of the storage into unnamed shared memory."""
 
     @_share_memory_lock_protected
     def _share_fd_cpu_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ def _moving(original: Any) -> Any:
 
 
 class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,misc]
-    """Python's, at an abstract socket; one whose other end has gone has no more to hand over to it."""
+    """Python's resource sharer on an abstract socket; a receiver that has disconnected is ignored."""
 
     def _start(self) -> None:
-        """Listen, in a thread."""
+        """Start listening, in a thread."""
         self._address = f"\0megatron_npu-{os.getpid()}-{secrets.token_hex(8)}"  # unix(7), abstract
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
@@ -88,7 +88,7 @@ class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,mis
                     sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
     def _hand_over(self, accepted: socket.socket, _: object) -> bool:
-        """Send what the other end asks for; return whether it does not ask to stop."""
+        """Send the requested resource to the receiver; return False if it asks the thread to stop."""
         with Connection(accepted.detach()) as other:
             if _user_at(other) != os.geteuid():  # an abstract socket has no permissions
                 return True
@@ -107,7 +107,7 @@ class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,mis
 
 
 def _user_at(connection: Connection) -> int:
-    """Return the user who has connected, as the kernel knows him."""
+    """Return the user id of the connected process, as reported by the kernel."""
     with socket.socket(fileno=os.dup(connection.fileno())) as there:
         found = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", found)[1]

@@ -42,7 +42,7 @@ _CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
-    """An NPU with HCCL."""
+    """An Ascend NPU, with HCCL."""
 
     name = "npu"
     backend = "hccl"
@@ -120,9 +120,10 @@ class NpuDevice(Device):
 
 
 def _event_of_any_graph(event: type) -> type:
-    """Return torch.npu's event; it takes torch 2.9's ``external``, which counts in captures of graphs alone.
+    """Return torch.npu's event class, accepting and ignoring torch 2.9's ``external``.
 
-    megatron-core 0.19 gives it for ``--fine-grained-activation-offloading``, with graphs and without.
+    ``external`` matters only in graph captures; megatron-core 0.19 passes it for
+    ``--fine-grained-activation-offloading``, with and without graphs.
     """
 
     class Event(event):  # type: ignore[misc]
@@ -139,11 +140,11 @@ def _event_of_any_graph(event: type) -> type:
 
 
 def _no_range(*_: Any, **__: Any) -> None:
-    """Stand for ``torch.cuda.nvtx``: ranges in a profile of NVIDIA's, which an NPU does not have."""
+    """Replace ``torch.cuda.nvtx``: an NPU has no NVIDIA profiler to show its ranges."""
 
 
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Call once the device is initialised. torch_npu does not take torch's ``seed=``."""
+    """Run ``callable`` once the device is initialized. torch_npu does not accept torch's ``seed=``."""
     torch.npu._lazy_call(callable)
 
 
@@ -152,7 +153,7 @@ def _capability(device: Any = None) -> tuple[int, int]:
 
 
 class _DefaultGenerators(Sequence):
-    """``torch.npu.default_generators``, which torch_npu replaces by another tuple when the device starts."""
+    """A view of ``torch.npu.default_generators``, which torch_npu replaces when the device is initialized."""
 
     def __getitem__(self, index: Any) -> Any:
         torch.npu._lazy_init()
@@ -163,15 +164,15 @@ class _DefaultGenerators(Sequence):
 
 
 def _memory_used(device: Any = None) -> int:
-    """Return the bytes of the device that are in use, by all processes together."""
+    """Return the bytes of device memory in use by all processes."""
     free, total = torch.npu.mem_get_info(_npu_for_cuda(device))
     return total - free
 
 
 def _memory_history() -> dict[str, Callable[..., Any]]:
-    """Return what Megatron's ``--record-memory-history`` calls, answered by torch_npu's allocator.
+    """Return torch_npu's equivalents of the functions that Megatron calls for ``--record-memory-history``.
 
-    Megatron up to 0.16 calls ``_record_memory_history`` in its first form, which torch_npu never had.
+    Megatron up to 0.16 calls ``_record_memory_history`` with its oldest signature, which torch_npu never had.
     """
 
     def record(enabled: Any = "all", *args: Any, trace_alloc_max_entries: int = 0, **options: Any) -> None:
@@ -200,7 +201,7 @@ def _saturates() -> bool:
 
 
 def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``properties`` with the major and minor version filled in, which torch_npu leaves at None."""
+    """Return ``properties`` with the major and minor version filled in, which torch_npu leaves as None."""
 
     @functools.wraps(properties)
     def get_device_properties(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +213,7 @@ def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taking_cuda(value: Any) -> Any:
-    """Return a function of torch.npu that takes CUDA devices too; other values unchanged."""
+    """Wrap a function of torch.npu to accept CUDA devices too; return other values unchanged."""
     if not isinstance(value, types.FunctionType):
         return value
 

@@ -13,7 +13,7 @@ class Rows:
     gaps, and the process would grow by their size in each step.
 
     Args:
-        filling: value for the missing elements of narrower rows.
+        filling: the value for missing elements of narrower rows.
     """
 
     def __init__(self, filling: float = 0) -> None:
@@ -25,7 +25,7 @@ class Rows:
         return self._count
 
     def add(self, rows: Tensor) -> None:
-        """Append rows with the device and dtype of the first ones; gradients are not tracked."""
+        """Append rows with the device and dtype of the first rows; gradients are not tracked."""
         before, self._count = self._count, self._count + len(rows)
         rows, width = rows.detach(), rows.shape[1:]
         if self._held is None:
@@ -37,7 +37,7 @@ class Rows:
         self._held[(slice(before, self._count), *map(slice, width))] = rows
 
     def all(self) -> Tensor:
-        """Return the rows in the order in which they were added: a view ``[all]`` or ``[all, most]``.
+        """Return the rows in the order in which they were added: a view ``[rows]`` or ``[rows, width]``.
 
         Raises:
             ValueError: there are no rows.

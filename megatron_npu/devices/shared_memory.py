@@ -1,10 +1,10 @@
-"""Collectives of ranks on one machine, through shared memory instead of gloo's sockets.
+"""Collectives between ranks on one machine, through shared memory instead of gloo's sockets.
 
 gloo sends data through the kernel's loopback network even to a process on the same machine, which copies each
-byte into and out of the kernel and pays for TCP. Here every rank writes the parts that others reduce to a
-shared segment, reduces its own part, and reads the results of the others. gloo still synchronizes the ranks,
-so a dead or late rank ends the wait as before. Sums of two ranks are bitwise identical to gloo's; with more
-ranks the order of additions differs.
+byte into and out of the kernel and adds TCP's overhead. Here every rank writes the parts that others reduce
+to a shared segment, reduces its own part, and reads the results of the others. gloo still synchronizes the
+ranks, so a dead or late rank ends the wait as before. Sums over two ranks are bitwise identical to gloo's;
+with more ranks the order of additions differs.
 
 The segment is an anonymous file in memory (``memfd_create``), opened through the first rank's ``/proc``. It
 has no name in ``/dev/shm``, so nothing is left behind if a process dies, and a small ``/dev/shm`` does not
@@ -31,13 +31,13 @@ class Segment:
     """Memory that the ranks of a group share, and the collectives that use it.
 
     A collective works in stages. Each stage uses one of two inboxes, ``[ranks, ranks, part]`` by reader and
-    writer, and one of two result buffers ``[ranks, part]``, alternately: data read in one stage are
+    writer, and one of two result buffers ``[ranks, part]``, alternately: data read in one stage is
     overwritten in the stage after the next at the earliest, and all ranks synchronize in between.
 
     Args:
         group: a gloo group whose ranks are all on one machine; all of them create their segment at the same
             time.
-        chunk: bytes of a tensor per stage.
+        chunk: number of bytes of a tensor per stage.
 
     Raises:
         OSError: a rank cannot map the memory; raised on all of them.
@@ -53,7 +53,7 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` (flat) by the sum over the ranks, bitwise identical on each."""
+        """Replace ``tensor`` (flat) with its sum over the ranks, bitwise identical on all of them."""
         chunks = tensor.split(self._elements(tensor) * self._ranks)
         stages = [self._parts(chunk, -(-chunk.numel() // self._ranks)) for chunk in chunks]
         self._give(stages[0])
@@ -68,9 +68,7 @@ class Segment:
             self._stage += 1
 
     def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
-        """Write this rank's part of the sum of ``given`` to ``output`` (both flat; ``output`` may be that
-        part).
-        """
+        """Write this rank's part of the sum of ``given`` to ``output``; both are flat and may overlap."""
         shards = given.view(self._ranks, -1)
         output.copy_(shards[self._rank])  # nothing happens where it is that part
         stages = list(zip(*(shard.split(self._elements(given)) for shard in shards), strict=True))
@@ -85,7 +83,7 @@ class Segment:
             self._stage += 1
 
     def all_gather(self, output: Tensor, given: Tensor) -> None:
-        """Write ``given`` (flat) of all ranks to ``output`` (flat), of which it may be a part."""
+        """Gather ``given`` (flat) from all ranks into ``output`` (flat), which may contain ``given``."""
         shards = output.view(self._ranks, -1)
         shards[self._rank].copy_(given)
         for parts in zip(*(shard.split(self._elements(given)) for shard in shards), strict=True):
@@ -95,25 +93,25 @@ class Segment:
             self._stage += 1
 
     def _elements(self, tensor: Tensor) -> int:
-        """Return how many elements of a tensor's dtype a part has."""
+        """Return the number of elements in one part, for the tensor's dtype."""
         return self._part // tensor.element_size()
 
     def _parts(self, chunk: Tensor, size: int) -> list[Tensor]:
-        """Return a part of ``chunk`` for each rank, of ``size`` elements; the last may have less or none."""
+        """Split ``chunk`` into one part of ``size`` elements per rank; the last may be shorter or empty."""
         return [chunk[rank * size : (rank + 1) * size] for rank in range(self._ranks)]
 
     def _give(self, parts: Sequence[Tensor], stage: int | None = None) -> None:
-        """Put the parts that others reduce into their inboxes."""
+        """Write each part to the inbox of the rank that reduces it."""
         for reader in self._others():
             self._inbox(parts[reader], reader, self._rank, stage).copy_(parts[reader])
 
     def _add(self, own: Tensor) -> None:
-        """Add to this rank's part what the others have put into its inbox."""
+        """Add the other ranks' values from this rank's inbox to its part."""
         for writer in self._others():
             own.add_(self._inbox(own, self._rank, writer))
 
     def _take(self, parts: Sequence[Tensor]) -> None:
-        """Replace the parts of the others by what they have put on their shelves."""
+        """Replace the other ranks' parts with the results in their result buffers."""
         for writer in self._others():
             parts[writer].copy_(self._shelf(parts[writer], writer))
 
@@ -128,25 +126,25 @@ class Segment:
         return self._slot((2 * self._ranks + self._stage % 2) * self._ranks + writer, like)
 
     def _slot(self, number: int, like: Tensor) -> Tensor:
-        """Return a slot of the memory as a tensor with the size and dtype of ``like``."""
+        """Return one slot of the memory as a tensor with the size and dtype of ``like``."""
         begin = number * self._part
         return self._bytes[begin : begin + like.numel() * like.element_size()].view(like.dtype)
 
     def _wait(self) -> None:
-        """Wait until all ranks are here; gloo raises an error if one of them has died."""
+        """Wait until all ranks have arrived; gloo raises an error if one of them has died."""
         group = self._group()
         assert group is not None
         group.allreduce([self._flag]).wait()
 
 
 def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
-    """Return ``size`` bytes of zeros that all ranks of ``group`` have mapped.
+    """Return ``size`` zeroed bytes that all ranks of ``group`` have mapped.
 
-    The first rank makes a file without a name and tells the others its process and descriptor; each opens
-    that through /proc.
+    The first rank creates an unnamed file and sends its process id and descriptor to the others, which open
+    it through /proc.
 
     Raises:
-        OSError: some rank cannot; raised on all of them.
+        OSError: some rank cannot map the memory; raised on all of them.
     """
     where, reason, memory, descriptor = torch.zeros(3, dtype=torch.int64), "another rank cannot", None, -1
     try:
@@ -172,7 +170,7 @@ def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
 
 
 def _make(token: int, size: int) -> int:
-    """Return the descriptor of a new file in memory."""
+    """Return the descriptor of a new anonymous file in memory."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create(_name(token))
@@ -185,9 +183,10 @@ def _name(token: int) -> str:
 
 
 def _open(process: int, descriptor: int, token: int) -> int:
-    """Return a descriptor of the file in memory that another process has made.
+    """Return a descriptor of the anonymous file that another process has created.
 
-    It must bear the token: in another container or on another machine the number is a stranger's.
+    Its name must contain the token: in another container or on another machine, the same process id belongs
+    to an unrelated process.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":

@@ -1,4 +1,4 @@
-"""Raise the version counter of tensors that collectives write to, as in-place operations do."""
+"""Increment the version counter of tensors that collectives write to, as in-place operations do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WITHOUT_BUMP = ("broadcast", "recv", "scatter", "all_to_all", "all_to_all_single
 
 
 def bump_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective that increments the version counter of its first argument, or of the tensors in
-    it.
+    """Return a collective that increments the version counter of its first argument, or of the tensors in it.
 
     Attention caches values read from a mask until the mask is written to. With a data loader that receives
-    every batch in the same buffer, it would use the document boundaries of the first batch. Floating-point
-    tensors are not changed: nothing is cached from them, and autograd would raise an error for a sent tensor.
+    every batch in the same buffer, it would otherwise use the document boundaries of the first batch.
+    Floating-point tensors are not changed: nothing is cached from them, and autograd would raise an error for
+    a sent tensor.
     """
     first = next(iter(inspect.signature(original).parameters))
 

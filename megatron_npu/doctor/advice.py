@@ -16,7 +16,7 @@ LEAST_FREE = 0.5
 
 
 def advice(report: Report) -> list[str]:
-    """Return instructions, most basic problems first; empty if a run is expected to work."""
+    """Return instructions, the most basic problems first; empty if a run is expected to work."""
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),
@@ -114,13 +114,13 @@ def _of_deepspeed(deepspeed: dict[str, str]) -> list[str]:
 
 
 def _release(version: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of ``2.13.0+cpu``."""
+    """Return the leading numbers of a version such as ``2.13.0+cpu``."""
     parts = (version or "").partition("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdecimal())
 
 
 def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: str) -> Iterator[str]:
-    """Yield what is installed for a device that is not the one that is used."""
+    """Yield advice about software installed for a device that a run would not use."""
     if versions.get("torch-npu") and selected != "npu":
         yield (
             f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): "

@@ -15,7 +15,7 @@ def tell(megatron: str | None, *, as_json: bool) -> int:
     """Print the bugs of the Megatron in the folder ``megatron`` (None: the one that a run would import).
 
     Returns:
-        0.
+        Always 0.
 
     Raises:
         UsageError: no Megatron is found, or a ``MEGATRON_NPU_*`` variable is malformed.

@@ -1,7 +1,7 @@
 """``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
 
 The ranks connect as in a run (an address of 127.0.1.1 or a firewall gives a one-line error) and exchange
-their findings, which rank 0 prints. ``--out`` writes the machines that passed and failed as lists.
+their findings, which rank 0 prints. ``--out`` writes lists of the machines that passed and failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(folder: str | None, out: str | None) -> int:
         out: where rank 0 writes ``passed.txt``, ``failed.txt`` and ``cluster.json``; None: not written.
 
     Raises:
-        UsageError: no launcher started several processes, or they cannot reach each other.
+        UsageError: no launcher started several processes, or the processes cannot reach each other.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -119,7 +119,7 @@ def _version(package: str) -> str | None:
 
 
 def _wrong_here(every: Sequence[Facts]) -> list[str]:
-    """Return what differs from rank 0's machine, and what is wrong with ports."""
+    """Return how this machine differs from rank 0's, and problems with its ports."""
     own, first = every[dist.get_rank()], every[0]
     if not own["first"]:
         return []
@@ -134,7 +134,7 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
 
 
 def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
-    """Return problems with HCCL's ports on this machine; the port ranges of every device are checked.
+    """Return problems with HCCL's ports on this machine; the port ranges in the variables are always checked.
 
     Args:
         address: the machine's address, to which test sockets are bound.
@@ -172,7 +172,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _wrong_on_device() -> list[str]:
-    """Multiply two matrices and compare with the host, then sum over all ranks; return what is wrong."""
+    """Multiply matrices, compare with the host's result, and sum over all ranks; return the problems."""
     device, rank, ranks = devices.current(), dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(64.0).reshape(8, 8)
     faults = []
@@ -204,7 +204,7 @@ def _not_shared(folder: str) -> list[str]:
 
 
 def _pairs(every: Sequence[Facts]) -> dict[str, tuple[float, float]]:
-    """Return of pairs of machines the latency in microseconds and the bandwidth in GB/s, one by one."""
+    """Measure pairs of machines one after another; return latency in microseconds and bandwidth in GB/s."""
     firsts = [rank for rank, facts in enumerate(every) if facts["first"]]
     if len(firsts) <= _PAIRS:
         pairs = [(a, b) for number, a in enumerate(firsts) for b in firsts[number + 1 :]]
@@ -227,7 +227,7 @@ def _measured(a: int, b: int) -> tuple[float, float]:
 
 
 def _ping(tensor: torch.Tensor, a: int, b: int) -> float:
-    """Send a tensor to and fro; return the seconds."""
+    """Send a tensor to the other rank and back; return the time in seconds."""
     devices.current().synchronize()
     began = time.perf_counter()
     for source, target in ((a, b), (b, a)):

@@ -2,8 +2,8 @@
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
-Runs in separate processes, because the faults it looks for hang. A world size of 1 only shows that the
-backend starts.
+Runs in separate processes, because the faults it looks for cause hangs. A world size of 1 only shows that
+the backend starts.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ CHECKS: tuple[Callable[[Tensor, int, int], None], ...] = (
 
 
 def main(store: str, rank: int, size: int) -> None:
-    """Join the other processes and run every check; raise an AssertionError for a wrong result."""
+    """Join the other processes and run every check; raise an AssertionError if a result is wrong."""
     device = devices.current()
     device.set_current(rank % device.count())
     dist.init_process_group(

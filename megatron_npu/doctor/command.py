@@ -74,7 +74,7 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return all findings of the doctor; with ``quick``, no processes are started.
+    """Return all findings of the doctor; if ``quick`` is set, no processes are started.
 
     Raises:
         UsageError: the folder ``megatron`` contains no Megatron.
@@ -127,7 +127,7 @@ def text(report: Report) -> str:
 
 
 def _of(report: Report) -> str:
-    """Return of which Megatron's scripts the verdict speaks: a run of another's imports another."""
+    """Return the Megatron that the verdict is about; another Megatron's scripts would import that one."""
     found = report.get("megatron", {})
     return f" with {found['upstream']} {found['version']}" if "upstream" in found else ""
 
@@ -142,7 +142,7 @@ def _rows(content: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return one line for a plain value, one for each element of a list of tables."""
+    """Return one line for a plain value, or one line per element of a list of tables."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_plain(row) for row in value]
     return [_plain(value)]

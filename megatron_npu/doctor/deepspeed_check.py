@@ -2,7 +2,7 @@
 
     python -m megatron_npu.doctor.deepspeed_check
 
-DeepSpeed also prints to stdout; the answer is the last line.
+DeepSpeed also prints to stdout, so the result is the last line.
 """
 
 from __future__ import annotations

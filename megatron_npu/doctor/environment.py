@@ -1,4 +1,4 @@
-"""Find the Megatron that a run would import, and its environment variables."""
+"""Find the Megatron that a run would import, and the environment variables that affect it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIXES = (
 
 
 def put_on_path(path: str | None) -> str:
-    """Put the Megatron that a run from here would import first on ``sys.path``; return how it was found.
+    """Put the Megatron that a run would import first on ``sys.path``; return how it was found.
 
     The search order is ``path`` (default: ``MEGATRON_LM_PATH``), the checkout that contains this project (as
     in Ascend's guide), ``sys.path``, and the working directory.
@@ -45,7 +45,7 @@ def put_on_path(path: str | None) -> str:
 
 
 def _around_this_clone() -> megatrons.Upstream | None:
-    """Return the Megatron whose checkout holds the clone of this project that the working directory is in."""
+    """Return the Megatron around the clone of this project that the working directory is in, or None."""
     here = Path.cwd()
     clones = (folder for folder in (here, *here.parents) if _is_clone(folder))
     return next((found for clone in clones if (found := megatrons.inside(clone.parent))), None)
@@ -65,7 +65,7 @@ def _first_on_path() -> megatrons.Upstream | None:
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
     """Return which Megatron would be imported, from where, what it shadows, and the state of its patches.
 
-    ``pins`` compares each patch with the sources; this needs torch, because adaptors import it.
+    ``pins`` compares each patch with the sources; this needs torch, because the adaptors import it.
     """
     try:
         found = megatrons.find()
@@ -90,7 +90,7 @@ def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
 
 
 def _here(used: Path | None) -> dict[str, str]:
-    """Return the Megatron in the working directory if it is another one: a script started here has it."""
+    """Return the Megatron in the working directory, which scripts started there use, if it is another one."""
     found = megatrons.inside(Path.cwd())
     if found is None or found.root == used:
         return {}

@@ -1,4 +1,4 @@
-"""The available devices, their names and their free memory."""
+"""The available devices, with their names and free memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device_list() -> dict[str, Any]:
     """Return the number of devices of each kind, or why there are none, and the selected devices.
 
     ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``; the
-    last two only if torch reports them.
+    last two are present only if torch reports them.
     """
     kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
     reasons = {device.name: device.absence() for device in kinds}
@@ -61,7 +61,7 @@ def _row(device: str, model: str, free: int, total: int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Return the name, the number of logical cores and the vector units that torch uses."""
+    """Return the CPU's name, its number of logical cores, and the vector instructions that torch uses."""
     return f"{processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 

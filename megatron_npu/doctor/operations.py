@@ -22,7 +22,7 @@ from megatron_npu.ops.dropout import bias_dropout_add, dropout
 
 
 def examples() -> dict[str, Example]:
-    """Return every registered example, by the names of operation and case."""
+    """Return every registered example, keyed by the names of operation and case."""
     return {
         f"{operation.name}, {case}" if case else operation.name: example
         for operation in dispatch.all_operations()
@@ -31,9 +31,9 @@ def examples() -> dict[str, Example]:
 
 
 def run(dtype: torch.dtype) -> dict[str, str]:
-    """Run every example forward and backward; return the reasons for failures by name.
+    """Run every example forward and backward; return the failures with their reasons, keyed by name.
 
-    The deviation of each from its reference is in ``verify.findings``.
+    The deviation of each example from its reference is in ``verify.findings``.
     """
     failures = {}
     for name, call in examples().items():
@@ -62,7 +62,7 @@ def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
     """Return how far kept values are from ``residual + x / 0.75``, and dropped ones from ``residual``.
 
     Raises:
-        ArithmeticError: the share of dropped values is not the quarter that was asked for.
+        ArithmeticError: the fraction of dropped values is not the requested 0.25.
     """
     ours, kept, dropped = _host(output), residual + x / 0.75, residual
     nearest = torch.where((ours - kept).abs() < (ours - dropped).abs(), kept, dropped)
@@ -85,9 +85,7 @@ DRAWING: dict[str, Callable[[Make], float]] = {
 
 
 def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
-    """Compare operations that verify mode does not reach with their formulas; return the errors and the
-    failures.
-    """
+    """Compare operations that draw random numbers with their formulas; return the errors and the failures."""
     errors, failures = {}, {}
     for name, error_of in DRAWING.items():
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Read installed versions without side effects, also if some packages are broken."""
+"""Read installed versions without side effects, even if some packages are broken."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch; return None, or a one-line reason why the import fails.
+    """Import torch; return None, or a one-line reason if the import fails.
 
     torch imports every installed device package at its end, and their exceptions look like torch's own: a
-    second try without them shows which one it is.
+    second attempt without them shows which one is at fault.
     """
     if not is_installed("torch"):
         return "torch is not installed, and this package does not install it (README, Which torch)"
@@ -63,8 +63,7 @@ def _imports_without_backends() -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package, torch and torch's optional packages; None: not
-    installed."""
+    """Return the versions of Python, this package, torch and its optional packages; None: not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "megatron-npu": f"{megatron_npu.__version__} in {Path(megatron_npu.__file__).resolve().parents[1]}",
@@ -92,7 +91,7 @@ def extensions() -> dict[str, list[str]]:
 
 
 def _of_torch() -> dict[str, str | None]:
-    """Return what only torch knows; nothing where it does not import."""
+    """Return versions that only torch knows; empty if torch cannot be imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -111,14 +110,14 @@ def _of_torch() -> dict[str, str | None]:
 
 
 def _cann() -> str | None:
-    """Read the version of the toolkit that ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH names."""
+    """Return the version of the CANN toolkit in ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH."""
     if settings.SIM.enabled():
         return f"simulated, {settings.SIM_SOC.get()}"
     return _toolkit_file("version.cfg") or _toolkit_file("*-linux/ascend_toolkit_install.info")
 
 
 def _toolkit_file(pattern: str) -> str | None:
-    """Return the first line with a version in a file of CANN's toolkit."""
+    """Return the line that names the version in a file of the CANN toolkit."""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
         root = os.environ.get(variable)
         for path in sorted(Path(root).glob(pattern)) if root else []:
@@ -131,7 +130,7 @@ def _ascend_driver() -> str | None:
 
 
 def _nvidia_driver() -> str | None:
-    """Read the kernel module's own words: ``NVRM version: NVIDIA UNIX … Kernel Module  535.104.05 …``."""
+    """Return the version from the kernel module's line, ``NVRM version: … Kernel Module  535.104.05 …``."""
     line = _line_with_version(_NVIDIA_DRIVER) or ""
     number = re.search(r"\d+\.\d+(\.\d+)?", line)
     return number[0] if number else None
@@ -146,7 +145,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return how Megatron gets patched in a process that just runs a stock script."""
+    """Return how Megatron gets patched in a process that simply runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

@@ -1,4 +1,4 @@
-"""Checks in separate processes, because they may hang, crash or have side effects."""
+"""Checks that run in separate processes, because they may hang, crash or have side effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def operations() -> dict[str, Any]:
 def communication() -> dict[str, Any]:
     """Run every kind of collective that Megatron uses in two processes.
 
-    With one accelerator it uses a single process, because NCCL and HCCL do not let two share a device.
+    With one accelerator, a single process runs the checks, because NCCL and HCCL do not let two share a
+    device.
     """
     device = devices.current()
     processes = 1 if device.name != "cpu" and device.count() == 1 else 2
@@ -84,7 +85,7 @@ def deepspeed() -> dict[str, Any]:
 
 
 def _misses_a_package(row: dict[str, Any]) -> bool:
-    """Return whether a module was not imported for want of a package, not of a part of Megatron."""
+    """Return whether a module could not be imported because a package other than Megatron is missing."""
     return (
         row["state"] == "pending" and "No module named" in row["reason"] and "'megatron" not in row["reason"]
     )
@@ -102,7 +103,7 @@ def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[s
 
 
 def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
-    """Wait for the process; return its output, and in one line what went wrong, or None."""
+    """Wait for the process; return its output, and the problem as one line, or None."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Read and check a lm-eval task's ``generation_kwargs``."""
+"""Read and check the ``generation_kwargs`` of an lm-eval task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Wish:
     """How a text is generated.
 
     Attributes:
-        until: texts that end the generation and are not part of the result.
+        until: strings that end the generation and are not part of the result.
         tokens: maximum number of tokens to generate.
         temperature, top_k, top_p: as in ``Options``.
     """
@@ -85,7 +85,7 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
 
 
 def _temperature(rest: dict[str, Any]) -> float:
-    """Take ``do_sample`` and ``temperature`` out: to sample without a temperature is to sample at 1."""
+    """Remove ``do_sample`` and ``temperature``, and return the temperature; sampling defaults to 1."""
     sampled = rest.pop("do_sample", None)
     temperature = float(rest.pop("temperature", None) or 0.0)
     if sampled is None:

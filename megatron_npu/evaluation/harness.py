@@ -1,7 +1,7 @@
 """``megatron-npu evaluate``: run lm-eval, EleutherAI's harness, with the model ``megatron_npu``.
 
-lm-eval's own command line follows. lm-eval releases that read the entry points ``lm_eval.models`` need no
-such command; 0.4.13 does not read them.
+The rest of the command line is lm-eval's own. lm-eval releases that read the entry points ``lm_eval.models``
+do not need this command; 0.4.13 does not read them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Run lm-eval; return its exit code.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: lm-eval is not installed.
     """
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])

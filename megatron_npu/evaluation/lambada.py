@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
+    """Return the parser of the command."""
     result = Parser("megatron-npu lambada", description=__doc__)
     add = result.add_argument
     trained_model.add_checkpoint(add)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(line: int, row: Found) -> dict[str, Any]:
-    """Return what is written of a passage; its tokens are ids."""
+    """Return the JSON record of a passage; its tokens are ids."""
     return {
         "line": line,
         "correct": row.correct,
@@ -116,9 +116,9 @@ def _counts(rows: Sequence[Found]) -> tuple[int, int]:
 
 
 def perplexity(rows: Sequence[Found]) -> float:
-    """Return e to the mean negative log-likelihood of the answers, each passage counted once.
+    """Return the exponential of the answers' mean negative log-likelihood, with each passage counted once.
 
-    Infinite if it overflows.
+    The result is infinite if it overflows.
     """
     try:
         return math.exp(-sum(row.logprob for row in rows) / len(rows))
@@ -127,7 +127,7 @@ def perplexity(rows: Sequence[Found]) -> float:
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of the run that the command line changes."""
+    """Return the flags of the training run that the command line overrides."""
     given = {name: getattr(args, name) for name in AttentionFlags.names()}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     changes |= trained_model.precision(args)
@@ -146,7 +146,7 @@ def accuracy(
     merge_file: str | None = None,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Return how many passages of ``file`` the model completes correctly, and how many there are.
+    """Return the number of passages in ``file`` that the model completes correctly, and the total number.
 
     Under torchrun each process has the whole model and evaluates a part of the passages; all return the same
     result.
@@ -154,7 +154,7 @@ def accuracy(
     Args:
         load: folder given to ``--save``.
         file: JSON lines with the key ``text``.
-        strict: predict the whole last word, tokenized separately; else the last token of the passage.
+        strict: predict the whole last word, tokenized separately; otherwise the last token of the passage.
         batch: passages per forward pass; it does not change the results.
         vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
         changes: arguments of the run to override, by name.

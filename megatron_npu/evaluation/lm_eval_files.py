@@ -1,4 +1,4 @@
-"""The files of an lm-eval run: writable results, and caches that no other user can write to.
+"""The files of an lm-eval run: check that results can be written, and that no other user can write to caches.
 
 If lm-eval cannot write its results, it only warns and ends with exit code 0; its caches are pickles, which
 execute code when they are read.
@@ -31,7 +31,7 @@ def given(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def require(asked: argparse.Namespace) -> None:
-    """Check the output and cache folders before an evaluation of hours.
+    """Check the output and cache folders before an evaluation that may take hours.
 
     Raises:
         UsageError: results cannot be written, or another user can write to a cache or owns it.
@@ -53,11 +53,11 @@ def require(asked: argparse.Namespace) -> None:
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return why a run that ended normally has no results; empty if it has.
+    """Return why a run that ended normally has no results; an empty string if it has results.
 
     Args:
         output_path: the option's value.
-        since: start of the run, in seconds of the file system's clock.
+        since: start of the run, in seconds on the file system's clock.
     """
     pattern = f"{output_path.stem}_*.json" if output_path.suffix == ".json" else "*/results_*.json"
     written = [path for path in _folder(output_path).glob(pattern) if path.stat().st_mtime >= since]
@@ -76,7 +76,7 @@ def _folder(output_path: Path) -> Path:
 
 
 def _caches(prefix: str | None) -> Iterator[Path]:
-    """Yield the caches that a run would read: a database of each process, and the requests of tasks."""
+    """Yield the caches that a run would read: a database per process, and the cached requests of tasks."""
     if prefix is not None:
         path = Path(prefix)
         yield from path.parent.glob(f"{path.name}_rank*.db")

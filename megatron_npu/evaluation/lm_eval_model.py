@@ -1,6 +1,7 @@
 """lm-eval's model ``megatron_npu``: checkpoints of the trainer and of stock scripts, without conversion.
 
-Checkpoints are loaded as by ``megatron-npu generate``, with the same results as ``--model hf`` on the export.
+Checkpoints are loaded as by ``megatron-npu generate``, with the same results as ``--model hf`` on the
+exported model.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of c
 class MegatronNpu(TemplateLM):
     """A checkpoint for lm-eval, in one process or several.
 
-    Several processes each have a copy and divide the requests; with one of the two sizes they share one
-    model, and the first process sends all requests (``Leader``): the others never leave the constructor.
+    Without the two sizes, several processes each have a copy of the model and divide the requests. With one
+    of the sizes, they share one model, and the first process sends all requests (``Leader``): the others
+    never leave the constructor.
 
     Args:
         load: folder given to ``--save``.
@@ -108,7 +110,7 @@ class MegatronNpu(TemplateLM):
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
-        """Return the model, and know whom to ask; of a shared one only in the first process."""
+        """Load the model and prepare sending requests; if it is shared, only the first process returns."""
         copies = sizes == (None, None)
         share = (
             layout.copies
@@ -138,7 +140,7 @@ class MegatronNpu(TemplateLM):
     # what lm-eval asks of several processes
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes, one after another."""
+        """Return the tensors of all processes, concatenated."""
         if self._world_size == 1:
             return tensor
         found: list[Any] = [None] * self._world_size
@@ -146,7 +148,7 @@ class MegatronNpu(TemplateLM):
         return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in found])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Return the objects of all processes in one of them, None in the others."""
+        """Return the objects of all processes in one process, and None in the others."""
         if self._world_size == 1:
             return [obj]
         found: list[Any] = [None] * self._world_size
@@ -167,7 +169,7 @@ class MegatronNpu(TemplateLM):
 
     @functools.cached_property
     def prefix_token_id(self) -> int:
-        """The id that precedes a text without context: the tokenizer's start token, else its end token."""
+        """The id that precedes a text without context: the tokenizer's start token, or else its end token."""
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             return tokenizer.eod
@@ -177,7 +179,7 @@ class MegatronNpu(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the ids of a text, by default with the tokenizer's start tokens.
 
-        A text that already starts with them, as from a chat template, does not get them twice.
+        If the text already starts with them, as from a chat template, they are not added again.
         """
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -188,7 +190,7 @@ class MegatronNpu(TemplateLM):
         return tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens."""
+        """Decode ids to text, without special tokens."""
         tokenizer = self._model.tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokens = [token for token in tokens if token not in tokenizer.special_ids]
@@ -215,13 +217,13 @@ class MegatronNpu(TemplateLM):
         return found
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template; None if none is to be applied."""
+        """Return the chat template, or None if none is to be applied."""
         return self._template.source if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of messages."""
+        """Render messages as text."""
         return self._template.render(chat_history, begin_answer=add_generation_prompt)
 
     # requests
@@ -229,10 +231,10 @@ class MegatronNpu(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return for each request the log probability of its continuation and whether it is the likeliest.
+        """Return each request's log-likelihood of its continuation, and whether that is the most likely one.
 
-        Of what is too long the last tokens are read. Requests whose texts differ in their last token alone
-        (one-token answers to a question) are read once.
+        If a text is too long, only its last tokens are used. Requests whose texts differ only in their last
+        token (one-token answers to the same question) are computed once.
         """
         texts, firsts = [], []
         for _, context, continuation in requests:
@@ -272,7 +274,7 @@ class MegatronNpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return generated continuations, up to the texts that end them."""
+        """Return generated continuations, up to their stop strings."""
         answers = [""] * len(requests)
         wishes: dict[Wish, list[int]] = {}
         for place, request in enumerate(requests):
@@ -288,7 +290,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
-        """Yield places, some batches at once, and say how far it is."""
+        """Yield request indices, several batches at a time, and show the progress."""
         size = _BLOCK * self.batch
         with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
             for start in range(0, len(order), size):
@@ -301,7 +303,7 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return the last ids of a context that leave room for the answer."""
+        """Return as many of a context's last ids as leave room for the answer."""
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(

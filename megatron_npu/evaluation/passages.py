@@ -28,7 +28,7 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
 
     Args:
         file: JSON lines with the key ``text``.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         cut: what to predict: the last ``token``; the last ``word``, tokenized separately as with Megatron's
             ``--strict-lambada``; or as in lm-eval's task lambada_openai.
         longest: number of positions of the model.
@@ -76,7 +76,7 @@ def _last_word(text: str, tokenizer: Tokenizer) -> Example:
 
 
 def _as_lm_eval(text: str, tokenizer: Tokenizer) -> Example:
-    """Cut where lm-eval 0.4 does: at the last blank and at no other space, and the ids of the whole text."""
+    """Split a passage as lm-eval 0.4 does: at the last blank only, with the ids of the whole text."""
     before, blank, word = text.rpartition(" ")
     context = before.rstrip()
     ids = tokenizer.encode(context)

@@ -1,7 +1,7 @@
-"""lm-eval's result files: whole under their names, or not there; and what could not be written is noted.
+"""Make lm-eval's result files either complete or absent, and record those that could not be written.
 
-lm-eval writes them in place, logs a warning where that fails, and ends with exit code 0. Its module of
-results gets a ``Path`` and an ``open`` here that write as ``files.writing`` does.
+lm-eval writes them in place, logs a warning if that fails, and ends with exit code 0. Here its result module
+gets a ``Path`` and an ``open`` that write as ``files.writing`` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATTERNS = ("results_*.partial", "samples_*.partial", "*.json.*.partial")
 
 @contextlib.contextmanager
 def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
-    """Let a module write whole files in the block; yield a list that gets a line for each that it could not.
+    """Make a module write only complete files inside the block; yield a list of lines about failed writes.
 
     Args:
         tracker: ``lm_eval.loggers.evaluation_tracker``.
@@ -28,16 +28,16 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
     lost: list[str] = []
 
     class WholePath(type(Path())):  # type: ignore[misc]  # the kind of this system
-        """A path whose file is replaced when all of the new one is on the disk."""
+        """A path whose file is replaced only once the new content is completely on disk."""
 
         def write_text(self, data: str, *_: Any, **__: Any) -> int:
-            """Write the file; encoding and line ends are those of ``files.write``."""
+            """Write the file; encoding and line endings are those of ``files.write``."""
             with self.open("w") as stream:
                 stream.write(data)
             return len(data)
 
         def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
-            """Open the file; one that is written or added to is replaced at the end of the block."""
+            """Open the file; a file opened for writing or appending is replaced at the end of the block."""
             return _whole(self, mode, lost) if mode in ("w", "a") else super().open(mode, *args, **options)
 
     own = {"Path": WholePath, "open": lambda path, mode="r", *a, **o: WholePath(path).open(mode, *a, **o)}
@@ -55,7 +55,7 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]:
-    """Yield a text stream whose content becomes the file, behind what it holds already if it is added to."""
+    """Yield a text stream whose content replaces the file; when appending, it includes the old content."""
     try:
         with files.writing(path) as binary:
             if mode == "a" and path.exists():
@@ -70,7 +70,7 @@ def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what a killed run has left of files that it was writing."""
+    """Remove partial files left by a run that was killed while writing."""
     for pattern in _PATTERNS:
         for partial in (*folder.glob(pattern), *folder.glob(f"*/{pattern}")):
             files.remove_abandoned(

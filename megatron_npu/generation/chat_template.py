@@ -1,8 +1,7 @@
-"""The chat template of a checkpoint, which turns messages into the text format of the training.
+"""The chat template of a checkpoint, which turns messages into the text format used in training.
 
 Templates are Jinja and come with the Hugging Face tokenizer, so they are untrusted. They are rendered as in
-Transformers, in Jinja's sandbox, which gives access to the messages only, and for a limited number of
-seconds.
+Transformers, in Jinja's sandbox, which gives access to the messages only, and with a time limit.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ChatTemplate:
         special_tokens: the special tokens by role.
 
     Raises:
-        UsageError: it is not valid Jinja.
+        UsageError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -56,7 +55,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], *, begin_answer: bool = True) -> str:
-        """Return the text of messages.
+        """Render messages as text.
 
         Args:
             messages: each with ``role`` and ``content``.
@@ -91,10 +90,10 @@ def of(args: argparse.Namespace) -> ChatTemplate | None:
     """Return the template stored with a checkpoint's tokenizer, or None.
 
     Args:
-        args: the flags of the training.
+        args: the flags of the training run.
 
     Raises:
-        UsageError: it is not valid Jinja.
+        UsageError: the template is not valid Jinja.
     """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
@@ -125,7 +124,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Bounded(ImmutableSandboxedEnvironment):
-        """Whose operators make nothing that is too large."""
+        """A sandbox whose ``*`` and ``**`` reject results that are too large."""
 
         intercepted_binops = frozenset({"*", "**"})
 
@@ -142,7 +141,7 @@ def _environment() -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Return how many items, or bits, an operator would make; 0: of other things than it is bounded for."""
+    """Return the number of items or bits in an operator's result; 0 if its size is not limited."""
     if operator == "**":
         bits = left.bit_length() if isinstance(left, int) else 0
         return bits * max(right, 0) if isinstance(right, int) else 0
@@ -158,12 +157,12 @@ def _length(value: Any) -> int:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """End the block at the next line of Python that comes after so many seconds, in this thread.
+    """Limit the time of the block in this thread; it ends at the next line of Python after the limit.
 
-    A template's loops are loops of Python. A thread could not be ended in another way.
+    This works because a template's loops are Python loops; a separate thread could not be stopped.
 
     Raises:
-        TimeoutError: they are over.
+        TimeoutError: the limit was exceeded.
     """
     until, before = time.monotonic() + seconds, sys.gettrace()
 

@@ -21,7 +21,8 @@ _STOP = "stop"
 def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
     """Read prompts from standard input until ``stop`` or its end, and print each continuation.
 
-    A prompt that is too long gives a message, and the next one is read; Ctrl-C stops the current text.
+    After a prompt that is too long, a message is printed and the next one is read; Ctrl-C stops the current
+    text.
     """
     _edit_lines()
     while (prompt := _asked()) is not None:
@@ -34,7 +35,7 @@ def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
 
 
 def _edit_lines() -> None:
-    """Switch on line editing where Python has it; let bytes that are not UTF-8 come through, to be told."""
+    """Enable line editing if Python supports it; let bytes that are not UTF-8 pass, to be reported later."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() uses it from then on
     for stream in (sys.stdin, sys.stdout):
@@ -43,7 +44,7 @@ def _edit_lines() -> None:
 
 
 def _asked() -> str | None:
-    """Return a prompt; None at the end."""
+    """Read and return a prompt; None at the end."""
     try:
         with watchdog.phase(watchdog.WAITING):
             prompt = input(QUESTION)
@@ -54,7 +55,7 @@ def _asked() -> str | None:
 
 
 def _answer(model: TrainedModel, leader: Leader, options: Options, prompt: str) -> None:
-    """Print what the model adds to a prompt, piece by piece."""
+    """Print the model's continuation of a prompt, piece by piece."""
     ids = model.prompt(prompt)
     text = GrowingText(model.tokenizer, ids)
     print(prompt, end="", flush=True)

@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Refuse what can be seen to be wrong before the model is loaded."""
+    """Reject invalid combinations of flags before the model is loaded."""
     ways = [flag for flag in ("prompt", "sample_input_file") if getattr(given, flag) is not None]
     if not ways and given.num_samples is None:
         raise UsageError(
@@ -155,7 +155,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Draw texts of one prompt or from nothing; print or write them."""
+    """Generate texts for one prompt, or unconditionally; print or write them."""
     prompt = [model.sampler.end] if given.prompt is None else model.prompt(given.prompt)
     _require_room(given, prompt, model)
     samples = model.sampler.sample([prompt] * (given.num_samples or 1), options, batch=given.micro_batch_size)
@@ -188,7 +188,7 @@ def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, p
 
 
 def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Draw what follows each line of a file; write prompts and texts."""
+    """Generate a continuation for each line of a file; write prompts and texts."""
     file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
@@ -207,7 +207,7 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
 
 
 def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
-    """Refuse numbers of tokens that were asked for and that the model has no positions for."""
+    """Reject a requested number of tokens that exceeds the model's positions."""
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
@@ -235,7 +235,7 @@ def generate(
         options: fields of ``Options``.
 
     Raises:
-        UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
+        UsageError: the checkpoint does not exist, or the model cannot process a prompt or value.
     """
     wanted = replace(_DEFAULT, **options)  # type: ignore[arg-type]  # mypy knows no names of keywords here
     with restored(load, vocab_file, merge_file) as (args, gpt, tokenizer):

@@ -14,10 +14,10 @@ from megatron_npu.generation.trained_model import TrainedModel
 
 
 def read_prompts(file: str) -> list[str]:
-    """Return the prompts of a file, one per line.
+    """Return the prompts in a file, one per line.
 
     Raises:
-        UsageError: the file does not exist, is not UTF-8, or has no lines or an empty one.
+        UsageError: the file does not exist, is not UTF-8, has no lines, or has an empty line.
     """
     try:
         lines = files.lines(file)
@@ -67,7 +67,7 @@ def require_writable(file: str) -> None:
     """Check, before generating, that ``write`` can write to a path.
 
     Raises:
-        UsageError: its folder does not exist, or it is a folder itself.
+        UsageError: the path's folder does not exist, or the path is a folder.
     """
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():

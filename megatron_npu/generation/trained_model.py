@@ -60,7 +60,7 @@ def add_checkpoint(add: Add) -> None:
 
 
 def precision(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that ``--fp16`` and ``--bf16`` override.
+    """Return the arguments that ``--fp16`` or ``--bf16`` overrides.
 
     Raises:
         UsageError: both flags are given.
@@ -75,7 +75,7 @@ class TrainedModel:
     """A checkpoint in memory, shared by all processes of the command.
 
     Attributes:
-        args: the flags of its training, in this command's layout.
+        args: the flags of its training run, with this command's layout.
         sampler: its sampler.
         tokenizer: its tokenizer.
     """
@@ -88,7 +88,7 @@ class TrainedModel:
         """Return the ids of a prompt.
 
         Raises:
-            UsageError: it is empty, not UTF-8, or too long.
+            UsageError: the prompt is empty, not UTF-8, or too long.
         """
         ids = self.tokenizer.encode(text)
         if not ids:
@@ -105,7 +105,7 @@ class TrainedModel:
         return self.tokenizer.decode(self.content(sample))
 
     def content(self, sample: Sample) -> list[int]:
-        """Return the ids that are text, without an end token that stands for an empty prompt."""
+        """Return the ids of the text, without an end token that represents an empty prompt."""
         return sample.tokens if sample.prompt == [self.sampler.end] else sample.ids()
 
 
@@ -118,7 +118,7 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
         changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: the checkpoint does not exist, has another shape, or cannot be partitioned like this.
+        UsageError: the checkpoint does not exist, has another shape, or cannot be partitioned as requested.
     """
     share = functools.partial(
         layout.of_all_processes,
@@ -136,11 +136,11 @@ def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[Tr
 
     Args:
         given: the command's flags.
-        share: how the processes of the command share it, as for ``restored``.
+        share: how the processes of the command share the model, as for ``restored``.
         changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: the checkpoint does not exist, or cannot be partitioned like this.
+        UsageError: the checkpoint does not exist, or cannot be partitioned as requested.
     """
     initialize.silence_known_warnings()
     changes |= precision(given)
@@ -156,7 +156,7 @@ def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> 
 
 
 def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Refuse sizes on the command line that the checkpoint does not have."""
+    """Reject sizes on the command line that differ from the checkpoint's."""
     for name in (*_SHAPE, "tokenizer_type"):
         wanted, there = getattr(given, name), getattr(args, name)
         if wanted is not None and wanted != there:

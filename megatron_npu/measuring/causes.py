@@ -18,7 +18,8 @@ def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
     Args:
         plan: the table's plan.
         scheme: the row's scheme.
-        verdicts: ``peak`` and ``throughput``, as far as the document has numbers, each ``AS_THERE`` or not.
+        verdicts: verdicts on ``peak`` and ``throughput``, as far as the document has values; each is
+            ``AS_THERE`` or not.
     """
     if scheme.printed.word == "OOM":
         return _no_oom(plan, scheme)
@@ -76,7 +77,7 @@ def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
 
 
 def _size(plan: Plan) -> Iterator[str]:
-    """Say of what size the document's model is, where this one is of another."""
+    """Yield the size of the document's model if the measured model has another size."""
     theirs, ours = plan.suite.family.size(plan.suite.family.documented), plan.size
     batch = plan.suite.micro_batch_size
     if (ours.layers, ours.hidden, ours.seq_length) != (theirs.layers, theirs.hidden, theirs.seq_length) or (

@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     """Measure and print; return the exit code: 1 if a row failed for a reason other than memory.
 
     Raises:
-        UsageError: bad input, before anything starts.
-        KeyboardInterrupt: Ctrl-C, after the measured rows have been printed and written.
+        UsageError: the input is invalid; raised before anything starts.
+        KeyboardInterrupt: Ctrl-C was pressed; raised after the measured rows are printed and written.
     """
     args = arguments.parser().parse_args(list(argv))
     prepared = plan(args, Machine.here())
@@ -60,7 +60,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _measured(prepared: Plan, row: Row) -> ranks.Outcome:
-    """Run a row, showing how far it is; say what became of it."""
+    """Run a row with a progress bar, print its result, and return the outcome."""
     job = prepared.job(row.scheme)
     begin = time.monotonic()
     outcome = prepared.outcome_beforehand(job)
@@ -83,7 +83,7 @@ def _line(row: Row, prepared: Plan, seconds: float) -> str:
 
 
 class _Progress:
-    """How far a row is: a bar on a terminal, else nothing."""
+    """The progress of a row: a bar on a terminal, otherwise nothing."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._name, self._steps = name, steps
@@ -100,12 +100,12 @@ class _Progress:
         self._bar.close()
 
     def to(self, done: int) -> None:
-        """Show that so many steps are done."""
+        """Show that ``done`` steps are complete."""
         self._bar.update(done - self._bar.n)
 
 
 def _write(report: Report, args: Namespace) -> None:
-    """Write the files that were asked for, with what is measured up to here."""
+    """Write the requested files with the measurements made so far."""
     if args.json is not None:
         files.write(args.json, json.dumps(report.to_json(), indent=1) + "\n")
     if args.markdown is not None:

@@ -1,4 +1,4 @@
-"""Estimate the minimum memory per rank before a row is started, so that the machine does not run out.
+"""Estimate the minimum memory per rank before a row starts, so that it does not exhaust the machine.
 
 It is a calculated lower bound: a row whose bound exceeds the limit cannot fit; other rows may still end as
 OOM.
@@ -14,18 +14,18 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound of the bytes of model states and activations on the largest rank.
+    """Return a lower bound on the bytes of model states and activations on the largest rank.
 
     Args:
         job: the row's job.
         family: the model's family.
-        host_is_device: whether offloaded data stay in the same memory.
+        host_is_device: whether offloaded data stays in the same memory.
     """
     return states(job, family, host_is_device) + activations(job)
 
 
 def states(job: Job, family: Family, host_is_device: bool) -> int:
-    """Return the bytes of weights, gradients and optimizer, as ZeRO counts them (arXiv:1910.02054)."""
+    """Return the bytes of weights, gradients and optimizer states, as ZeRO counts them (arXiv:1910.02054)."""
     scheme, count = job.scheme, parameters(family, job.size)
     if job.workload.startswith("megatron:"):
         # the first and the last stage hold the embedding
@@ -45,10 +45,10 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
 
 
 def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
-    """Return what a weight, its gradient and what the optimizer keeps for it take, unshared.
+    """Return the bytes per parameter of weight, gradient and optimizer state, without sharding.
 
-    In mixed precision Megatron's model has 2 bytes of weights, gradients of 4 (bf16) or 2 (fp16), and 12 of
-    the optimizer. By autocast (Transformers) the weights are fp32 then, too: 4 + 4 + 8 bytes each.
+    With mixed precision, Megatron's model has weights of 2 bytes, gradients of 4 (bf16) or 2 (fp16), and 12
+    in the optimizer. With autocast (Transformers), weights stay fp32: 4 + 4 + 8 bytes.
     """
     if not (job.scheme.mixed and job.workload.startswith("megatron:")):
         return 4.0, 4.0, 8.0

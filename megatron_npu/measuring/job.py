@@ -21,9 +21,9 @@ class Setting:
         size: the model's size.
         ranks: number of processes, one per device.
         micro_batch_size, global_batch_size: samples per forward pass of a rank, and per step of all ranks.
-        steps, repeat: number of steps that are timed together, and of repetitions.
+        steps, repeat: number of steps that are timed together, and number of repetitions.
         mixed_precision: the dtype of "mixed", ``bf16`` or ``fp16``.
-        seed: random seed of weights, tokens and dropout.
+        seed: random seed for weights, tokens and dropout.
         memory_limit: maximum bytes per rank; None: the device's memory.
     """
 
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Setting):
-    """One row of a table, on this machine.
+    """One row of a table on this machine.
 
     Attributes:
         workload: as in ``Suite``.
@@ -56,7 +56,7 @@ class Job(Setting):
 
     @property
     def steps_in_all(self) -> int:
-        """Number of steps of a rank, including warm-up steps."""
+        """Number of steps per rank, including warm-up steps."""
         return WARM_UP + self.steps * self.repeat
 
     @property
@@ -71,7 +71,7 @@ class Job(Setting):
 
     @property
     def switches(self) -> Switches:
-        """Return the switches of ``megatron-npu train`` for the row."""
+        """The switches of ``megatron-npu train`` for the row."""
         return Switches(
             mixed_precision=self.mixed_precision if self.scheme.mixed else None,
             sharding=self.scheme.sharding,
@@ -80,12 +80,12 @@ class Job(Setting):
         )
 
     def to_json(self) -> str:
-        """Return the job as text."""
+        """Return the job as a JSON string."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return what ``to_json`` wrote."""
+        """Return the job from a string that ``to_json`` returned."""
         values = json.loads(text)
         scheme = values["scheme"]
         scheme |= {"cells": tuple(scheme["cells"]), "printed": Printed(**scheme["printed"])}

@@ -1,4 +1,4 @@
-"""Description of the machine and of the limits of its measurements."""
+"""A description of the machine and of the limits of its measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Machine:
         kind: ``cpu``, ``cuda`` or ``npu``.
         count: number of devices; None on a CPU.
         host_memory: whether device memory is host memory (a CPU, a simulated device).
-        simulated: whether times mean nothing.
+        simulated: whether timings are meaningless.
         is_host: whether ranks are processes on the CPU.
         cores: number of CPU cores.
         features: instruction set of the CPU.
@@ -42,7 +42,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this machine."""
+        """Return a description of this machine."""
         device = devices.current()
         return cls(
             device=device.title,
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def lacks(self, dtype: str) -> bool:
-        """Return whether the CPU lacks instructions for ``bf16`` or ``fp16`` products."""
+        """Return whether the CPU lacks instructions for ``bf16`` or ``fp16`` matmuls."""
         return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
 
     def notes(self, ranks: int, dtype: str) -> list[str]:

@@ -31,7 +31,7 @@ class Meter:
     measured from the end of the first step on, when all states exist, so building the model does not count.
 
     Attributes:
-        seconds, processor: wall time, and CPU time of all threads of this rank, of each repetition.
+        seconds, processor: wall time, and CPU time of all threads of this rank, for each repetition.
 
     Args:
         job: the row's job.
@@ -61,7 +61,7 @@ class Meter:
                 threading.Thread(target=self._watch, args=(self.job.memory_limit,), daemon=True).start()
 
     def _watch(self, limit: int) -> None:
-        """Look at the resident set again and again, which is what is measured."""
+        """Poll the resident set size, which is what is measured, until it exceeds ``limit``."""
         while self._grown() <= limit:
             time.sleep(_LOOK)
         if self.exceeded is not None:
@@ -94,15 +94,14 @@ class Meter:
         self._mark, self._processor_mark = now, processor
 
     def peak(self) -> int:
-        """Return the peak bytes of the rank."""
+        """Return the rank's peak memory in bytes."""
         return max(0, devices.current().memory().peak - self._before)
 
 
 def _limit(limit: int) -> None:
-    """Have the kernel refuse what brings this process above so many bytes more than it has now (RLIMIT_DATA).
+    """Limit this process's growth to ``limit`` bytes: by RLIMIT_DATA on a CPU, else by torch's allocator.
 
-    It counts all that is mapped to be written: the stacks of threads too, hence the allowance. Elsewhere
-    torch's allocator does it.
+    RLIMIT_DATA counts all writable mappings, including the stacks of threads, hence the allowance.
     """
     device = devices.current()
     if device.is_host:
@@ -117,7 +116,7 @@ def _limit(limit: int) -> None:
 
 
 def lift_limit() -> None:
-    """Remove the kernel's memory limit of this process, so that it can report."""
+    """Remove the kernel's memory limit from this process, so that it can report."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 

@@ -26,12 +26,12 @@ _SHARE = 0.8  # of the available memory of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """What is measured; ``memory_limit`` as given.
+    """What is measured; ``memory_limit`` is the value that the user has given.
 
     Attributes:
         suite: the suite.
         machine: the machine.
-        said: log lines about automatic choices.
+        said: log lines about values chosen automatically.
     """
 
     suite: Suite
@@ -39,12 +39,12 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return the job of a row's ranks, with the memory that each may use now."""
+        """Return the job for a row's ranks, with the memory that each may use now."""
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
     def _limit(self) -> int | None:
-        """Return the bytes of a rank; None: the device sees to it."""
+        """Return the memory limit per rank in bytes; None: the device limits it."""
         if self.memory_limit is not None or not self.machine.is_host:
             return self.memory_limit
         return self._share_of_the_host()
@@ -85,7 +85,7 @@ class Plan(Setting):
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return why the switches of a row do not go together here."""
+    """Return why the switches of a row cannot be combined here; empty if they can."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",
@@ -104,7 +104,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
     """Fill in the defaults.
 
     Raises:
-        UsageError: a size or batch that fits no row, unavailable devices, or files that cannot be written.
+        UsageError: a size or batch fits no row, devices are unavailable, or files cannot be written.
     """
     suite, small = SUITES[args.suite], machine.host_memory
     _check_surroundings(args)
@@ -135,7 +135,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
 
 
 def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the model, and a line about it where it was not asked for."""
+    """Return the model's name, and a log line about it if it was chosen automatically."""
     documented = suite.family.documented
     if asked is not None:
         return asked, ()

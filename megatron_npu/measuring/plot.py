@@ -13,11 +13,11 @@ from megatron_npu.measuring.schemes import SUITES
 def draw(table: dict[str, Any], path: Path) -> None:
     """Write a PNG: samples per second with their deviation on the left, peak memory on the right.
 
-    Rows without numbers show their word (OOM, NA) instead of a bar.
+    Rows without values show their outcome (OOM, NA) instead of a bar.
 
     Args:
         table: the result of ``Report.to_json``, or the content of a ``--json`` file.
-        path: path of the picture.
+        path: path of the image.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing (``plan.check`` tests this before).

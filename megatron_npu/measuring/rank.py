@@ -1,7 +1,7 @@
 """One rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's environment variables.
 
-It reads ``job.json`` in the folder and writes ``rankN.json`` with its measurements or how it ended. It ends
-when its standard input closes, that is, with the process that started it.
+It reads ``job.json`` in the folder and writes its measurements, or how it ended, to ``rankN.json``. It ends
+when its standard input closes, that is, when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OOM, REFUSED, FAILED = "oom", "refused", "failed"
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Return the result file of a rank."""
+    """Return the path of a rank's result file."""
     return folder / f"rank{rank}.json"
 
 
@@ -106,7 +106,7 @@ def _kind(error: BaseException) -> str:
 
 
 def short_of_memory(text: str) -> bool:
-    """Return whether a message says that host memory is exhausted (torch raises a RuntimeError then)."""
+    """Return whether a message says that host memory is exhausted (torch then raises a RuntimeError)."""
     return any(sign in text for sign in _SHORT)
 
 

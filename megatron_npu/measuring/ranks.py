@@ -37,12 +37,12 @@ class Outcome:
     Attributes:
         kind: ``measured``, ``OOM``, ``NA`` or ``failed``.
         reason: the reason, except for ``measured``.
-        throughputs: samples per second of each repetition.
-        processor: CPU seconds per sample of each repetition, over all ranks.
+        throughputs: samples per second for each repetition.
+        processor: CPU seconds per sample for each repetition, over all ranks.
         peaks: peak bytes of each rank.
-        parameters: parameters of the whole model.
+        parameters: number of parameters of the whole model.
         device: name of the hardware.
-        log: last output of the ranks, for a failed row.
+        log: the ranks' last output, for a failed row.
     """
 
     kind: str
@@ -73,7 +73,7 @@ def run(job: Job, follow: Callable[[int], None]) -> Outcome:
 
 @contextlib.contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Have the ranks run inside the block. This process keeps the store where they meet: its port is free."""
+    """Run the ranks inside the block. This process serves the store where they meet, so its port is free."""
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -123,7 +123,7 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callable[[int], None]) -> str | None:
-    """Wait until all ranks have ended, or one has failed; return why the machine had to end them."""
+    """Wait until all ranks have ended, or one has failed; return why they must be ended early, or None."""
     reserve = max(512 << 20, psutil.virtual_memory().total // 20)
     deadline = None
     while any(process.poll() is None for process in processes):
@@ -151,7 +151,7 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
 
 
 def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
-    """Return the numbers of a row from those of its ranks; the slowest one tells a lap's time."""
+    """Return a row's values from those of its ranks; the slowest rank determines the time of a repetition."""
     laps = zip(*(result["seconds"] for result in results), strict=True)
     samples = job.global_batch_size * job.steps
     return Outcome(
@@ -165,14 +165,14 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
-    """Return how memory ended a rank that has left no result; empty: it did not."""
+    """Return how lack of memory ended a rank without a result; empty if it did not."""
     if code == -SIGKILL:
         return "killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
 
 
 def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int | None]) -> Outcome:
-    """Return why the row has no numbers: what explains the most comes first."""
+    """Return why the row has no values, preferring the most informative reason."""
     ended = [result for result in results if result and "ended" in result]
     if (said := _said(ended)) is not None:
         return said
@@ -186,7 +186,7 @@ def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int
 
 
 def _said(ended: list[dict[str, Any]]) -> Outcome | None:
-    """Return what ranks say themselves of why they ended: of memory, or of a job that cannot be."""
+    """Return the outcome that ranks reported themselves: out of memory, or a rejected job; None: neither."""
     for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
         reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
         if reason is not None:

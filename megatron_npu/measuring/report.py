@@ -1,4 +1,4 @@
-"""Write the measurements so far as tables, Markdown and JSON."""
+"""Write the measurements made so far as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the row has numbers."""
+        """Whether the row has values."""
         return self.outcome is not None and self.outcome.kind == MEASURED
 
     @property
@@ -40,14 +40,14 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the repetitions' samples per second; 0 for a single one."""
+        """Standard deviation of samples per second over the repetitions; 0 if there is only one."""
         assert self.outcome is not None
         values = self.outcome.throughputs
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
     @property
     def uncertainty(self) -> float:
-        """Standard error of the mean, as a fraction of it."""
+        """Standard error of the mean, as a fraction of the mean."""
         assert self.outcome is not None
         return self.deviation / math.sqrt(len(self.outcome.throughputs)) / self.throughput
 
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def peak(self) -> float:
-        """Peak MB of the largest rank."""
+        """Peak memory of the largest rank in MB."""
         assert self.outcome is not None
         return max(self.outcome.peaks) / MB
 
@@ -176,13 +176,14 @@ class Report:
         return self._cut([*others, last + mark, *[word] * 3])
 
     def _cut(self, cells: list[str]) -> list[str]:
-        """Leave the time of processors out where they do not compute."""
+        """Omit the CPU time column if the model does not run on the CPU."""
         return cells if self.plan.machine.is_host else cells[:-1]
 
     def _comparison(self, footnotes: Footnotes) -> str:
-        """Return how each row stands to the first that the document has numbers of; here, and there.
+        """Return a table with each row's ratios to the first row for which the document has values.
 
-        A row that does not go the document's way has a footnote that says what cannot be seen here.
+        Each row shows the document's ratios and the measured ones. If their directions differ, a footnote
+        says what cannot be observed on this machine.
         """
         base = next(row for row in self.rows if row.scheme.printed.peak is not None)
         if not base.is_measured:
@@ -218,7 +219,7 @@ class Report:
         ]
 
     def direction(self, row: Row, base: Row) -> str:
-        """Return whether a row compares to another in the same way here as in the document."""
+        """Return whether a row differs from ``base`` in the same direction here as in the document."""
         verdicts = self._verdicts(row, base)
         if not verdicts:
             word = row.scheme.printed.word
@@ -232,7 +233,7 @@ class Report:
         return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
 
     def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
-        """Return what of a row can be compared with the document, and whether it goes the same way."""
+        """Return the verdicts on peak and throughput, as far as the document has values."""
         printed, first = row.scheme.printed, base.scheme.printed
         if printed.peak is None or first.peak is None:
             return {}
@@ -248,7 +249,7 @@ SLIGHT = 0.02  # a peak that differs by less has no direction
 
 
 def _same(there: float, here: float, noise: float) -> str:
-    """Compare the sides of 1 that two ratios are on."""
+    """Return whether two ratios are on the same side of 1, or whether ``here`` is too close to 1 to tell."""
     if abs(there - 1) <= SLIGHT:
         return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{_side(here)}, there about the same"
     if abs(here - 1) <= noise:
@@ -273,7 +274,7 @@ class Footnotes:
         self._texts: list[str] = []
 
     def mark(self, text: str) -> str:
-        """Return the mark of a text; empty for no text."""
+        """Return a footnote's mark; empty if there is no text."""
         if not text:
             return ""
         if text not in self._texts:

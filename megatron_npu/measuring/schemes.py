@@ -13,7 +13,7 @@ from megatron_npu.measuring.sizes import BERT, GPT, Family
 
 @dataclass(frozen=True)
 class Printed:
-    """The document's values of a row.
+    """The document's values for a row.
 
     Attributes:
         throughput: mean samples per second; None: see ``word``.
@@ -32,8 +32,8 @@ class Scheme:
 
     Attributes:
         cells: its first columns, as printed.
-        printed: the document's numbers.
-        mixed: 16-bit products with fp32 main weights; otherwise fp32.
+        printed: the document's values.
+        mixed: 16-bit matmuls with fp32 main weights; otherwise fp32.
         sharding: one of ``switches.SHARDINGS``.
         offload: whether optimizer states are in host memory.
         graph: whether the blocks are compiled.
@@ -53,7 +53,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Its first columns as one text."""
+        """Its first columns as one string."""
         return " x ".join(self.cells)
 
 

@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Family:
-    """BERT or GPT.
+    """A model family: BERT or GPT.
 
     Attributes:
         name: ``bert`` or ``gpt``.
@@ -51,7 +51,7 @@ class Family:
         """Return the size for ``text``, with the given length and vocabulary.
 
         Raises:
-            Unfit: it is not a size of this family.
+            Unfit: ``text`` is not a size of this family.
         """
         found = next((size for size in self.sizes if size.name == text), None) or self._shape(text)
         return replace(
@@ -98,16 +98,12 @@ GPT = Family(
 
 
 def layer_parameters(size: Size) -> int:
-    """Return the number of weights and biases of all layers: attention, feed-forward and two layer norms
-    each.
-    """
+    """Return the number of parameters in all layers: attention, feed-forward and two layer norms each."""
     return size.layers * (12 * size.hidden**2 + 13 * size.hidden)
 
 
 def parameters(family: Family, size: Size) -> int:
-    """Return the number of parameters of a GPT with tied embeddings, or of a BERT with its two pre-training
-    heads.
-    """
+    """Return the number of parameters of a GPT with tied embeddings, or of a BERT with both heads."""
     hidden, vocabulary = size.hidden, size.vocabulary
     embeddings = (vocabulary + size.seq_length) * hidden
     if family is GPT:

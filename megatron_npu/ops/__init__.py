@@ -1,4 +1,4 @@
-"""Operations: one contract, one reference, one implementation per device; ``swap`` puts them into a model."""
+"""Operations: one contract, one reference, one implementation per device; ``swap`` puts them in a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Swapped", "swap"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``swap`` when it is asked for: a single operation does not need it."""
+    """Import ``swap`` on first access: a single operation does not need it."""
     if name in __all__:
         from megatron_npu.ops import swapping
 

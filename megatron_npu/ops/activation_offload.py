@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Moved:
-    """A tensor on its way to the host, there, or back."""
+    """A tensor that is being copied to the host, is there, or is being copied back."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -36,7 +36,7 @@ class _Moved:
         return torch.empty_strided(like.shape, self.strides, dtype=like.dtype, device=device, **options)
 
     def fetch(self) -> None:
-        """Begin to bring it back, unless that has begun."""
+        """Start copying the tensor back, unless that has already started."""
         if self.back is not None:
             return
         _, home = _streams(self.device)
@@ -49,7 +49,7 @@ class _Moved:
         self.back = tensor, home.record_event()
 
     def take(self) -> Tensor:
-        """Return it on the device, and forget it there."""
+        """Return the tensor on the device, and drop the reference to it."""
         self.fetch()
         assert self.back is not None
         (tensor, event), self.back = self.back, None
@@ -61,10 +61,10 @@ class _Group:
     """What one layer has saved in one forward pass.
 
     Attributes:
-        layer: its place in the stack.
-        before: that of the layer before, which is needed next.
-        modules: whose tensors are in it.
-        moved: these.
+        layer: the layer's index in the stack.
+        before: the group of the previous layer, which is needed next.
+        modules: names of the modules whose tensors are in the group.
+        moved: the group's tensors.
     """
 
     def __init__(self, layer: int, before: _Group | None) -> None:
@@ -74,7 +74,7 @@ class _Group:
         self.moved: list[_Moved] = []
 
     def fetch(self) -> None:
-        """Begin to bring all of it back, what was saved last first; once."""
+        """Start copying all tensors back, the last saved first; does so only once."""
         while self.moved:
             self.moved.pop().fetch()
 
@@ -89,7 +89,7 @@ def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class Offload:
-    """Offloads what chosen modules in a stack of layers save for backward.
+    """Offloads what selected modules in a stack of layers save for backward.
 
     Args:
         smallest: tensors with fewer elements stay on the device.
@@ -104,7 +104,7 @@ class Offload:
 
         Args:
             module: a part of a layer; its forward is replaced on the instance.
-            name: of the part; the same in every layer.
+            name: name of the part; the same in every layer.
             layer: index of the layer; the backward pass runs from the highest to the lowest.
         """
         original = module.forward
@@ -120,7 +120,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
-        """Move what is saved in the meantime."""
+        """Move what is saved in the block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -130,7 +130,7 @@ class Offload:
             yield
 
     def _group(self, name: str, layer: int) -> _Group:
-        """Return the group of this forward pass: a layer's first module opens it."""
+        """Return the group of this forward pass, which a layer's first module creates."""
         last = self.last
         if last is None or last.layer != layer or name in last.modules:
             self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)
@@ -139,7 +139,7 @@ class Offload:
 
     def _pack(self, group: _Group, weights: set[int]) -> Callable[[Tensor], Any]:
         def pack(tensor: Tensor) -> Any:
-            """Leave weights, masks (the only truth values), what is small, and what is on the host."""
+            """Move no weights, masks (the only boolean tensors), small tensors or tensors on the host."""
             if tensor.numel() < self.smallest or tensor.dtype is torch.bool or tensor.device.type == "cpu":
                 return tensor
             if tensor.untyped_storage().data_ptr() in weights:
@@ -170,5 +170,5 @@ def _of(device: torch.device) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """Return the stream on which copies leave a device, and that on which they come back."""
+    """Return the streams that copy tensors from a device to the host, and back."""
     return _of(device).Stream(device), _of(device).Stream(device)

@@ -20,12 +20,12 @@ Value = TypeVar("Value")
 
 
 def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
-    """Return ``compute()``, called once until the tensor is written to; all layers share the value.
+    """Return ``compute()``, which is called once until the tensor is written to; all layers share the value.
 
     Args:
-        tensor: what ``compute`` reads; the cached value lives as long as it.
-        name: of the value; one per purpose.
-        key: what else the value depends on; another key replaces the cached value.
+        tensor: the tensor that ``compute`` reads; the cached value lives as long as the tensor.
+        name: name of the value; one per purpose.
+        key: what else the value depends on; a different key replaces the cached value.
     """
     if tensor.is_inference():
         return compute()
@@ -44,12 +44,12 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """As ``cache_on_tensor``, for a value read from several tensors: cached on the object that owns them.
+    """Like ``cache_on_tensor``, for a value read from several tensors: cached on the object that owns them.
 
     Args:
-        owner: an object that takes attributes. A copy of it has the cached value too, but other tensors, so
-            it is recomputed.
-        sources: the tensors that ``compute`` reads; another tensor, or a write to one, causes a
+        owner: an object that accepts new attributes. A copy of it also has the cached value, but other
+            tensors, so the value is recomputed.
+        sources: the tensors that ``compute`` reads; another tensor, or a write to one of them, causes a
             recomputation.
     """
     if any(source is not None and source.is_inference() for source in sources):
@@ -69,8 +69,7 @@ def _attribute(name: str) -> str:
 
 
 def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like ``functools.lru_cache`` for functions that create tensors, usable in
-    training."""
+    """Return a decorator like ``functools.lru_cache`` for functions that create tensors used in training."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.lru_cache(maxsize)

@@ -78,7 +78,7 @@ _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
 class _PlainCrossEntropy(torch.autograd.Function):
-    """On a CPU only rows with a target are touched; elsewhere the host would have to wait to know them."""
+    """Cross-entropy that on a CPU reads only rows with a target; elsewhere that would make the host wait."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -122,13 +122,13 @@ class _PlainCrossEntropy(torch.autograd.Function):
 
 
 def _by_kernel(operation: str, logits: Tensor) -> bool:
-    """Return whether a Triton kernel of ours computes the loss, on a GPU."""
+    """Return whether our Triton kernel computes the loss, on a GPU."""
     beyond = None if logits.dim() and logits.size(-1) else "there are no logits"
     return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
 
 
 def _rows_apart(flat: Tensor) -> Tensor:
-    """Return ``[rows, v]`` whose values are next to each other in a row, and rows not in one place."""
+    """Return ``[rows, v]`` with contiguous rows that do not share memory."""
     return flat if flat.stride(1) == 1 and not overlaps(flat) else flat.contiguous()
 
 
@@ -141,12 +141,12 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
-    """Return whether rows that are ignored are left out: not off the CPU, where the host would wait."""
+    """Return whether to skip ignored rows; never off the CPU, where counting them makes the host wait."""
     return flat.device.type == "cpu" and int(ignored.sum()) > _WORTH_GATHERING * flat.size(0)
 
 
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
-    """Yield tiles of the rows of ``[rows, v]``; those with a target alone, as numbers, if they are few."""
+    """Yield tiles of the rows of ``[rows, v]``; if few have a target, yield only their indices."""
     if not _few_have_a_target(flat, ignored):
         yield from whole_row_slices(flat.size(0), flat.size(1), flat.device)
         return
@@ -164,7 +164,7 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel each way⁶, else tiles 
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return ids within this rank's part, 0 where they are of another's, and where that is."""
+    """Return ids within this rank's part, 0 for other ranks' ids, and a mask of the latter."""
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -198,7 +198,7 @@ def reference(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum from which every rank computes the same loss: its gradient is that of each summand."""
+    """A sum from which every rank computes the same loss, so each summand's gradient is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -215,7 +215,7 @@ _cross_entropy = Operation("vocab_parallel_cross_entropy", reference, group="cro
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """Return fp32 ``[rows]`` from ``[rows, v]`` without a second buffer of its size."""
+    """Return the fp32 log-sum-exp ``[rows]`` of ``[rows, v]``, without a second buffer of that size."""
     result = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     for rows in whole_row_slices(logits.size(0), logits.size(1), logits.device):
         torch.logsumexp(logits[rows].float(), dim=-1, out=result[rows])
@@ -310,7 +310,7 @@ def reduce_over_ranks(
         normalizer: log-sum-exp of this rank's part.
         predicted: logit of the target, 0 if another rank has it.
         group: None or a group of one: nothing is combined.
-        others: further values to sum.
+        others: additional values to sum.
 
     Returns:
         The same values for the whole vocabulary.

@@ -29,10 +29,10 @@ def gated_delta_rule(
         chunk: number of steps computed together, a power of two; it only affects rounding.
 
     Returns:
-        ``[batch, s, heads, p]``, of the dtype of ``q``; computed in fp32.
+        ``[batch, s, heads, p]``, in the dtype of ``q``; computed in fp32.
 
     Raises:
-        ValueError: the shapes do not fit, or the chunk is no power of two.
+        ValueError: the shapes do not match, or the chunk is not a power of two.
 
     Source: Yang, Kautz and Hatamizadeh, arXiv:2412.06464: sections 3.1, the recurrence, and 3.3, chunks.
     """
@@ -49,7 +49,7 @@ def gated_delta_rule(
 def _by_steps(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """The recurrence as it is written, one step after the other."""
+    """Compute the recurrence as written, step by step."""
     kind = torch.promote_types(q.dtype, torch.float32)
     queries, keys, values, decay, share = (part.to(kind) for part in (q, k, v, log_decay.exp(), beta))
     state = values.new_zeros(q.size(0), q.size(2), q.size(3), v.size(3))
@@ -69,9 +69,11 @@ _rule = Operation("gated_delta_rule", _by_steps)
 def _by_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """Within a chunk the corrections u solve ``(1 + A) u = beta (v - decay k S)``, A strictly lower.
+    """Compute the rule chunk by chunk.
 
-    All parts are ``[b, z, h, l, ...]``: batch, chunk, head, step of a chunk.
+    Within a chunk the corrections u solve ``(1 + A) u = beta (v - decay k S)``, A strictly lower.
+
+    All parts are ``[b, z, h, l, ...]``: batch, chunk, head, step within a chunk.
     """
     steps = q.size(1)
     chunk = min(chunk, 1 << (steps - 1).bit_length())
@@ -100,8 +102,8 @@ def _by_chunks(
 def _inverse_of_unit_lower(lower: Tensor) -> Tensor:
     """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``, n a power of two and ``lower`` strictly lower triangular.
 
-    Both halves of the diagonal at once, then the corner that they share: n - 1 substitutions are log₂ n
-    pairs of products, and no power of ``lower`` grows as it would in a series.
+    Both halves of the diagonal are inverted at once, then the corner between them: instead of n - 1
+    substitutions this takes log₂ n pairs of matmuls, and no power of ``lower`` grows as it would in a series.
     """
     size = lower.size(-1)
     if size == 1:

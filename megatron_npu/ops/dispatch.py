@@ -1,4 +1,4 @@
-"""Select the implementation of an operation: one contract, one reference, one binding per device."""
+"""Select the implementation of an operation: one contract, one reference, one implementation per device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """The plan of a call that the implementation does not take."""
+    """The plan for a call that the implementation does not support."""
 
     reason: str
 
@@ -39,13 +39,13 @@ Plan = Callable[..., Any | Unsupported]
 
 
 class Registered(NamedTuple):
-    """The implementation of a device.
+    """A device's implementation of an operation.
 
     Attributes:
         function: the implementation.
         supports, plan: the check before each call: at most one of the two.
         note: what the function runs on, for the table in docs/reference/operations.md.
-        limits: what ``supports`` admits, for the same table.
+        limits: what ``supports`` accepts, for the same table.
     """
 
     function: Implementation
@@ -63,21 +63,21 @@ OPERATIONS: list[Operation] = []
 
 
 class Operation:
-    """An operation: its name, its plain-torch reference and the implementations of the devices.
+    """An operation: its name, its plain-torch reference and its implementations for the devices.
 
-    A call runs the implementation of this process's device, bound at the first call. If that implementation
-    refuses the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the reference runs and
-    the reason is logged once; in strict mode it is an error. ``MEGATRON_NPU_VERIFY`` compares each result
-    with the reference; without it the implementation is called directly.
+    A call runs the implementation for this process's device, bound at the first call. If that implementation
+    does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the reference
+    runs and the reason is logged once; in strict mode this raises an error. With ``MEGATRON_NPU_VERIFY`` each
+    result is compared with the reference; without it the implementation is called directly.
 
     Args:
         name: shown in reports.
-        reference: the same operation in plain torch; takes any float dtype, computes in fp32 or better.
+        reference: the same operation in plain torch; accepts any float dtype, computes in fp32 or better.
         group: name for ``MEGATRON_NPU_VERIFY``, if other than ``name``.
-        draws: given a call's arguments, whether it draws random numbers, so that the reference cannot repeat
-            it.
-        rounds_within: intermediate results have the dtype of the inputs, so a wider output is no more precise
-            than the inputs.
+        draws: given a call's arguments, returns whether the call draws random numbers, so that the reference
+            cannot reproduce it.
+        rounds_within: whether intermediate results have the dtype of the inputs, so that a wider output is no
+            more precise than the inputs.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class Operation:
 
         Args:
             names: the devices.
-            supports: given the arguments of a call, returns why the function cannot take it, or None.
+            supports: given the arguments of a call, returns why the function does not support it, or None.
             plan: instead of ``supports``, if the check also decides how to make the call: returns
                 ``Unsupported``, or anything else, which is passed to the function as ``plan``.
             note: what the function runs on, for the table in docs/reference/operations.md; Markdown.
-            limits: what ``supports`` admits, for the same table; Markdown.
+            limits: what ``supports`` accepts, for the same table; Markdown.
         """
 
         def register(function: Implementation) -> Implementation:
@@ -126,11 +126,10 @@ class Operation:
         return register
 
     def example(self, case: str = "") -> Callable[[Example], Example]:
-        """Register the decorated function as a small example call, which ``megatron-npu doctor`` runs and
-        verifies.
+        """Register the decorated function as a small example call for ``megatron-npu doctor`` to verify.
 
         The function gets a helper that creates a random leaf tensor of a given shape, and returns the tensor
-        to differentiate, or None. ``case`` names one of several examples of an operation.
+        to differentiate, or None. ``case`` names one of several examples for an operation.
         """
 
         def register(function: Example) -> Example:
@@ -146,7 +145,7 @@ class Operation:
 
         Raises:
             UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that does not exist.
-            FallbackForbiddenError: the device has no implementation, in strict mode.
+            FallbackForbiddenError: the device has no implementation, and strict mode is on.
         """
         if device not in self.implementations:
             report_fallback(self.name, f"there is no implementation for {device}")
@@ -161,7 +160,7 @@ class Operation:
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
-        """Choose the implementation again at the next call."""
+        """Select the implementation again at the next call."""
         self._bound = self._bind_and_call
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +208,7 @@ fallbacks: dict[tuple[str, str], int] = {}
 
 
 def report_fallback(operation: str, reason: str, does: str = "falls back", remedy: str = "") -> None:
-    """Count a fallback; log its reason the first time.
+    """Count a fallback, and log its reason the first time.
 
     Args:
         operation: the operation, or the requested option.
@@ -218,7 +217,7 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
         remedy: what to change in strict mode; leaving strict mode is always suggested too.
 
     Raises:
-        FallbackForbiddenError: in strict mode.
+        FallbackForbiddenError: strict mode is on.
     """
     if settings.STRICT.enabled():
         name = settings.STRICT.name
@@ -231,16 +230,16 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
 
 def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
-    """Return whether one of our Triton kernels computes a call on a GPU, rather than torch's kernels.
+    """Return whether one of our Triton kernels, rather than torch's kernels, computes a call on a GPU.
 
-    Both do what the operation's contract says, so using torch is not a fallback that strict mode forbids. The
+    Both meet the operation's contract, so using torch is not a fallback that strict mode forbids. The
     reason for torch is logged once and counted in the ledger, except with ``MEGATRON_NPU_TRITON=0``, or while
-    torch.compile is tracing, which fuses torch's kernels itself.
+    torch.compile, which fuses torch's kernels itself, is tracing.
 
     Args:
-        operation: its name.
+        operation: the operation's name.
         tensors: the kernel's inputs.
-        beyond: a reason, apart from the tensors, why the kernel does not take the call; None: there is none.
+        beyond: a reason, apart from the tensors, why the kernel does not support the call, or None.
     """
     if triton.switched_off() or torch.compiler.is_compiling():
         return False
@@ -251,14 +250,12 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return why no Triton kernel of ours runs on a GPU; None: they run, if the GPU is new enough."""
+    """Return why none of our Triton kernels run on a GPU; None if they do, on a recent enough GPU."""
     return triton.not_to_be_expected()
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count, and log the first time, why a slower implementation computes a call; not an error in strict
-    mode.
-    """
+    """Count, and log the first time, why a slower implementation computes a call; allowed in strict mode."""
     seen = fallbacks.get((operation, reason), 0)
     fallbacks[operation, reason] = seen + 1
     if not seen:
@@ -266,5 +263,5 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return why ``kernel`` does not take ``dtype``, or None; used in ``supports``."""
+    """Return why ``kernel`` does not support ``dtype``, or None; used in ``supports``."""
     return None if dtype in KERNEL_DTYPES else f"{kernel} takes no {dtype}"

@@ -60,10 +60,10 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
-    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, the products can be fused.
+    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, the rest can be fused.
 
     The dropped values are those of ``dropout``. inductor's own code for torch's dropout draws one value at a
-    time without vector instructions (torch 2.13): 16 ns a value on a Zen 5, against 2 ns for all of this.
+    time without vector instructions (torch 2.13): 16 ns per value on a Zen 5, against 2 ns for all of this.
     """
     keep = round((1.0 - p) * KEEP_LEVELS)
     if not training or p == 0.0:
@@ -90,8 +90,8 @@ def keep_mask_bits(
 
     Args:
         draws: int64 scratch memory of at least a quarter of the mask's size; overwritten.
-        shape: of the mask.
-        keep: a whole number from 1 to ``KEEP_LEVELS``.
+        shape: shape of the mask.
+        keep: an integer from 1 to ``KEEP_LEVELS``.
         out: where to write the mask, of any dtype and of that shape; None: int16, in the memory of ``draws``.
     """
     count = torch.Size(shape).numel()
@@ -100,7 +100,7 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """As ``keep_mask_bits``, from random bits already drawn: one int64 for four values."""
+    """Like ``keep_mask_bits``, but from random bits already drawn: one int64 for four values."""
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
 
@@ -111,7 +111,7 @@ def most_of_kept(keep: int) -> int:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return whether the operation is used even with p = 0: on a GPU, bias and residual are one kernel."""
+    """Return whether to use the operation even with p = 0: on a GPU one kernel adds bias and residual."""
     return x.is_cuda
 
 
@@ -120,7 +120,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Operation by operation; torch's dropout keeps a mask of a byte per value, torch_npu's of a bit."""
+    """Compute the operation in separate steps; torch's dropout saves a byte per value, torch_npu's a bit."""
     value = x if bias is None else x + bias
     return residual + (F.dropout(value, p) if p else value)
 
@@ -158,7 +158,7 @@ def _dropout_cpu(x: Tensor, p: float) -> Tensor:
 
 
 class _CpuDropout(torch.autograd.Function):
-    """``_CpuBiasDropoutAdd`` without the rest."""
+    """``_CpuBiasDropoutAdd`` without bias and residual."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
@@ -209,7 +209,7 @@ def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 @_bias_dropout_add.on("cpu", note="tiles, 16 random bits a value²")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Keep with the multiple of 2^-16 that is next to 1 - p, and scale by exactly that: no bias."""
+    """Round 1 - p to a multiple of 2^-16, and scale by exactly that, so that the result is unbiased."""
     keep = round((1.0 - p) * KEEP_LEVELS)
     plain_bias = bias is None or bias.shape == x.shape[-1:]
     if not 0 < keep < KEEP_LEVELS or not plain_bias or residual.shape != x.shape:
@@ -218,7 +218,7 @@ def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 
 class _CpuBiasDropoutAdd(torch.autograd.Function):
-    """In tiles that stay in cache, with a mask from ``keep_mask_bits``.
+    """Bias, dropout and addition in tiles that stay in cache, with a mask from ``keep_mask_bits``.
 
     Stock Megatron spends most of its time here in torch's ``bernoulli_``, which draws 64 bits or more for
     each value, one at a time.
@@ -268,8 +268,8 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the rows of a tile: a multiple of 4, so that no draw is split between two tiles.
+    """Return the number of rows in a tile: a multiple of 4, so that no draw is split between two tiles.
 
-    Then the mask does not depend on the size of the tiles, which grows with the number of threads.
+    The mask therefore does not depend on the tile size, which grows with the number of threads.
     """
     return -(-rows_per_tile(width) // 4) * 4

@@ -46,7 +46,7 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return row numbers in this rank's part, and where there is none (None: nowhere)."""
+    """Return row numbers in this rank's part, and a mask of ids outside it (None if there are none)."""
     if not split:
         return ids, None
     elsewhere = (ids < start) | (ids >= end)
@@ -98,7 +98,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
-    """Return ``[table_rows, h]`` from ``[..., h]``; the fp32 part is as large as the tokens that occur."""
+    """Return ``[table_rows, h]`` from ``[..., h]``; only the rows that occur are summed in fp32."""
     present, position = rows.reshape(-1).unique(return_inverse=True)
     width = grad.size(-1)
     sums = torch.zeros((present.numel(), width), dtype=torch.float32)

@@ -12,14 +12,15 @@ from megatron_npu.ops.caching import lru_cache_tensors
 def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
     """Return ``scale x H``, ``H`` Sylvester's matrix: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
 
-    One matrix product on every device: rows are the channels of a head, typically 128.
+    This is one matmul on every device: rows are the channels of a head, typically 128.
 
     Args:
-        x: ``[..., n]``; if n is not a power of two, rows are padded with zeros to the next one and cut again.
+        x: ``[..., n]``; if n is not a power of two, rows are padded with zeros to the next one, and the
+            result is truncated again.
         scale: factor applied to the result; ``n ** -0.5`` preserves norms.
 
     Returns:
-        Shaped and typed like ``x``; computed in fp32.
+        A tensor with the shape and dtype of ``x``; computed in fp32.
     """
     size = x.size(-1)
     matrix = _matrix((size - 1).bit_length(), x.device)
@@ -29,7 +30,7 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
 @lru_cache_tensors(maxsize=8)
 def _matrix(doublings: int, device: torch.device) -> Tensor:
-    """Return ``H`` of ``2 ** doublings`` rows, fp32."""
+    """Return ``H`` with ``2 ** doublings`` rows, fp32."""
     result = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     for _ in range(doublings):
         result = torch.cat([torch.cat([result, result], 1), torch.cat([result, -result], 1)], 0)

@@ -52,7 +52,7 @@ def rms_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` (Zhang and Sennrich 2019); as ``layer_norm`` otherwise."""
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` (Zhang and Sennrich 2019); else like ``layer_norm``."""
     if memory_efficient:
         return _FromOutput.apply(input, weight, None, eps, zero_centered_gamma)
     return _rms_norm(input, weight, eps, zero_centered_gamma)
@@ -69,7 +69,7 @@ def norm_of_residual(
     """Return the norm at the start of a Megatron layer: layer norm, or RMS norm without a bias.
 
     For an fp32 residual (``--fp32-residual-connection``) the result has the weight's 16-bit dtype, which the
-    next product takes. Arguments are those of ``layer_norm``.
+    next matmul expects. Arguments are those of ``layer_norm``.
     """
     if input.dtype is torch.float32 and weight.dtype is not torch.float32:
         return mixed_norm(input, weight, bias, eps, zero_centered_gamma, memory_efficient)
@@ -86,9 +86,7 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """As ``layer_norm``, but return the result in the weight's dtype whatever the input's, as apex's mixed
-    kernels do.
-    """
+    """Like ``layer_norm``, but the result always has the weight's dtype, as with apex's mixed kernels."""
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
@@ -200,8 +198,8 @@ def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool
 class _CpuNorm(torch.autograd.Function):
     """Both norms on a CPU; ``bias`` None means RMS norm, for which torch has no kernel there.
 
-    torch's layer norm kernel rounds statistics to 16 bits and adds up 16-bit weight gradients in 16 bits:
-    over 4,096 rows of bf16 they are 10 % off. So its fp32 kernel is given pieces in fp32.
+    torch's layer norm kernel rounds statistics to 16 bits and sums 16-bit weight gradients in 16 bits:
+    over 4,096 rows of bf16 they are 10 % off. Its fp32 kernel therefore processes fp32 copies of pieces.
     """
 
     @staticmethod
@@ -270,7 +268,7 @@ def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 class _FromOutput(torch.autograd.Function):
-    """Either norm, on any device, with the output kept for backward instead of the input.
+    """Either norm, on any device, with the output saved for backward instead of the input.
 
     The normalized input is ``(output - bias) / factor``; ``bias`` None means RMS norm.
     """

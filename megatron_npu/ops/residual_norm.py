@@ -64,17 +64,17 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of the sum, and the sum; otherwise as ``add_layer_norm``."""
+    """Return the RMS norm of the sum, and the sum; otherwise like ``add_layer_norm``."""
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Store ``result``, which is what the norm ``reader`` computes from ``total``, for that norm to fetch."""
+    """Store ``result``, which the norm ``reader`` would compute from ``total``, for that norm to fetch."""
     setattr(total, _RESULT, (reader, result))
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return the stored result of the norm ``reader`` for ``input``; only once, since it holds memory."""
+    """Return the stored result of the norm ``reader`` for ``input``; only once, because it holds memory."""
     found = getattr(input, _RESULT, None)
     if found is None:
         return None
@@ -158,14 +158,14 @@ def _add_rms_norm_cuda(
 
 
 def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) cannot take the call, or None."""
+    """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) does not support the call, or None."""
     if eps != _NPU_EPSILON:
         return f"npu_add_layer_norm takes eps {_NPU_EPSILON:g} only, not {eps:g}"
     return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
 
 
 def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
-    """Return why ``npu_add_rms_norm`` cannot take the call, or None."""
+    """Return why ``npu_add_rms_norm`` does not support the call, or None."""
     if not 2 <= x.dim() <= 8 or not x.numel():
         return f"{kernel} takes 2 to 8 dimensions and no empty tensor, not {tuple(x.shape)}"
     if weight.dtype is not x.dtype:
@@ -196,10 +196,10 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """``npu_add_layer_norm``, which keeps the sum only: its own backward is given both summands.
+    """``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
 
-    There the sum and a zero that all layers share stand for them: no more memory is kept than by a sum and a
-    norm on their own, and the gradient of the sum is added in the same call.
+    The sum, and a zero that all layers share, are passed to backward instead: this keeps no more memory than
+    a separate sum and norm, and the gradient of the sum is added in the same call.
     """
 
     @staticmethod
@@ -238,7 +238,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """``npu_add_rms_norm``, to which torch_npu gives no gradient: that of ``npu_rms_norm`` of the sum."""
+    """``npu_add_rms_norm``, which has no gradient in torch_npu: that of ``npu_rms_norm`` is used."""
 
     @staticmethod
     def forward(
@@ -272,9 +272,9 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _handed_on(ctx: Any, *grads: Tensor) -> list[Tensor | None]:
-    """Return the gradients that autograd gets, in the dtypes of their parameters; None for those kept.
+    """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
 
-    The parameters themselves: what autograd hands out where saved tensors are moved lacks their attributes.
+    ``keep`` gets the parameters themselves: if saved tensors are moved, those from autograd lack attributes.
     """
     return [
         None if ctx.keep is not None and ctx.keep(parameter, grad) else grad.to(parameter.dtype)

@@ -40,7 +40,7 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """As ``rotary``, from existing tables, as Transformers passes them to its layers.
+    """Like ``rotary``, but from existing tables, as Transformers passes them to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
@@ -54,7 +54,7 @@ def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: b
 def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the fp32 cosines and sines of ``angles``, times ``scale``.
 
-    Kept with the angles: Megatron gives the same to every layer of every step.
+    They are cached with the angles: Megatron passes the same angles to every layer in every step.
     """
     return cache_on_tensor(angles, "rotary", lambda: _compute_tables(angles, scale), scale)
 
@@ -80,7 +80,7 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """Keeps nothing but the tables: the gradient is turned the other way."""
+    """A rotation that saves only the tables: backward rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -103,7 +103,7 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth: bool) -> Tensor:
-    """Turn the pairs, or apply the transpose of that: then the sine belongs to the partner."""
+    """Rotate the pairs, or rotate back, for which each element uses its partner's sine."""
     size = cosine.size(-1)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     whole = input.device.type != "cpu" or cosine.size(0) != input.size(0)
@@ -144,7 +144,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
-    """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds."""
+    """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul takes 4 dimensions, not {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
@@ -159,7 +159,7 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
-    """Return why tables ``[b or 1, s, 1, d]`` of batch-first input are not taken, or None."""
+    """Return why tables ``[b or 1, s, 1, d]`` for batch-first input are not supported, or None."""
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
         return f"npu_rotary_mul takes tables [s, 1, 1, d], or [b, s, 1, d], not {list(cosine.shape)}"
     if interleaved and cosine.size(0) > 1:
@@ -192,7 +192,7 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
 
 
 def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a table in the dtype of the input; kept with it, as both are the same in every layer."""
+    """Return a table in the input's dtype; cached with the table, since every layer uses both."""
     return cache_on_tensor(table, "rotary_table", lambda: table.to(dtype), dtype)
 
 

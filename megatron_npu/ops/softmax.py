@@ -15,17 +15,17 @@ MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked 
 
 
 def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
-    """Return ``softmax(scores * scale)`` with masked scores at -10000, as upstream.
+    """Return ``softmax(scores * scale)`` with masked scores set to -10000, as upstream does.
 
     Args:
         scores: ``[b, n, sq, sk]``, fp32, bf16 or fp16.
         mask: boolean, broadcastable to ``scores``, True means masked; or None.
-        scale: factor of the scores; None is 1.
+        scale: factor of the scores; None means 1.
         causal: mask keys after the query (top left aligned, sq == sk).
 
     Returns:
         ``[b, n, sq, sk]`` in the dtype of ``scores``; computed in fp32. A fully masked row is uniform, and
-        no gradient flows through what is masked.
+        no gradient flows through masked scores.
 
     Source: the torch path of ``FusedScaleMaskSoftmax`` with ``attention_softmax_in_fp32``.
     """
@@ -57,7 +57,7 @@ _scale_mask_softmax = Operation("scale_mask_softmax", _reference, group="softmax
 
 
 class _ScaleMaskSoftmax(torch.autograd.Function):
-    """Keeps the probabilities in the dtype of the scores, where autograd keeps them in fp32 too."""
+    """A softmax that saves probabilities only in the scores' dtype; autograd would also save them in fp32."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -98,7 +98,7 @@ _scale_mask_softmax.on("cpu", "cuda", note="in place, keeps the result only")(_S
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
-    """Return which documented limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds."""
+    """Return which limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds, or None."""
     if scores.dim() != 4:
         return f"npu_scaled_masked_softmax takes 4 dimensions, not {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):

@@ -1,6 +1,6 @@
 """DeepSeek's sparse attention over latents: each query reads the keys selected by an indexer.
 
-Source: DeepSeek-V3.2-Exp's report, 2.1, in the absorbed form of megatron-core 0.19
+Source: the DeepSeek-V3.2-Exp report, section 2.1, in the absorbed form of megatron-core 0.19
 (``transformer/experimental_attention_variant/dsa.py``): one key for all heads; its first channels are also
 the value, its last ones are rotated.
 """
@@ -30,7 +30,7 @@ def sparse_latent_attention(
         ``[s, b, n, c]`` in the dtype of ``query``, contiguous; zeros if no key is selected.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     length, batch, _, width = query.shape
     if key.shape != (length, batch, 1, width) or indices.shape[:2] != (batch, length) or indices.dim() != 3:

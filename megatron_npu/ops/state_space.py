@@ -17,16 +17,16 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
 
     Args:
         x: ``[batch, s, heads, p]``, fp32, bf16 or fp16.
-        dt: ``[batch, s, heads]``, the step, positive; any float dtype.
+        dt: ``[batch, s, heads]``, the step size, positive; any float dtype.
         decay: ``[heads]``, negative.
-        b, c: ``[batch, s, groups, n]``; ``heads / groups`` heads share one.
+        b, c: ``[batch, s, groups, n]``; each is shared by ``heads / groups`` heads.
         chunk: number of steps computed together; it only affects rounding.
 
     Returns:
-        ``[batch, s, heads, p]``, of the dtype of ``x``; computed in fp32.
+        ``[batch, s, heads, p]``, in the dtype of ``x``; computed in fp32.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
 
     Source: Dao and Gu, arXiv:2405.21060: the recurrence is equation 2, the chunks are section 6.
     """
@@ -49,7 +49,7 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
         bias: ``[d]`` or None.
 
     Returns:
-        ``[batch, s, d]``, of the dtype of ``input``; computed in fp32.
+        ``[batch, s, d]``, in the dtype of ``input``; computed in fp32.
     """
     steps, width = input.size(1), weight.size(1)
     padded = F.pad(input, (0, 0, width - 1, 0)).float()
@@ -65,7 +65,7 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 def sums_between(logs: Tensor) -> Tensor:
     """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``; -inf if s is later.
 
-    Each sum is computed by itself: differences of cumulative sums would lose precision.
+    Each sum is computed separately: differences of cumulative sums would lose precision.
     """
     steps = logs.size(-1)
     later = torch.ones(steps, steps, dtype=torch.bool, device=logs.device).triu(1)
@@ -74,7 +74,7 @@ def sums_between(logs: Tensor) -> Tensor:
 
 
 def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """The recurrence as it is written, one step after the other."""
+    """Compute the recurrence as written, step by step."""
     values, dt = x.to(torch.promote_types(x.dtype, torch.float32)), dt.to(decay.dtype)
     heads = x.size(2) // b.size(2)
     b, c = (part.to(values.dtype).repeat_interleave(heads, dim=2) for part in (b, c))
@@ -92,7 +92,10 @@ _scan = Operation("selective_scan", _by_steps)
 
 @_scan.on("cpu", "cuda", "npu", note="matrix products of chunks, a step for each chunk")
 def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """The letters of the products: b batch, z chunk, g group, h head of a group, l and s steps of a chunk."""
+    """Compute the scan chunk by chunk.
+
+    Letters in the products: b batch, z chunk, g group, h head of a group, l and s steps of a chunk.
+    """
     (batch, steps, heads, width), groups = x.shape, b.size(2)
     chunk = min(chunk, steps)
     pad = -steps % chunk  # steps of dt = 0 change no state

@@ -25,7 +25,7 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """As ``row_slices``, for reductions of long rows: every cpu thread gets the same number of rows."""
+    """Like ``row_slices``, for reductions of long rows: every cpu thread gets the same number of rows."""
     row_bytes = 4 * max(width, 1)
     if device.type != "cpu":
         return _slices(rows, max(1, _TIMES_OFF_CPU * _WHOLE_ROWS_BYTES // row_bytes))

@@ -1,9 +1,9 @@
-"""Verify mode: run the reference beside the device's implementation, forward and backward, per layer.
+"""Verify mode: run the reference alongside the device's implementation, forward and backward, per layer.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
-the largest difference divided by the largest value that the reference, computed in fp32, has there. What is
-beyond the limit of its dtype is logged at once; a summary with the worst layer of each operation when the
-process ends. The first module whose output is not finite is named as well, in whatever script it runs.
+the largest difference divided by the largest value of the reference, which is computed in fp32. Errors beyond
+their dtype's limit are logged at once; a summary with each operation's worst layer is printed when the
+process ends. The first module whose output is not finite is named as well, whichever script runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Implementation = Callable[..., Any]
 
 @dataclass
 class Finding:
-    """What comparing one result of an operation in one layer has shown so far."""
+    """What the comparisons of one result of an operation in one layer have shown so far."""
 
     largest: float = 0.0
     calls: int = 0
@@ -53,7 +53,7 @@ random_calls: dict[str, int] = {}
 
 
 def watches(name: str, group: str) -> bool:
-    """Return whether the operation is one that is to be verified."""
+    """Return whether to verify the operation."""
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 
@@ -64,11 +64,11 @@ def with_reference(
     draws: Callable[..., bool] | None = None,
     rounds_within: bool = False,
 ) -> Implementation:
-    """Return ``function`` with ``reference`` run after it at each call: the same results, and a comparison.
+    """Return ``function`` with ``reference`` run and compared after each call; the results do not change.
 
-    A function that returns None works in place: then the tensors that it was given are compared. Calls of
-    which ``draws`` says that they draw random numbers are counted only. ``rounds_within``: outputs are no
-    more precise than the least precise tensor that it was given.
+    A function that returns None works in place: the tensors passed to it are then compared. Calls for which
+    ``draws`` says that they draw random numbers are only counted. ``rounds_within``: outputs are no more
+    precise than the least precise input tensor.
     """
     if function is reference:
         return function
@@ -110,7 +110,7 @@ class _Call:
         self.reference_kwargs = {key: _exchange(value, copies) for key, value in kwargs.items()}
 
     def _take(self, value: Any, label: str) -> Any:
-        """Remember and copy the float tensors of an argument; return it with views that take hooks."""
+        """Record and copy the float tensors of an argument; return it with views that accept hooks."""
         if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
             return _like(value, [self._take(v, f"{label}[{i}]") for i, v in enumerate(value)])
         if not _is_float(value):
@@ -201,7 +201,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _exchange(value: Any, copies: Any) -> Any:
-    """Put the copies where the float tensors of an argument are, in the order of ``_Call._take``."""
+    """Replace the float tensors of an argument with the copies, in the order of ``_Call._take``."""
     if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
         return _like(value, [_exchange(v, copies) for v in value])
     return next(copies) if _is_float(value) else value
@@ -215,7 +215,7 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if larger.
 
-    It is inf where one of the two alone is nan.
+    The result is inf where only one of the two is nan.
     """
     if ours.shape != right.shape:
         return float("inf")
@@ -252,7 +252,7 @@ def _at_exit() -> None:
 
 
 class _Stack(threading.local):
-    """The modules whose forward is running, outermost first; a device's backward thread has its own."""
+    """The modules whose forward is running, outermost first; a device's backward thread has its own list."""
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
@@ -284,14 +284,14 @@ def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
 
 
 class _BadOutput:
-    """The first output of a module that is not finite: since ``forget``, and whether one was ever told."""
+    """The first module whose output was not finite since ``forget_bad_output``, if any."""
 
     def __init__(self) -> None:
         self.where: str | None = None
         self._told = False
 
     def note(self, module: torch.nn.Module) -> None:
-        """Remember a module; name the first of a process in the log."""
+        """Record a module; log the first one of the process."""
         path = _WRAPPERS.sub("", _names.get(module, "")) or "the model"
         self.where = f"{path} ({type(module).__name__})"
         if not self._told:
@@ -305,12 +305,12 @@ _WRAPPERS = re.compile(r"^(module(\.|$))+")  # what Megatron wraps a model in: p
 
 
 def first_bad_output() -> str | None:
-    """Return the path and class of the first module whose output was not finite since ``forget_…``."""
+    """Return the path and class of the first module recorded since ``forget_bad_output``, or None."""
     return _bad_output.where
 
 
 def forget_bad_output() -> None:
-    """Begin to look again: a step begins."""
+    """Forget the recorded module at the start of a step."""
     _bad_output.where = None
 
 
@@ -322,7 +322,7 @@ def _is_finite(value: Any) -> bool:
 
 @functools.cache
 def follow_modules() -> None:
-    """Let ``current_layer`` know: torch's hooks on every module, only ever called in verify mode."""
+    """Track running modules for ``current_layer`` with hooks on every module; called only in verify mode."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
     torch.nn.modules.module.register_module_forward_hook(_leave, always_call=True)
 

@@ -15,12 +15,12 @@ from megatron_npu.base.arg_parser import whole
 
 
 def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
-    """Return a field that is declared on the command line.
+    """Return a dataclass field that is also declared on the command line.
 
     Args:
-        spellings: of the flag; the first is the one that errors name.
-        default: of the field and of the flag.
-        options: of ``argparse.ArgumentParser.add_argument``.
+        spellings: the flag's spellings; errors name the first one.
+        default: the default of the field and of the flag.
+        options: options for ``argparse.ArgumentParser.add_argument``.
     """
     return field(default=default, metadata={"spellings": spellings, "options": options})
 
@@ -64,7 +64,7 @@ class AttentionFlags:
         return self.pre_tokens, self.next_tokens
 
     def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
-        """Return a copy of the flags with another window."""
+        """Return a copy of the flags with a different window."""
         return replace(self, pre_tokens=before, next_tokens=after)
 
     def without_window(self) -> AttentionFlags:
@@ -83,7 +83,7 @@ class AttentionFlags:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values in a namespace; the default for a flag that its parser lacks."""
+        """Return the values in a namespace, with the default for each flag that its parser lacks."""
         return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
 
 

@@ -1,8 +1,8 @@
 """``--hccl-group-buffer-adaptive``: size HCCL's buffers by the largest message of each group.
 
 HCCL allocates two buffers per communicator, 200 MiB each by default. According to its documentation
-(HCCL_BUFFSIZE) one should be as large as the data of a call; a larger message only costs time. The message
-sizes of a group follow from the arguments, except for gradients, whose buckets depend on the model
+(HCCL_BUFFSIZE), each should be as large as the data of a call; a larger message only takes more time. The
+message sizes of a group follow from the arguments, except for gradients, whose buckets depend on the model
 (``adaptors.shared.communicators``).
 """
 
@@ -25,7 +25,7 @@ _FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the sm
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The buffer sizes of a run: as large as the messages of each group. Stored in the process's device.
+    """The buffer sizes of a run: as large as each group's messages. Stored in the process's device.
 
     Attributes:
         args: validated arguments of Megatron or of the built-in trainer.
@@ -36,12 +36,12 @@ class GroupBuffers:
     fitted: dict[str, int] = field(default_factory=dict)
 
     def largest_messages(self) -> dict[str, int]:
-        """Return the largest message of each group, see ``largest_messages``."""
+        """The largest message of each group; see ``largest_messages``."""
         return largest_messages(self.args)
 
 
 def add(declare: Callable[..., Any]) -> None:
-    """Declare the flag, under MindSpeed's name for it.
+    """Declare the flag under MindSpeed's name.
 
     Args:
         declare: ``add_argument`` of a parser or group.
@@ -61,7 +61,7 @@ def choose(args: argparse.Namespace) -> None:
     """Store the run's arguments, from which the sizes of groups are computed later.
 
     Raises:
-        UsageError: the flag is used on another device.
+        UsageError: the flag is given, but the device is not an NPU.
     """
     asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
     if asked and device.name != "npu":
@@ -107,8 +107,8 @@ def largest_messages(args: argparse.Namespace) -> dict[str, int]:
     """Return the largest message in bytes of each group, by upstream's short names.
 
     Groups whose messages do not follow from the arguments are left out: those of gradients (``dp_cp``,
-    ``ep_dp`` and their parts), the world, and messages that depend on the optimizer or model (Muon, state
-    space models, FSDP).
+    ``ep_dp`` and their parts), the world, and groups whose messages depend on the optimizer or model (Muon,
+    state space models, FSDP).
 
     Args:
         args: validated arguments of Megatron or of the built-in trainer.
@@ -137,7 +137,7 @@ _SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp", "fully_sh
 
 
 def _width(args: argparse.Namespace) -> int:
-    """Return the bytes of a number of the layers."""
+    """Return the size in bytes of one element in the layers' dtype."""
     return 2 if args.bf16 or args.fp16 else 4
 
 
@@ -155,7 +155,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> int:
-    """Return how many tokens of a micro-batch a rank has that shares them with nobody but over ``cp``."""
+    """Return the tokens of a micro-batch per rank if only context parallelism shards the sequence."""
     tokens = _batch(args) * -(-_length(args) // _parts(args))
     if getattr(args, "hybrid_context_parallel", False):
         tokens = max(tokens, args.max_seqlen_per_dp_cp_rank)
@@ -163,7 +163,7 @@ def _tokens(args: argparse.Namespace) -> int:
 
 
 def _states(args: argparse.Namespace) -> int:
-    """Return the bytes of the residual stream, ``[s / cp, b, h]``."""
+    """Return the size in bytes of the residual stream, ``[s / cp, b, h]``."""
     width = 4 if getattr(args, "fp32_residual_connection", False) else _width(args)
     return _tokens(args) * args.hidden_size * width * _streams(args)
 
@@ -173,13 +173,13 @@ def _streams(args: argparse.Namespace) -> int:
 
 
 def _between_stages(args: argparse.Namespace) -> int:
-    """Return the bytes that a stage sends at once: with interleaving, states and gradients in one batch."""
+    """Return the bytes that a stage sends at once; with interleaving, activations and gradients together."""
     together = 1 if getattr(args, "virtual_pipeline_model_parallel_size", None) is None else 2
     return together * _states(args) // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
 def _of_tensor_parallel_ranks(args: argparse.Namespace) -> int:
-    """Return the bytes of states, latents, the loss's vectors, the batch, or gradients of whole vectors."""
+    """Return the bytes of the largest message: activations, latents, loss, batch, or unsharded gradients."""
     batch, length, tokens = _batch(args), _length(args), _tokens(args)
     latent = 0
     if getattr(args, "multi_latent_attention", False):
@@ -199,10 +199,10 @@ def _of_tensor_parallel_ranks(args: argparse.Namespace) -> int:
 
 
 def _gradients_of_whole_parameters(args: argparse.Namespace) -> int:
-    """Return the bytes of the gradients that sequence parallelism adds up in one call, at most.
+    """Return the maximum bytes of gradients that sequence parallelism reduces in one call.
 
-    Of each layer: norms of h (two, or four, and their biases), of heads and latents, the biases behind
-    row-parallel products, the router.
+    They include, per layer: norms of size h (two or four, and their biases), norms of heads and latents,
+    biases after row-parallel layers, and the router.
     """
     if not args.sequence_parallel:
         return 0
@@ -215,7 +215,7 @@ def _gradients_of_whole_parameters(args: argparse.Namespace) -> int:
 
 
 def _uneven(args: argparse.Namespace) -> bool:
-    """Return whether stages differ in their number of layers."""
+    """Return whether pipeline stages may have different numbers of layers."""
     names = (
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -230,10 +230,11 @@ def _has_state_spaces(args: argparse.Namespace) -> bool:
 
 
 def _of_context_parallel_ranks(args: argparse.Namespace) -> int:
-    """Return the bytes of queries, keys and values in whichever way they are shared.
+    """Return the largest message in bytes of any scheme that exchanges queries, keys and values.
 
-    In a ring keys and values, in backward with their gradients; or all of them, one by one, swapped for
-    heads; or keys gathered, and a mask of the data loader, which is gathered in a ring too.
+    A ring sends keys and values, with their gradients in the backward pass; all-to-all sends queries, keys
+    and values, one by one; all-gather gathers the keys. A mask from the data loader is gathered even with a
+    ring.
     """
     width, tokens, parts = _width(args), _tokens(args), _parts(args)
     heads, head = args.num_attention_heads, args.kv_channels
@@ -252,7 +253,7 @@ def _of_context_parallel_ranks(args: argparse.Namespace) -> int:
 
 
 def _of_experts(args: argparse.Namespace) -> dict[str, int]:
-    """Return the bytes of tokens on their way to experts, should all go to those of one rank."""
+    """Return the bytes of tokens sent to experts if all of them go to the experts of one rank."""
     tokens = _tokens(args) // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     experts, ranks = args.num_experts, args.expert_model_parallel_size
     sharing = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""Flags that move tensors out of device memory, for Megatron versions without them."""
+"""Flags that move tensors out of device memory, for Megatron versions that lack them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NARROW = {
 
 
 def add_reuse_of_weights(add: Callable[..., Any]) -> None:
-    """Declare ``--reuse-fp32-param``, under MindSpeed's name for it.
+    """Declare ``--reuse-fp32-param`` under MindSpeed's name.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -48,7 +48,7 @@ def refuse_fp8_states(options: Any) -> None:
     """Reject fp8 optimizer states, which only TransformerEngine supports.
 
     Args:
-        options: an ``OptimizerConfig``, or arguments, with dtypes or their names.
+        options: an ``OptimizerConfig`` or parsed arguments, with dtypes or their names.
 
     Raises:
         UsageError: a moment would be fp8.
@@ -91,7 +91,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
 
 
 def _require_remainders(args: argparse.Namespace) -> None:
-    """Refuse --reuse-fp32-param of weights that are no fp32 weight without its last 16 bits."""
+    """Reject --reuse-fp32-param unless bf16 parameters have fp32 main weights."""
     if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
         raise UsageError(
             "--reuse-fp32-param without bf16 parameters that have fp32 main weights",
@@ -101,7 +101,7 @@ def _require_remainders(args: argparse.Namespace) -> None:
 
 
 def _refuse_types_alone(args: argparse.Namespace) -> None:
-    """Refuse types of an optimizer's state that the plain one does not have."""
+    """Reject dtypes of optimizer states that need the precision-aware optimizer if it is off."""
     for name in NARROW:
         value = str(getattr(args, f"{name}_dtype", "fp32"))
         if value not in ("fp32", "torch.float32"):
@@ -128,7 +128,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
-    """Declare ``--swap-optimizer``, under MindSpeed's name for it.
+    """Declare ``--swap-optimizer`` under MindSpeed's name.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -145,7 +145,7 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
     """Reject ``--swap-optimizer`` if ``adam``, the class that Megatron uses, is not ``ours``.
 
     Raises:
-        UsageError: it is apex's or TransformerEngine's.
+        UsageError: ``adam`` is apex's or TransformerEngine's class.
     """
     if adam is not ours:
         raise UsageError(
@@ -156,10 +156,10 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
 
 
 def check_swap_optimizer(args: argparse.Namespace) -> None:
-    """Reject ``--swap-optimizer`` unless Adam's moments are fp32 tensors of an NPU.
+    """Reject ``--swap-optimizer`` unless Adam's moments are fp32 tensors on an NPU.
 
     Raises:
-        UsageError: on another device, with another optimizer, or with a flag that stores moments elsewhere.
+        UsageError: the device is not an NPU, the optimizer is not Adam, or a flag stores moments elsewhere.
     """
     if not args.swap_optimizer:
         return
@@ -223,7 +223,7 @@ def refuse_offloading_on_the_host() -> None:
     """Reject ``--fine-grained-activation-offloading`` on a device without its own memory.
 
     Raises:
-        UsageError: activations are already in host memory.
+        UsageError: the device's activations are already in host memory.
     """
     device = devices.current()
     if device.is_host:
@@ -242,7 +242,8 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
         known: the modules whose tensors can be offloaded.
 
     Raises:
-        UsageError: on a device without its own memory, without modules, or for unknown or recomputed modules.
+        UsageError: the device has no memory of its own, no modules are given, or modules are unknown or
+            recomputed.
     """
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:

@@ -1,6 +1,6 @@
 """Flags of older Megatron versions in tutorials: their current meaning, or why they are rejected.
 
-Megatron-LM of 2020 to 2023 (including 285068c8) had them; megatron-core's scripts still declare some, and
+Megatron-LM from 2020 to 2023 (including 285068c8) had them; megatron-core's scripts still declare some, and
 most of these end with an assertion or exit code 0. ``add`` declares flags that a parser lacks, ``apply``
 applies their meaning. The built-in trainer and the adaptors for megatron-core's scripts use both.
 """
@@ -29,7 +29,7 @@ class OlderFlag:
         fills: argument fields that it sets unless a current flag does.
         sets: argument fields that get its value, if they exist.
         only: the values that are still accepted; empty: all that ``options`` accept.
-        remedy: advice for another value, or for a rejected flag.
+        remedy: advice for a rejected value, or for a rejected flag.
         refused: whether the flag is rejected because it has no current equivalent.
         said: whether it is logged only if typed, because its default equals an explicit value.
     """
@@ -46,7 +46,7 @@ class OlderFlag:
 
     @property
     def dest(self) -> str:
-        """The name of its value in the arguments."""
+        """The name of its value in the parsed arguments."""
         return self.options.get("dest", self.flag.removeprefix("--").replace("-", "_"))
 
 
@@ -179,7 +179,7 @@ def _check(older: OlderFlag, value: Any, given: str) -> None:
 
 
 def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
-    """Set the fields that a flag stands for; what a flag of today has said stays."""
+    """Set the fields that an old flag implies; values set by current flags are kept."""
     granularity = getattr(args, "recompute_granularity", None) if older.fills else None
     if granularity not in (None, older.fills.get("recompute_granularity")):
         raise UsageError(

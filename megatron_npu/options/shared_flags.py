@@ -1,6 +1,6 @@
 """Flags with the same name and meaning in several commands, mainly ``pretrain`` and ``train``.
 
-A command overrides what differs for it (another default, a value checked elsewhere) when it adds the flag.
+A command overrides options (another default, a value checked elsewhere) when it adds the flag.
 tests/unit/test_shared_flags.py lists the flags that differ between commands, with the reasons.
 """
 

@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda", "npu")
 
 @dataclass(frozen=True)
 class Place:
-    """Where switches are used.
+    """The model and device with which switches are used.
 
     Attributes:
         family: one of ``FAMILIES``.
@@ -43,8 +43,8 @@ class Place:
     def in_effect(self, switches: Switches) -> Switches:
         """Return the switches with the sharding that takes effect here.
 
-        For a partitioned Megatron model zero-2 becomes zero-1, because a pipeline accumulates into whole
-        gradients with every micro batch. A single rank shards nothing.
+        For a partitioned Megatron model zero-2 becomes zero-1, because every micro batch of a pipeline
+        accumulates into unsharded gradients. A single rank shards nothing.
         """
         if self.family != "megatron" or switches.sharding not in FULLY:
             return switches
@@ -236,10 +236,10 @@ REFUSALS = (
 
 
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
-    """Return the switches that take effect here, and a log line if one of them means another.
+    """Return the switches that take effect here, and a log line if a switch is replaced by another.
 
-    ``--onnx-runtime-training``, the document's name for graphs, stands for speed: where torch.compile has no
-    kernels, it selects the fused operations.
+    The document uses ``--onnx-runtime-training`` for graphs, in order to gain speed: where torch.compile has
+    no kernels, the flag selects the fused operations instead.
     """
     if not switches.graph_optimization or switches.graph_word != DOCUMENTED_GRAPH:
         return switches, ""
@@ -253,10 +253,10 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
 
 
 def refuse(switches: Switches, place: Place) -> None:
-    """Raise a one-line error that these switches cannot be combined.
+    """Raise a one-line error if these switches cannot be combined.
 
     Raises:
-        UsageError: they cannot be combined, or a required package is not installed.
+        UsageError: the switches cannot be combined, or a required package is not installed.
     """
     refusal = refusal_of(switches, place)
     if refusal is not None:
@@ -277,7 +277,7 @@ def refusal_of(switches: Switches, place: Place) -> Refusal | None:
 
 
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
-    """Return what was given that the refusal speaks against, in words."""
+    """Describe the given switches that the rule rejects."""
     flags = [
         switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS

@@ -22,7 +22,7 @@ class Switches:
     """The enabled switches; ``Switches()`` enables none.
 
     Attributes:
-        mixed_precision: ``bf16`` or ``fp16`` products with fp32 main weights; None: fp32.
+        mixed_precision: ``bf16`` or ``fp16`` matmuls with fp32 main weights; None: fp32.
         sharding: one of ``SHARDINGS``, what the data-parallel ranks shard: ``zero-1`` optimizer states,
             ``zero-2`` also gradients, ``zero-3`` and ``fsdp`` also parameters.
         cpu_offload: store the sharded states (without sharding: the optimizer states) in host memory.
@@ -30,7 +30,7 @@ class Switches:
         graph_optimization: compile the blocks with torch.compile.
         graph_word: the flag that requested graphs.
         dynamic_shape: pad batches to a few lengths, with one set of graphs for all of them.
-        fused_ops: replace the model's operations by this project's.
+        fused_ops: replace the model's operations with this project's.
         lora_rank: train only adapters of this rank; 0: all weights.
     """
 
@@ -51,10 +51,10 @@ class Switches:
 
 
 class _Graph(argparse.Action):
-    """Switches graphs on, and keeps by which of its two names."""
+    """An argparse action that enables graphs and records which of the two flags was used."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Set both."""
+        """Set ``graph_optimization`` and ``graph_word``."""
         namespace.graph_optimization, namespace.graph_word = True, option_string or GRAPH
 
 

@@ -1,6 +1,6 @@
-"""The patch engine: patch records, the import hook that applies them, the ledger, the pins.
+"""The patch engine: patch records, the import hook that applies them, the ledger, and the pins.
 
-It does not depend on the patched Megatron, and imports nothing else of this project.
+It does not depend on the patched Megatron, and imports nothing else from this project.
 """
 
 from megatron_npu.patching.patch import ALL_DEVICES, Patch

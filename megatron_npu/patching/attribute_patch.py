@@ -43,7 +43,7 @@ class Change:
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Restore the old value unless it was changed again since; return whether it was restored."""
+        """Restore the old value unless it has been changed again since; return whether it was restored."""
         if vars(self.owner).get(self.name, MISSING) is not self.new:
             return False
         if self.old is MISSING:
@@ -54,7 +54,7 @@ class Change:
 
 
 class ChangeLog:
-    """The changes in force, in the order in which they were made. Thread-safe."""
+    """The changes in effect, in the order in which they were made. Thread-safe."""
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
@@ -74,8 +74,7 @@ class ChangeLog:
             self._changes.append(change)
 
     def undo(self, changes: Iterable[Change]) -> list[Change]:
-        """Undo ``changes`` in reverse order and forget them; return those that other code had changed
-        again."""
+        """Undo ``changes`` in reverse order and forget them; return those that other code changed again."""
         with self._lock:
             changes = list(changes)
             refused = [change for change in reversed(changes) if not change.undo()]
@@ -100,7 +99,7 @@ class Slot:
         owner: the module or class.
         name: last component of the qualified name.
         own: the raw value in the owner's own dictionary (unbound descriptors), or MISSING.
-        current: the raw value in force, which may be inherited.
+        current: the raw value in effect, which may be inherited.
     """
 
     owner: Any
@@ -148,7 +147,7 @@ def bare(raw: Any) -> Any:
 
 
 def _like(raw: Any, value: Any) -> Any:
-    """Return ``value`` inside the kind of descriptor that ``raw`` is."""
+    """Return ``value`` wrapped in the same kind of descriptor as ``raw``."""
     if isinstance(value, (staticmethod, classmethod, property)):
         return value
     if isinstance(raw, (staticmethod, classmethod)):
@@ -160,7 +159,7 @@ def _call_around(original: Any, function: Any) -> Any:
     """Return a function that calls ``function`` with the original before the arguments.
 
     Raises:
-        TypeError: the original is a class, which a function cannot stand for.
+        TypeError: the original is a class, which a function cannot replace.
     """
     if isinstance(original, type):
         raise TypeError(f"{original.__name__} is a class: use wrap instead of around")
@@ -173,9 +172,9 @@ def _call_around(original: Any, function: Any) -> Any:
 
 
 def _made(original: Any, factory: Any) -> Any:
-    """Return what ``factory`` makes of the original.
+    """Return what ``factory`` makes from the original.
 
-    A closure gets the name, signature and pickling address of the function that it wraps.
+    A closure gets the wrapped function's name and signature, and is pickled under the same name.
     """
     result = factory(original)
     closure = isinstance(result, FunctionType) and "<locals>" in result.__qualname__

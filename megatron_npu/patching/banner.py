@@ -8,7 +8,7 @@ _say: Callable[[], None] | None = None
 
 
 def prepare(say: Callable[[], None] | None) -> None:
-    """Call ``say`` before the next step; None: nothing."""
+    """Call ``say`` before the next step; None: call nothing."""
     global _say
     _say = say
 

@@ -27,7 +27,7 @@ class Engine:
         registry: the patches; ``on_first`` may add more.
         prefixes: top-level names of upstream's packages.
         on_first: called once, before the first module is executed. If it raises, that import fails, and the
-            next one calls it again.
+            next import calls it again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def context(self) -> Context | None:
-        """The result of ``on_first``; None before."""
+        """The result of ``on_first``; None if it has not been called yet."""
         return self._context
 
     def arm(self) -> None:
@@ -71,7 +71,7 @@ class Engine:
             sys.meta_path.insert(0, self._finder)
 
     def disarm(self) -> None:
-        """Remove the finder. Patches stay; after the next arming ``on_first`` is called again."""
+        """Remove the finder. Patches stay; after the hook is armed again, ``on_first`` is called again."""
         if self.armed:
             sys.meta_path.remove(self._finder)
         self._finder.unhook()
@@ -82,7 +82,7 @@ class Engine:
 
         Functions and classes that other upstream modules or the main module imported by value are rebound;
         plain values, and names that the patched module itself had imported, are not. A module that is still
-        being executed is patched when it ends.
+        being executed is patched when its execution ends.
 
         Raises:
             DriftError: see ``Context.drift``.
@@ -168,7 +168,7 @@ class Engine:
             self._running.discard(id(module))
 
     def _forget(self, module: ModuleType) -> None:
-        """Make ready for a body that runs again: on a reload it must find its own names, not ours."""
+        """Undo the patches of a module that is reloaded: its body must find the original names, not ours."""
         self._log.undo(change for change in self._log.all() if change.owner is module)
         self._patched.pop(module.__name__, None)
         for patch in self.registry.for_module(module.__name__):
@@ -200,7 +200,7 @@ class Engine:
             self._patch(module, late=True)
 
     def _patch_finished(self, module: ModuleType) -> None:
-        """Patch a module whose body had begun before the engine was armed, and has now ended."""
+        """Patch a module that was already being executed when the engine was armed, and has now finished."""
         if sys.modules.get(module.__name__) is not module or not self.armed or self._is_in_hand(module):
             return
         try:

@@ -1,4 +1,4 @@
-"""Fingerprint of a symbol's source: a hash of its meaning, and its signature as text."""
+"""Fingerprint of a symbol's source: a hash of its meaning, and its signature as a string."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _dump(value: Any) -> str:
 
 
 def _meaning(node: ast.AST, name: str, content: Any) -> Any:
-    """Return the part of a field that counts: no annotations of parameters, no docstring, tidy f-strings."""
+    """Return the relevant part of a field: no parameter annotations, no docstring, normalized f-strings."""
     if name in _SILENT_FIELDS and not (name == "annotation" and isinstance(node, ast.AnnAssign)):
         return None
     if name == "body" and isinstance(node, SCOPES):
@@ -48,7 +48,7 @@ def _meaning(node: ast.AST, name: str, content: Any) -> Any:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Return the parts of an f-string with neighbouring literals joined; versions split them differently."""
+    """Join adjacent literals in an f-string, which Python versions split differently; return its parts."""
     merged: list[Any] = []
     for value in values:
         if isinstance(value, ast.Constant):
@@ -61,7 +61,7 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def signature(node: ast.AST) -> str:
-    """Return the interface of ``node`` for callers, as text.
+    """Return the interface of ``node`` for callers, as a string.
 
     It contains a function's parameters and defaults (with static, class and property decorators), a class's
     bases and constructor, an import statement, or the names that an assignment binds.

@@ -53,7 +53,7 @@ class Finder:
         return None
 
     def _hook(self, loader: Any) -> None:
-        """Hook ``loader`` once. Namespace packages have no body; loaders of built-in modules are classes."""
+        """Hook ``loader`` once; skip classes (of built-in modules) and loaders of namespace packages."""
         run = getattr(loader, "exec_module", None)
         if run is None or isinstance(loader, type):
             return
@@ -71,9 +71,9 @@ class Finder:
 
 
 class _Hook:
-    """Stands on a loader instance as its ``exec_module``; the loader keeps its type.
+    """Replaces ``exec_module`` on a loader instance; the loader keeps its type.
 
-    Copying or pickling gives the loader's own method back, so a copied loader is an ordinary one.
+    Copying or pickling it yields the loader's own method, so a copied loader is an ordinary one.
     """
 
     def __init__(self, loader: Any, finder: Finder) -> None:
@@ -87,7 +87,7 @@ class _Hook:
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a module whose body is running: tells when the import system declares it finished."""
+    """The spec of a module being executed; calls back when the import system marks it as initialized."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -22,11 +22,12 @@ class Row:
     """The state of one patch.
 
     Attributes:
-        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``. state: ``pending``
-        (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied although upstream has
-        changed), ``failed``, or ``off``: for a disabled setting. reason: why it is in that state, or other
-        remarks; may be empty. repaired: ``module.name`` of the names that were rebound to the new object.
-        late: it was applied to a module that was already imported.
+        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``.
+        state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
+            although upstream has changed), ``failed``, or ``off`` (its setting is disabled).
+        reason: why it is in that state, or other remarks; may be empty.
+        repaired: ``module.name`` of the names that were rebound to the new object.
+        late: whether it was applied to a module that was already imported.
     """
 
     target: str
@@ -43,7 +44,7 @@ class Row:
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Set the state, and forget the names rebound for an earlier one."""
+        """Set the state, and forget the names that were rebound for a previous state."""
         self.state, self.reason, self.late = state, reason, late
         self.repaired = []
 
@@ -54,7 +55,7 @@ class Ledger:
     Attributes:
         fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
             them stores its mapping here; the ledger only reports it.
-        about: further information, such as upstream and device, stored by the code that knows it, under names
+        about: other information, such as upstream and device, stored by the code that knows it, under names
             that the ledger does not use itself.
     """
 
@@ -77,7 +78,7 @@ class Ledger:
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
-        """Reduce and order the rows to those of ``patches``, keeping their state."""
+        """Keep only the rows of ``patches``, in that order, with their state."""
         self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
@@ -87,7 +88,7 @@ class Ledger:
     def summary(self) -> str:
         """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``.
 
-        Patches that are off are left out.
+        Patches whose setting is off are left out.
         """
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
@@ -107,7 +108,7 @@ class Ledger:
     def text(self, *, pending: bool = False) -> str:
         """Return the ledger for a terminal: general information, then each patch with its remarks.
 
-        Failures come first. Pending patches are counted by reason.
+        Failures come first. Pending patches are only counted, by reason.
 
         Args:
             pending: list each pending patch too.
@@ -138,9 +139,7 @@ class Ledger:
         return lines
 
     def json(self) -> str:
-        """Return a JSON object with the content of ``about``, ``summary``, ``counts``, ``patches``,
-        ``fallbacks``.
-        """
+        """Return a JSON object: ``about``, ``summary``, ``counts``, ``patches`` and ``fallbacks``."""
         fallbacks = [
             {"operation": name, "reason": reason, "count": count}
             for (name, reason), count in self.fallbacks.items()

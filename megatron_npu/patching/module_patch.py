@@ -41,13 +41,13 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What is known once upstream is found.
+    """The context of all patches, known once upstream is found.
 
     Attributes:
         upstream, version: name and version of upstream.
         device: name of the device.
         pins: the pins of upstream; None: no drift check.
-        drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that fit.
+        drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that still fit.
     """
 
     upstream: str
@@ -80,7 +80,7 @@ class ModulePatch:
     made: list[Change] = field(default_factory=list)
 
     def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
-        """Apply those of ``patches`` that are wanted on this device.
+        """Apply the patches among ``patches`` that are wanted on this device.
 
         Returns:
             The new objects that other modules may import by value from now on.
@@ -121,7 +121,7 @@ class ModulePatch:
     # --- drift ---
 
     def _check(self, patches: list[Patch]) -> dict[tuple[object, ...], Verdict]:
-        """Return the verdicts by the keys of the patches; none without pins or without a source file."""
+        """Return the verdicts by patch key; empty without pins or without a source file."""
         source = _source(self.module)
         if self.context.pins is None or source is None:
             return {}
@@ -146,7 +146,7 @@ class ModulePatch:
     # --- one target ---
 
     def _apply_target(self, group: list[Patch], verdicts: dict[tuple[object, ...], Verdict]) -> None:
-        """Apply all patches of one target: the replacement, then what calls the original, set at once."""
+        """Apply all patches of one target in one step: the replacement, then those that call the original."""
         qualname = group[0].qualname
         slot = find_slot(self.module, qualname)
         verdict = verdicts.get(group[0].key)
@@ -185,7 +185,7 @@ class ModulePatch:
     # --- names that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Give the new objects to modules that took the old ones by value."""
+        """Rebind the names of modules that imported the old objects by value to the new objects."""
         repairs, offers = repair.find_repairs(self.module, self.made.copy(), self.log.slots(), self.covers)
         for change in repairs:
             self._make(change)
@@ -199,7 +199,7 @@ class ModulePatch:
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:
-    """Return the qualified names, members before the class that holds them."""
+    """Return the qualified names, members before the class that contains them."""
     names = dict.fromkeys(patch.qualname for patch in patches)
     return sorted(names, key=lambda name: -name.count("."))
 

@@ -1,7 +1,7 @@
 """Upstream parameters that a wrapper uses, and whether they have changed.
 
-A wrapper names the parameters that it uses and passes the rest on. Changes of other parameters do not affect
-it; changes of named ones do. How it uses ``*args`` and ``**kwargs`` is read from its source.
+A wrapper names the parameters that it uses and passes the others on. Changes to other parameters do not
+affect it; changes to named ones do. How it uses ``*args`` and ``**kwargs`` is read from its source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REQUIRED = ""  # the text of a default that there is not
 
 
 class _Unknown(Exception):  # noqa: N818 - the name says what it is
-    """What a function takes cannot be told."""
+    """It cannot be determined which parameters a function accepts or uses."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Use:
     """Which upstream parameters a function uses.
 
     Attributes:
-        own: name, and whether it has a default, of each positional parameter, in order.
+        own: name of each positional parameter, and whether it has a default, in order.
         positions: number of leading parameters on which it depends, including those read from ``*args``.
         read: positions that it reads from ``*args``, with a default if they are not given.
         names: parameters that it reads by name, and whether it has a default if they are not given.
@@ -43,12 +43,12 @@ class Use:
     hands_on_names: bool = False
 
     def assumes_default(self, position: int) -> bool:
-        """Return whether it has its own default for the parameter at ``position``."""
+        """Return whether the function has its own default for the parameter at ``position``."""
         return self.own[position][1] if position < len(self.own) else position in self.read
 
 
 def use_of(function: Any) -> Use | None:
-    """Return which parameters ``function`` uses besides the original, its first one; None: unknown."""
+    """Return which parameters ``function`` uses after its first one, the original; None: unknown."""
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -95,7 +95,7 @@ def _calls_of(name: str, node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _leading(call: ast.Call) -> int:
-    """Return how many positional arguments a call has before the first starred one."""
+    """Return the number of positional arguments in a call before the first starred one."""
     starred = (number for number, each in enumerate(call.args) if isinstance(each, ast.Starred))
     return next(starred, len(call.args))
 
@@ -113,10 +113,10 @@ def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
-    """Note the positions that are read from ``*rest``.
+    """Record the positions that are read from ``*rest``.
 
     Raises:
-        _Unknown: it is used in a way that is not known.
+        _Unknown: ``rest`` is used in an unknown way.
     """
     for part, _ in _uses(rest, node):
         if isinstance(part, ast.Starred) or _is_call(part, "any", "len"):
@@ -130,10 +130,10 @@ def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
-    """Note the names that are read from ``**rest``.
+    """Record the names that are read from ``**rest``.
 
     Raises:
-        _Unknown: it is used in a way that is not known.
+        _Unknown: ``rest`` is used in an unknown way.
     """
     for part, whole in _uses(rest, node):
         if isinstance(part, ast.keyword) or (isinstance(part, ast.Attribute) and part.attr == "values"):
@@ -146,7 +146,7 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
-    """Return what stands for the name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``."""
+    """Return the expression for the name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``."""
     if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
         return whole.args[0] if whole.args else None
     if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):
@@ -165,7 +165,7 @@ def _is_call(node: ast.AST, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class _Function:
-    """An upstream function as its pin has it; a default is a text, and empty where there is none."""
+    """An upstream function's signature, from its pin; defaults are source text, or empty."""
 
     head: str
     positional: list[tuple[str, str]]
@@ -178,15 +178,15 @@ class _Function:
         return dict(self.positional) | self.keyword
 
     def at(self, position: int) -> tuple[str, str] | None:
-        """Return the parameter that is given by this position, and its default; None: there is none."""
+        """Return the name and default of the parameter at a position; None if there is none."""
         return self.positional[position] if position < len(self.positional) else None
 
 
 def _read(signature: str) -> _Function:
-    """Read the text of a signature.
+    """Parse a signature string.
 
     Raises:
-        _Unknown: it is not that of one function.
+        _Unknown: the string is not the signature of a single function.
     """
     found = _SIGNATURE.fullmatch(signature)
     try:
@@ -212,11 +212,11 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Return a description of the changes between two signatures that affect a function; None: none.
+    """Describe the changes between two signatures that affect a function; None if there are none.
 
     Args:
         use: the parameters that it uses; None: unknown, so every change counts.
-        old: the signature for which it was written.
+        old: the signature for which the function was written.
         new: the current signature.
     """
     if use is None:
@@ -247,7 +247,7 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
 
 
 def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -> Iterator[str]:
-    """Yield what the default of a parameter, which is in its old place, changes for us."""
+    """Yield how a changed default affects our function, for a parameter at an unchanged position."""
     if assumes:
         yield from _of_default(*before, default)
     elif before[1] == _REQUIRED != default and own:
@@ -272,7 +272,7 @@ def _of_default(name: str, before: str, after: str) -> Iterator[str]:
 
 
 def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
-    """Yield the new parameters that a caller cannot give through our function."""
+    """Yield the new parameters that callers cannot pass through our function."""
     ours = {name for name, _ in use.own} | use.names.keys()
     by_position_alone = now.positional[:1] == [("ctx", _REQUIRED)]  # torch calls an autograd function so
     for name in now.defaults:

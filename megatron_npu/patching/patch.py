@@ -40,7 +40,7 @@ class Patch:
         upstream_bug: whether it fixes an upstream bug on all devices.
         early: whether it must be applied before other modules use the target (such as a decorator), so that
             applying it late fails.
-        condition: called when the module is patched; a returned text is the reason to skip the patch.
+        condition: called when the module is patched; a returned string is the reason to skip the patch.
         order: order among patches that call the original: a higher value is further outside.
         where: ``file:line`` of the record.
         nth: number of earlier records at the same place with the same text, as in a loop.
@@ -76,7 +76,7 @@ class Patch:
 
     @property
     def file(self) -> str:
-        """The file of the record."""
+        """The file that contains the record."""
         return self.where.rpartition(":")[0]
 
     @property
@@ -106,7 +106,7 @@ class Patch:
 
 @cache
 def _from_package(file: str) -> str:
-    """Return the path of a module's file from its top-level package on."""
+    """Return the path of a module's file, starting at its top-level package."""
     path = Path(file)
     top = path
     while (top.parent / "__init__.py").is_file():
@@ -115,7 +115,7 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return what a record and its repetition have in common: place, text, and the name of ``make``."""
+    """Return what identifies a repeated record: place, text, and the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
     meant_for = patch.upstream, patch.versions, patch.devices

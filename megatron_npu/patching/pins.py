@@ -1,4 +1,4 @@
-"""Pins: fingerprints of upstream symbols when a patch was written.
+"""Pins: fingerprints of upstream symbols, taken when a patch was written.
 
 A pin file belongs to one version of one upstream. A symbol matches if it equals the pin of any version of its
 upstream.
@@ -23,8 +23,7 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """A symbol in one upstream version: its fingerprint, its signature, and the line of its first
-    definition."""
+    """A symbol in one upstream version: its fingerprint, its signature, and its first definition's line."""
 
     fingerprint: str
     signature: str
@@ -32,7 +31,7 @@ class Pin:
 
     @classmethod
     def of(cls, nodes: list[ast.stmt]) -> Pin:
-        """Return the pin of the statements that define a symbol (at least one)."""
+        """Return the pin of the statements that define a symbol (at least one statement)."""
         return cls(fingerprint(nodes), " | ".join(map(signature, nodes)), nodes[0].lineno)
 
 
@@ -55,7 +54,7 @@ class PinFile:
         """Read one pin file.
 
         Raises:
-            PinError: it is not a pin file, or has another format.
+            PinError: the file is not a pin file, or has another format.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -72,7 +71,7 @@ class PinFile:
         return f"{self.upstream}-{self.version}.json"
 
     def json(self) -> str:
-        """Return the content of its file; equal pins give equal text."""
+        """Return the content of the pin file; equal pins give equal content."""
         data = {
             "format": FORMAT,
             "upstream": self.upstream,
@@ -109,7 +108,7 @@ class Pins:
         return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
     def voucher(self, target: str, module: str, digest: str) -> str:
-        """Return the version that pins ``target`` in a file of ``module`` with exactly this digest, or ''."""
+        """Return the version whose pins have ``target`` and this digest of ``module``'s file, or ''."""
         known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)
         return next(known, "")
 

@@ -22,9 +22,9 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Two patches of one target could both be in force, and cannot be combined or have no defined order.
+    """Two patches of one target could both be in effect, and cannot be combined or have no defined order.
 
-    Two replacements cannot be combined; of two patches in different files that call the original, one must be
+    Two replacements cannot be combined; if two patches in different files call the original, one must be
     inside the other.
     """
 
@@ -44,10 +44,10 @@ class Options(_Why, total=False):
         versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
         early: whether other modules use the target while they are imported (such as a decorator), so that
             applying it late fails.
-        condition: called without arguments when the module is patched; a returned text is the reason to skip
-            the patch.
+        condition: called without arguments when the module is patched; a returned string is the reason to
+            skip the patch.
         order: order among patches of the target in different files that call the original: a higher value is
-            further outside (default: 0). Those of one file are in the order of the file, the last one
+            further outside (default: 0). Patches in one file are in the order of the file, the last one
             outermost.
         upstream: the upstream to which it applies (default: that of the registry or recorder; empty: any).
     """
@@ -63,7 +63,7 @@ class Options(_Why, total=False):
 
 
 class _Decorators:
-    """How patches are recorded: by decorating what takes upstream's place."""
+    """How patches are recorded: by decorating the code that replaces or wraps upstream's."""
 
     upstream: str = ""
 
@@ -73,8 +73,8 @@ class _Decorators:
     def replace(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
         """Record the decorated function or class as the new ``target``.
 
-        For a body that is wrong on these devices as a whole. A plain function takes the place of a static or
-        class method inside the same descriptor, and the place of a property as its getter. ::
+        Use it if upstream's whole body is wrong on these devices. A plain function that replaces a static or
+        class method is put into the same descriptor; one that replaces a property becomes its getter. ::
 
             @replace("megatron.core.transformer.torch_norm:L2Norm.forward", why="five passes over its input")
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,20 +85,20 @@ class _Decorators:
             options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Returns:
-            A decorator that returns what it is given.
+            A decorator that returns its argument unchanged.
 
         Raises:
-            PatchConflict: another replacement of ``target`` could be in force at the same time.
+            PatchConflict: another replacement of ``target`` could be in effect at the same time.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         return self._decorator("replace", target, options, sys._getframe(1))
 
     def around(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated function to be called in place of ``target``, with the original first.
+        """Record the decorated function to be called instead of ``target``, with the original first.
 
-        For what is done before or after the original, or in some cases only. It calls ``original`` when and
-        if it likes, and survives a change of upstream's body, which a replacement does not. Name, signature
-        and docstring stay upstream's. ::
+        Use it for code that runs before or after the original, or only in some cases. The function decides
+        when and whether to call ``original``, and keeps working if upstream changes the body, which a
+        replacement does not. Name, signature and docstring stay upstream's. ::
 
             @around("megatron.training.arguments:add_megatron_arguments", why="the fused attention's flags")
             def add_flags(original, parser):
@@ -111,16 +111,16 @@ class _Decorators:
                 return original(self, x.float()).type_as(x)
 
         The original of a static or class method is its function (so a class method passes ``cls`` on), that
-        of a property its getter. Several of one target stack on top of a replacement: those of one file in
-        their order there, the last outermost; those of several files by ``order``, the highest outermost. A
-        class takes ``wrap`` instead.
+        of a property its getter. Several patches of one target stack on top of a replacement: those in one
+        file in the order of the file, the last outermost; those in several files by ``order``, the highest
+        outermost. For a class, use ``wrap`` instead.
 
         Args:
             target: ``package.module:Qual.name``; a method is ``Class.method``.
             options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Returns:
-            A decorator that returns what it is given.
+            A decorator that returns its argument unchanged.
 
         Raises:
             PatchConflict: another file's patch of ``target`` has the same ``order``.
@@ -131,8 +131,8 @@ class _Decorators:
     def wrap(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
         """Record the decorated factory: it gets the original and returns the new object.
 
-        For what ``around`` cannot say: a class made from upstream's class, or work that is done once, when
-        the module is patched. It stacks as ``around`` does. ::
+        Use it for what ``around`` cannot express: a class derived from upstream's class, or work that is done
+        once, when the module is patched. It stacks as ``around`` does. ::
 
             @wrap("megatron.core.transformer.torch_norm:L2Norm", why="...")
             def with_fused_forward(original: type) -> type:
@@ -145,7 +145,7 @@ class _Decorators:
             options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Returns:
-            A decorator that returns what it is given.
+            A decorator that returns its argument unchanged.
 
         Raises:
             PatchConflict: another file's patch of ``target`` has the same ``order``.
@@ -158,20 +158,20 @@ class _Decorators:
 
         Args:
             target: ``package.module:Qual.name``.
-            value: what it becomes.
+            value: the new value.
             options: ``why`` (required), ``devices``, ``versions``, ``until`` and others: see ``Options``.
 
         Raises:
-            PatchConflict: another replacement of ``target`` could be in force at the same time.
+            PatchConflict: another replacement of ``target`` could be in effect at the same time.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         self._decorator("constant", target, options, sys._getframe(1))(value)
 
     def watch(self, target: str, **options: Unpack[Options]) -> None:
-        """Record that ``target`` runs as upstream wrote it, although one may expect a patch.
+        """Record that ``target`` runs as upstream wrote it, although one might expect a patch.
 
-        The ledger shows it as skipped. It is pinned as the patches are: when upstream changes the function,
-        ``megatron-npu check`` says so, and ``why`` lets a reader judge whether the reason still holds.
+        The ledger shows it as skipped. It is pinned like a patch: when upstream changes the function,
+        ``megatron-npu check`` reports it, and ``why`` lets a reader judge whether the reason still holds.
 
         Args:
             target: ``package.module:Qual.name``.
@@ -203,7 +203,7 @@ class _Decorators:
 
 @dataclass
 class Recorder(_Decorators):
-    """The decorators of a registry with ``upstream`` set; adaptors use those of their upstream.
+    """The decorators of a registry with ``upstream`` set; adaptors use those for their upstream.
 
     Args:
         registry: where the patches are recorded.
@@ -230,11 +230,11 @@ class Registry(_Decorators):
     patches: list[Patch] = field(default_factory=list)
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch``. Recording it again (because its adaptor was imported again) replaces the earlier
-        record.
+        """Record ``patch``. If its adaptor is imported again, the new record replaces the earlier one.
 
         Raises:
-            PatchConflict: another patch of the target could also be in force, and the two cannot be combined.
+            PatchConflict: another patch of the target could also be in effect, and the two cannot be
+                combined.
             ValueError: the record is malformed.
         """
         _validate(patch)
@@ -266,8 +266,7 @@ class Registry(_Decorators):
 
 
 def in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches of one target from the inside out: a replacement, then those that call the
-    original."""
+    """Return one target's patches from the inside out: a replacement, then those that call the original."""
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 
@@ -296,7 +295,7 @@ def _validate(patch: Patch) -> None:
 
 
 def _refuse_conflict(first: Patch, second: Patch) -> None:
-    """Refuse two replacements of one target, and two files' patches that call the original in no order."""
+    """Reject two replacements of a target, and callers of the original in two files without an order."""
     if not _meet(first, second):
         return
     both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"
@@ -309,7 +308,7 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
 
 
 def _meet(first: Patch, second: Patch) -> bool:
-    """Return whether two patches of one target could be in force at the same time."""
+    """Return whether two patches of one target could be in effect at the same time."""
     if not set(first.devices) & set(second.devices):
         return False
     if first.upstream and second.upstream and first.upstream != second.upstream:

@@ -1,7 +1,7 @@
 """Rebind names that a module imported with ``from module import f`` before the patch.
 
-This happens in a circular import, in which a sibling module is executed before ``module`` has ended, and if
-upstream was imported before the plug-in. Such names are found by identity.
+This is needed for circular imports, in which a sibling module is executed before ``module`` has finished, and
+if upstream was imported before the plug-in. Such names are found by object identity.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass(frozen=True)
 class Offer:
-    """A new object that importing modules may import by value from now on.
+    """A new object that other modules may import by value from now on.
 
     Attributes:
         name: the name under which they import it.
         new: the object.
-        old: the object that they get back on undo.
+        old: the object that is restored on undo.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Offer:
 def find_repairs(
     module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
 ) -> tuple[list[Change], list[Offer]]:
-    """Find which modules imported old objects of ``module`` by value, and which they may import later.
+    """Find which modules imported old objects of ``module`` by value, and what they may import later.
 
     Args:
         made: the changes made by patching ``module``.
@@ -81,7 +81,7 @@ def is_shared_by_identity(value: Any, module: str) -> bool:
 
 
 def holders(values: Set[int], covers: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield (module, name, value) for upstream and the main module if the value has one of the ids."""
+    """Yield (module, name, value) in upstream and the main module for values whose id is in ``ids``."""
     # copy() is atomic, list(….items()) is not: other threads import in the meantime
     for module_name, module in sys.modules.copy().items():
         if not isinstance(module, ModuleType):

@@ -14,7 +14,7 @@ from megatron_npu.patching.symbols import locate
 
 
 class Source:
-    """The source of one module: read at once, parsed when needed.
+    """The source of one module: read immediately, parsed when needed.
 
     Args:
         module: its dotted name.
@@ -45,11 +45,11 @@ class Source:
 
 
 class SourceTree:
-    """The sources under a folder, each read once.
+    """The sources in a folder, each read once.
 
     Args:
-        root: the folder that contains upstream's top-level package, and possibly a folder ``tasks`` of a
-            script.
+        root: the folder that contains upstream's top-level package, and possibly a folder ``tasks`` with
+            scripts.
     """
 
     def __init__(self, root: Path) -> None:

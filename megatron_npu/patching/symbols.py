@@ -33,7 +33,7 @@ def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run in the scope of ``body``, nested blocks included."""
+    """Yield the statements that run in the scope of ``body``, including nested blocks."""
     for node in body:
         yield node
         if isinstance(node, SCOPES):
@@ -90,7 +90,10 @@ def _is_star_import(node: ast.stmt) -> bool:
 
 
 def _inherited(tree: ast.Module, cls: ast.ClassDef, name: str, seen: frozenset[str]) -> list[ast.stmt]:
-    """Return what binds ``name`` in the base classes of ``cls``; its header if one is in another file."""
+    """Return the statements that bind ``name`` in the base classes of ``cls``.
+
+    If a base class is in another file, return the header of ``cls`` instead.
+    """
     elsewhere = False
     for base in cls.bases:
         label = ast.unparse(base)

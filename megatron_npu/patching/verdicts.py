@@ -13,7 +13,7 @@ from megatron_npu.patching.sources import Source
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing a target.
+    """The result of comparing a target with the pins.
 
     Attributes:
         status: ``same``, ``body_changed``, ``signature_changed``, ``gone`` or ``no_pin``.
@@ -21,7 +21,7 @@ class Verdict:
         file: the source file, or the module if there is none.
         line: the line of the current definition; 0 if there is none.
         detail: a description of the change.
-        pin: the version whose pin it equals or, if it equals none, with which it was compared; empty without
+        pin: the version whose pin matches or, if none does, with which the target was compared; empty without
             a pin.
         fits: whether the changed signature does not affect our function.
         ours: ``file:line`` of the patch.
@@ -46,14 +46,15 @@ class Verdict:
     def fails(self) -> bool:
         """Whether the patch must not be applied.
 
-        A patch that calls the original survives a changed body, ``around`` also a signature that ``fits``.
+        A patch that calls the original survives a changed body; ``around`` also survives a signature that
+        ``fits``.
         """
         survives = self.fits or (self.status == "body_changed" and self.kind not in REPLACEMENTS)
         return self.drifted and not survives
 
     @property
     def place(self) -> str:
-        """``file:line``."""
+        """The position of the current definition, ``file:line``."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
@@ -98,7 +99,10 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
 
 
 def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
-    """Return the first pin with all that the patch takes, and None; else the first, and what conflicts."""
+    """Return the first version whose pin does not conflict with the patch, its pin, and None.
+
+    If all pins conflict, return the first version, its pin, and the conflict.
+    """
     use = use_of(patch.make) if patch.kind == "around" else None
     reasons = {version: conflict(use, pin.signature, signature) for version, pin in known.items()}
     version = next((version for version, reason in reasons.items() if reason is None), next(iter(known)))
@@ -106,7 +110,7 @@ def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, 
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Return the verdicts grouped by target, the worst first; targets in order of their first verdict."""
+    """Group verdicts by target, the worst of each first; targets are in order of their first verdict."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.target, []).append(verdict)

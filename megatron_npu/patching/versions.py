@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @cache  # asked for each patch of each module, twice where a run asks for backports
 def admits(versions: str, version: str) -> bool:
-    """Return whether the specifier ``versions`` accepts ``version``; an empty one accepts everything.
+    """Return whether the specifier ``versions`` accepts ``version``; an empty specifier accepts everything.
 
-    A version that is not PEP 440 (a commit) is accepted only by an empty specifier.
+    A version that does not follow PEP 440 (a commit) is accepted only by an empty specifier.
     """
     if not versions:
         return True

@@ -1,1 +1,1 @@
-"""``megatron-npu plan``: run the ranks of a job one by one on this machine, counting device memory only."""
+"""``megatron-npu plan``: run the ranks of a job one by one on this machine, counting only device memory."""

@@ -1,4 +1,4 @@
-"""Collectives of Python objects in one process that represents all ranks: every rank has the same objects."""
+"""Collectives of Python objects in a single process that represents all ranks, with the same objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
 
 
 def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fill ``objects`` of the gathering rank with this process's own object."""
+    """On the gathering rank, fill ``objects`` with this process's own object."""
     if objects is not None:
         objects[:] = [mine] * len(objects)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Leave the objects unchanged: for a broadcast or a barrier."""
+    """Do nothing: the implementation of a broadcast or a barrier."""

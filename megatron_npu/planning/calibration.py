@@ -1,4 +1,4 @@
-"""Calibrate the estimates of time with a table that ``bench`` measured on the job's devices."""
+"""Calibrate time estimates with a table that ``bench`` measured on the job's devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Calibration:
         """Compare the rows of a table with their estimates.
 
         Raises:
-            UsageError: the file is not a table of ``bench --suite 3d``, or has no times of such a device.
+            UsageError: the file is not a table from ``bench --suite 3d``, or has no times for this kind of
+                device.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +58,7 @@ class Calibration:
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 
     def line(self) -> str:
-        """Return the calibration in words."""
+        """Describe the calibration."""
         if not self.rows:
             return "not calibrated on hardware (--bench FILE reads a table of `bench --suite 3d`)"
         return (
@@ -67,7 +68,7 @@ class Calibration:
 
 
 def _rows(table: dict[str, Any], hardware: Hardware, per_node: int) -> Iterator[tuple[Estimate, float]]:
-    """Yield the estimate of each measured row, and the seconds of its iteration."""
+    """Yield the estimate for each measured row, and the measured seconds per iteration."""
     model, batch = table["model"], table["global_batch_size"]
     hidden, heads = model["hidden"], model["heads"]
     shape = Shape(

@@ -1,7 +1,7 @@
-"""``megatron-npu plan``: run a job for many devices on this machine, counting device memory only.
+"""``megatron-npu plan``: run a job for many devices on this machine, counting only device memory.
 
 One rank of each kind runs with the job's command line; the other ranks do not exist, and large tensors are
-not computed. Exit code 2: the job does not fit, or cannot run.
+not computed. Exit code 2 means that the job does not fit, or cannot run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     """Plan a job; return 2 if it does not fit or cannot run.
 
     Raises:
-        UsageError: bad input.
+        UsageError: the input is invalid.
     """
     begin = time.monotonic()
     options = parser().parse_args(list(argv))
@@ -136,10 +136,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_covered(job: Job, device: str) -> None:
-    """Refuse what fake tensors do not cover: ``train``, and experts whose numbers of tokens nobody knows.
+    """Reject jobs that fake tensors do not cover: ``train``, and experts with unknown token counts.
 
     Raises:
-        UsageError: so it is.
+        UsageError: the device is ``cuda`` and the job is one of these.
     """
     if device == "cuda" and job.family == TRAIN:
         raise UsageError("--device cuda with train", "pretrain, or a stock script", "Use --device npu.")
@@ -152,7 +152,7 @@ def require_covered(job: Job, device: str) -> None:
 
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
-    """Print the layouts that were run; return 2 if none fits."""
+    """Print the layouts that were run; return 2 if none of them fits."""
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
@@ -196,9 +196,9 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run a rank of each kind; return their rows, or those up to a mistake.
+    """Run a rank of each kind; return their rows, or only those up to the first failure.
 
-    Mistakes are found first: the first and the last rank read all that the job reads, then they run.
+    To find mistakes early, the first and the last rank read all of the job's input before any rank trains.
     """
     kinds = job.representatives()
     ends = list(dict.fromkeys((min(kinds), max(kinds))))
@@ -216,7 +216,7 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
 
 def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
-    """Return what the fullest rank needs with the least and the most tokens for its experts."""
+    """Return what the fullest rank needs with the chosen imbalance, an even routing, and the worst case."""
     row = plan.fullest
     found = {ranks.imbalance: row.needed}
     for multiple in (1.0, row.found["routing_most"]):
@@ -227,7 +227,7 @@ def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
 
 
 def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
-    """Return whether a rank trains with what it reserves beyond its peak given back in between."""
+    """Return whether a rank can train within ``memory`` if its allocator releases unused memory."""
     if row.found["peak"] + row.buffers > memory:
         return False
     return (

@@ -1,4 +1,4 @@
-"""Closed-form estimates of a layout: memory, to select the layouts to run dry, and time.
+"""Closed-form estimates for a layout: memory, to select the layouts for a dry run, and time.
 
 Time: each operation of a layer takes its compute time or its memory-traffic time, whichever is longer (a
 roofline). Tensor, expert and pipeline parallel communication is exposed; data parallel communication overlaps
@@ -18,7 +18,7 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of one iteration.
+    """Estimated seconds of one iteration.
 
     Attributes:
         computing: operations of the slowest stage.
@@ -39,7 +39,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Closed-form estimates of one layout of one model.
+    """Closed-form estimates for one layout of one model.
 
     Attributes:
         per_node: devices per machine.
@@ -52,17 +52,17 @@ class Estimate:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers of a pipeline stage."""
+        """Number of layers per pipeline stage."""
         return self.shape.layers // self.layout.pipeline
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens of a micro batch on one rank."""
+        """Number of tokens of a micro batch on one rank."""
         return self.layout.micro_batch * self.shape.length / self.layout.context
 
     @property
     def weights(self) -> float:
-        """Return the number of weights of the first stage on one rank."""
+        """Number of weights of the first stage on one rank."""
         shape, layout = self.shape, self.layout
         experts = max(1, shape.experts / layout.expert)
         tables = 1 + (layout.pipeline == 1 and not shape.tied)
@@ -80,7 +80,7 @@ class Estimate:
         return lasting + in_flight * self.layers * self._activations() + self._of_a_layer() + logits
 
     def _of_a_layer(self) -> float:
-        """Bytes that a layer keeps for its backward pass, whose attention keeps no probabilities."""
+        """Return the bytes that a layer saves for its backward pass; attention saves no probabilities."""
         shape = self.shape
         attention = shape.channels * (2 * shape.heads + 2 * shape.groups)
         mlp = shape.chosen * shape.ffn * (shape.matrices + 1)
@@ -92,7 +92,7 @@ class Estimate:
         return self._of_a_layer()
 
     def time(self) -> Time:
-        """Return the estimate."""
+        """Return the time estimate."""
         layout = self.layout
         forward, core = self._forward()
         again = {"none": 0.0, "selective": core, "full": forward}[layout.recomputed]
@@ -109,7 +109,7 @@ class Estimate:
         )
 
     def _forward(self) -> tuple[float, float]:
-        """Return the seconds of a micro batch's forward pass on a stage, and attention's part of them."""
+        """Return the seconds of a micro batch's forward pass on a stage, and the part spent in attention."""
         shape, layout, tokens = self.shape, self.layout, self.tokens
         core = self._operation(
             2 * tokens * shape.length * shape.heads * shape.channels / layout.tensor,  # half is masked
@@ -126,7 +126,7 @@ class Estimate:
         return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Seconds of a product of tokens with a matrix."""
+        """Return the seconds of a matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -134,7 +134,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> float:
-        """Seconds of a micro batch's communication, forward and backward, on a stage."""
+        """Return the seconds of a micro batch's communication on a stage, forward and backward."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring
@@ -147,11 +147,11 @@ class Estimate:
 
     @property
     def _inner(self) -> int:
-        """Ranks between those of neighbouring pipeline stages."""
+        """The distance between the ranks of adjacent pipeline stages."""
         return self.layout.tensor * self.layout.context * self.layout.data
 
     def _ring(self, ranks: int, apart: int) -> float:
-        """Seconds for a byte of a tensor that goes once around ranks that lie so far apart."""
+        """Return the seconds per byte for passing a tensor once around a ring of ranks that are ``apart``."""
         if ranks == 1:
             return 0.0
         inside = ranks * apart <= self.per_node
@@ -159,7 +159,7 @@ class Estimate:
         return (ranks - 1) / ranks / (speed * REACHED_LINKS)
 
     def _reduced(self) -> float:
-        """Seconds in which gradients are summed up, and weights sent back, once an iteration."""
+        """Return the seconds for reducing gradients and gathering weights, once per iteration."""
         layout = self.layout
         ranks = layout.data * layout.context
         back = _HALF if layout.shared else _FULL

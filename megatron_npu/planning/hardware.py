@@ -1,4 +1,4 @@
-"""Peak performance of devices from their data sheets: only for time estimates."""
+"""Peak performance of devices according to their data sheets, used only for time estimates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Hardware:
 
     Attributes:
         flops: dense bf16 operations per second.
-        memory: bytes per second of the device's memory.
-        link: bytes per second and direction from one device to the others of its machine.
+        memory: memory bandwidth of the device in bytes per second.
+        link: bytes per second and direction from one device to the others on its machine.
         network: bytes per second and direction from one device to other machines.
     """
 
@@ -33,5 +33,5 @@ REACHED_FLOPS, REACHED_MEMORY, REACHED_LINKS = 0.6, 0.7, 0.7
 
 
 def default_of(device: str) -> str:
-    """Return the default hardware of ``npu`` or ``cuda``."""
+    """Return the default hardware for ``npu`` or ``cuda``."""
     return "ascend-910b" if device == "npu" else "h100"

@@ -41,7 +41,7 @@ class Job:
         devices: number of devices, with one rank on each.
         start: the words before the program's own flags: ``pretrain``, ``train``, or ``run SCRIPT``.
         flags: the program's own flags.
-        family: the Megatron that parses the flags, as named by ``upstream.megatrons``; or ``TRAIN``.
+        family: the Megatron that parses the flags, as named in ``upstream.megatrons``; or ``TRAIN``.
     """
 
     devices: int
@@ -112,17 +112,17 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro batches per iteration on each rank."""
+        """Number of micro batches per iteration on each rank."""
         batch = self.number("--global-batch-size", 0)
         size = self.number("--micro-batch-size", 8 if self.family == TRAIN else 1)
         return batch // (size * self.data) if batch else 1
 
     def with_flags(self, *words: str) -> Job:
-        """Return the job with further flags, which override earlier ones."""
+        """Return the job with additional flags, which override earlier ones."""
         return replace(self, flags=(*self.flags, *words))
 
     def without(self, *flags: str) -> Job:
-        """Return the job without flags and their values."""
+        """Return the job without the given flags and their values."""
         kept: list[str] = []
         skipping = False
         for word in self.flags:
@@ -144,11 +144,11 @@ class Job:
         return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
 
     def representatives(self) -> dict[int, tuple[int, int]]:
-        """Return the ranks to run: rank -> (its stage, number of ranks that it represents)."""
+        """Return the ranks to run, each with its stage and the number of ranks that it represents."""
         return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes()}
 
     def classes(self) -> list[tuple[int, list[int]]]:
-        """Return groups of equal ranks with their stage; the first rank of each group is run.
+        """Return groups of equivalent ranks with their stage; the first rank of each group is run.
 
         Each stage is a group. With sharded optimizer states or weights, its last data-parallel ranks are a
         separate group, because padding can make their shard smaller.
@@ -163,7 +163,7 @@ class Job:
         return found
 
     def words(self) -> tuple[list[str], int]:
-        """Return the command line of a planned rank, and the number of its micro batches per iteration.
+        """Return the command line of a planned rank, and its number of micro batches per iteration.
 
         Micro batches beyond twice the pipeline's depth do not change the peak and are left out.
         """
@@ -187,27 +187,27 @@ class Job:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether data-parallel ranks share out the optimizer's states, or the weights."""
+        """Whether data-parallel ranks shard the optimizer states or the weights."""
         return any(map(self.has, _SHARDED))
 
     @property
     def routes_freely(self) -> bool:
-        """Whether values decide how many tokens an expert gets."""
+        """Whether the number of tokens per expert depends on computed values."""
         return self.has("--num-experts") and not self.has("--moe-pad-expert-input-to-capacity")
 
     @property
     def reads(self) -> bool:
-        """Whether the job reads what may not fit it: a checkpoint, or data."""
+        """Whether the job reads files that may not match it: a checkpoint, or data."""
         return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
 
     def whole_words(self) -> list[str]:
-        """Return the command line of a rank that reads what the job reads, and ends before it trains."""
+        """Return the command line of a rank that reads all of the job's input, and ends before it trains."""
         job = self.without(*_WRITTEN, *_TOGETHER, "--async-save", "--nproc-per-node")
         job = job.with_flags("--num-workers", "0")
         return [*job.start, *job.flags]
 
     def _ending(self) -> Job:
-        """Return the job that ends after so many iterations, and takes a loss that is no number."""
+        """Return the job, ending after ``ITERATIONS`` iterations, and accepting a NaN loss."""
         if self.family == "megatron_core":  # a loss that nobody has computed is no number
             return self.with_flags("--no-check-for-nan-in-loss-and-grad", "--exit-interval", str(ITERATIONS))
         # trees of old save where --exit-interval ends them, wherever --save says; the learning rate's decay
@@ -234,7 +234,7 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the kind of Megatron that a script takes its flags from; its own tree's, where it has one."""
+    """Return which Megatron parses a script's flags: that of the script's own tree, if it has one."""
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

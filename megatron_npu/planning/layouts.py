@@ -1,4 +1,4 @@
-"""The possible layouts of a job: every combination of parallel sizes and related options that divides."""
+"""The possible layouts of a job: combinations of parallel sizes and related options that divide evenly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Layout:
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout that divides; tensor parallel groups stay within a machine."""
+    """Yield each layout whose sizes divide evenly; tensor parallel groups stay within a machine."""
     batch = job.number("--global-batch-size", 0)
     for tensor, pipeline, context, data in _sizes(job.devices, shape, per_node):
         for expert in _experts(shape, data * context):
@@ -110,7 +110,7 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
 
 
 def _chunks(layers: int, pipeline: int, micro_batches: int) -> list[int]:
-    """Return into how many chunks a stage of so many layers may be cut."""
+    """Return the possible numbers of model chunks for a stage with ``layers`` layers."""
     if pipeline == 1 or micro_batches % pipeline:
         return [1]
     return [count for count in _divisors(layers, layers) if count == 1 or pipeline > 2]

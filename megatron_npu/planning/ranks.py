@@ -1,4 +1,4 @@
-"""Run ranks of a planned job in separate processes, as many at once as there are cores."""
+"""Run ranks of a planned job in separate processes, one per core at a time."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Ranks:
     Attributes:
         device: ``npu`` or ``cuda``.
         per_node: devices per machine.
-        computed: number of bytes up to which the simulated NPU computes, as in the setting.
+        computed: number of bytes up to which the simulated NPU computes tensors, as in the setting.
         curve: whether a rank reports its memory over time.
-        snapshot: file in which a rank writes a snapshot for torch's visualizer.
+        snapshot: file to which a rank writes a snapshot for torch's visualizer.
         imbalance: tokens of this rank's experts, as a multiple of an even share.
         check: whether a rank ends before training, after it has read checkpoint descriptions and data.
     """
@@ -66,7 +66,7 @@ class Ranks:
         return cls(device, dict(os.environ), per_node)
 
     def run(self, job: Job, numbers: Iterable[int], memory: int | None = None) -> dict[int, dict[str, Any]]:
-        """Return the report of each rank by its number.
+        """Return the report of each rank, keyed by its number.
 
         Args:
             job: the job to which the ranks belong.

@@ -52,7 +52,7 @@ def found(
     """Return the first flags that make a job fit, with the bytes that it then needs, and all flags tried.
 
     Args:
-        needed: returns the bytes of the rank with the highest peak; None: the job cannot train.
+        needed: returns the bytes that the rank with the highest peak needs; None: the job cannot train.
         memory: bytes per device.
     """
     tried = []

@@ -1,11 +1,10 @@
-"""A simulation of torch's CUDA caching allocator: what it would hold after a sequence of allocations and
-frees.
+"""Simulate torch's CUDA caching allocator for a sequence of allocations and frees.
 
 It follows c10/cuda/CUDACachingAllocator.cpp of torch 2 with default settings and one stream. Sizes are
 rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB (the small pool), below 10 MiB from
-segments of 20 MiB, and larger ones from segments of whole 2 MiB. The smallest free block that is large enough
-is used, and split if enough remains; adjacent free blocks are merged. Workspaces inside kernels and libraries
-are included only if a caller adds them.
+segments of 20 MiB, and larger ones from segments that are multiples of 2 MiB. The smallest free block that is
+large enough is used, and split if enough remains; adjacent free blocks are merged. Workspaces inside kernels
+and libraries are included only if a caller adds them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Block:
 
 
 class Allocator:
-    """The allocator of one device.
+    """The simulated allocator of one device.
 
     Args:
         limit: maximum bytes of all segments; None: unlimited.

@@ -1,6 +1,4 @@
-"""The report of a plan: one line per kind of rank, the communication of the largest one, and whether the job
-fits.
-"""
+"""The report of a plan: a line per kind of rank, the largest one's communication, whether the job fits."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _MOST = 20  # lines of ranks
 
 @dataclass
 class Row:
-    """A group of equal ranks.
+    """A group of equivalent ranks.
 
     Attributes:
         rank: the rank that was run.
@@ -57,7 +55,8 @@ class Plan:
     """The results of planning a job; ``lines`` returns the printed report.
 
     Attributes:
-        routed: multiples of an even share of the tokens, each with the bytes the fullest rank then needs.
+        routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then
+            needs.
         remedy: flags that make the job fit, with the resulting peak; None: none was found or needed.
     """
 
@@ -78,7 +77,7 @@ class Plan:
 
     @property
     def endless(self) -> Row | None:
-        """The first rank that has asked for more than a process here can reserve."""
+        """The first rank that requested more memory than a process can reserve on this machine."""
         return next((row for row in self.rows if row.found.get("out_of_memory")), None)
 
     @property
@@ -168,7 +167,7 @@ class Plan:
         return lines
 
     def _asked(self) -> list[str]:
-        """Return the lines of the program that ask for numbers which nobody knows."""
+        """Return a report of the program lines that read values which were not computed."""
         asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
         if not asked:
             return []
@@ -221,7 +220,7 @@ class Plan:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results, sizes in bytes."""
+        """Return all results, with sizes in bytes."""
         _, count = self.job.words()
         return {
             "devices": self.job.devices,
@@ -248,7 +247,7 @@ class Plan:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     if count >= _GIB:
         return f"{count / _GIB:.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB" if count else "0"

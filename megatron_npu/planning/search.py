@@ -1,4 +1,4 @@
-"""Search for a job's layout: enumerate, filter by closed-form estimates, and run the best candidates dry."""
+"""Search for a job's layout: enumerate, filter by closed-form estimates, and dry-run the best candidates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a li
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was run dry.
+    """A layout after its dry run.
 
     Attributes:
-        needed: bytes of its largest rank; None if it did not train.
+        needed: bytes that its largest rank needs; None if it did not train.
         why: the reason why it did not train.
     """
 
@@ -40,8 +40,8 @@ class Search:
         memory: bytes per device.
         per_node: devices per machine.
         hardware: name of the device type for time estimates.
-        runs: maximum number of layouts to run dry.
-        calibration: measured times that the estimates are multiplied by.
+        runs: maximum number of layouts to dry-run.
+        calibration: the measured-to-estimated ratios by which estimates are multiplied.
     """
 
     job: Job
@@ -52,10 +52,10 @@ class Search:
     calibration: Calibration = field(default_factory=Calibration)
 
     def candidates(self) -> tuple[list[Estimate], int]:
-        """Return the layouts that may fit, the fastest by estimate first, and the number of all layouts.
+        """Return the layouts that may fit, the fastest by estimate first, and the total number of layouts.
 
         Raises:
-            UsageError: no layout divides, or the command line lacks the model's sizes.
+            UsageError: no layout divides evenly, or the command line lacks the model's sizes.
         """
         shape, hardware = Shape.of(self.job), HARDWARE[self.hardware]
         listed = [
@@ -75,7 +75,7 @@ class Search:
         """Return the layouts that were run, the fastest that fits first, and the lines to print.
 
         Args:
-            needed: returns the bytes of a job's largest rank, or None and why it did not train.
+            needed: returns the bytes that a job's largest rank needs, or None and why it did not train.
         """
         kept, count = self.candidates()
         found = []
@@ -130,7 +130,7 @@ class Search:
 
 
 def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Leave out what needs no less memory than another of the same sizes, and no less time."""
+    """Drop layouts that need as much memory and time as another one with the same parallel sizes, or more."""
     best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
     for each in estimates:
         key = (*_sizes(each.layout), each.layout.micro_batch)

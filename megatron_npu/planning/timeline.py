@@ -31,8 +31,7 @@ def keep(
 
 
 def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]]) -> list[list[int]]:
-    """Return the bytes in use of each of ``KINDS`` over time: the maximum of each of a limited number of
-    intervals.
+    """Return the bytes in use for each of ``KINDS`` over time, as maxima over a limited number of intervals.
 
     Persistent memory is recognized by its address: it is the longest-lived block there.
 
@@ -57,7 +56,7 @@ def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]
 
 
 def _longest(changes: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return for each address the number of the allocation that was kept for longest."""
+    """Return for each address the number of the allocation that was kept longest."""
     begun: dict[int, int] = {}
     longest: dict[int, tuple[int, int]] = {}  # address -> (how long, number)
     for number, event in enumerate(changes):

@@ -1,4 +1,4 @@
-"""This project's C++ libraries, compiled once per user, compiler and processor, and loaded.
+"""Compile this project's C++ libraries once per user, compiler and processor, and load them.
 
 The first process that needs a library compiles it under a lock while the others wait. A truncated library, or
 one that the loader rejects, is compiled again. Each reason for a missing library has its own remedy.
@@ -96,7 +96,7 @@ def _compiler(recipe: Recipe) -> Path:
 
 
 def _key(recipe: Recipe, compiler: Path) -> str:
-    """Return a digest of what decides about the result; a cache may be one of several machines."""
+    """Return a digest of everything that affects the compiled library; several machines may share a cache."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*recipe.sources, *recipe.headers)))
     digest.update(repr((recipe.flags, recipe.links, _processor())).encode())
     status = compiler.stat()  # instead of --version, which would take longer than all the rest
@@ -106,7 +106,7 @@ def _key(recipe: Recipe, compiler: Path) -> str:
 
 @functools.cache
 def _processor() -> tuple[str, ...]:
-    """Return the kind of the first processor and what it can."""
+    """Return the model and features of the first processor."""
     info = Path("/proc/cpuinfo")
     first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
@@ -123,7 +123,7 @@ def _require_executable(recipe: Recipe, folder: int) -> None:
 
 
 def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None, str]:
-    """Return the library; or None, and why: it is not there, cut short, or not for this machine."""
+    """Return the library; or None and the reason: it is missing, truncated, or not for this machine."""
     path = recipe.folder / name
     descriptor = user_cache.opened_file(folder, path, recipe.remedy(f"Remove {path}"))
     if descriptor is None:
@@ -138,7 +138,7 @@ def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None,
 
 
 def _build(recipe: Recipe, compiler: Path, folder: int, name: str) -> None:
-    """Compile under a name of its own, and publish what is whole; remove what nobody uses any more."""
+    """Compile to a temporary name and rename the finished library; also remove unused ones."""
     _logger.info("compiling %s", recipe.folder / name)
     try:
         stream, partial = tempfile.mkstemp(".partial", f"{name}.", recipe.folder)
@@ -196,7 +196,7 @@ def _refused(recipe: Recipe, compiler: str, output: str) -> UsageError:
 
 
 def _remove_unused(folder: int) -> None:
-    """Remove libraries and locks of other sources, compilers and processors, and rests, after a month."""
+    """Remove libraries, locks and partial files that have not been used for a month."""
     with os.scandir(folder) as entries:
         unused = [entry.name for entry in entries if user_cache.is_unused(entry)]
     for name in unused:

@@ -15,7 +15,7 @@ _resting = False
 def rest() -> None:
     """Stop the collector until :func:`resume`, if this process has not imported torch yet.
 
-    In other processes, such as a test's, there may be other objects that can become garbage.
+    Other processes, such as a test's, may contain objects that can become garbage.
     """
     global _resting
     if "torch" not in sys.modules and gc.isenabled():

@@ -1,4 +1,4 @@
-"""Set DeepSpeed's device of this process, without changing DeepSpeed's own device abstraction."""
+"""Select the device that DeepSpeed uses in this process, without changing DeepSpeed's device abstraction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose(device: str) -> None:
 
 
 def compile_nothing() -> None:
-    """Disable DeepSpeed's communication over shared memory, which a CPU would compile at its first start.
+    """Disable DeepSpeed's shared-memory communication, which would be compiled at its first start on a CPU.
 
     Only inference uses it, and an interrupted compilation blocks all later ones (``extension_locks``).
     """

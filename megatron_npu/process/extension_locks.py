@@ -17,8 +17,9 @@ _PROCESSES = Path("/proc")
 
 
 def folder() -> Path:
-    """Return the folder in which torch compiles this user's extensions
-    (``cpp_extension._get_build_directory``).
+    """Return the folder in which torch compiles this user's extensions.
+
+    Corresponds to ``cpp_extension._get_build_directory``.
     """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -26,7 +27,7 @@ def folder() -> Path:
 
 
 def stale(place: Path | None = None) -> list[Path]:
-    """Return the locks that no process of this machine holds; none if this cannot be determined.
+    """Return the locks that no process on this machine holds; empty if this cannot be determined.
 
     Args:
         place: the cache folder; None: this user's.
@@ -42,7 +43,7 @@ def stale(place: Path | None = None) -> list[Path]:
 def remove_stale(speaker: str) -> list[Path]:
     """Remove stale locks from this user's cache, log this on stderr, and return them.
 
-    Of the processes that a launcher starts on a machine, only the first does this.
+    Among the processes that a launcher starts on a machine, only the first does this.
 
     Do not share the cache between machines: DeepSpeed compiles for the processor of one machine. Set
     TORCH_EXTENSIONS_DIR to a separate folder for each machine.
@@ -60,7 +61,7 @@ def remove_stale(speaker: str) -> list[Path]:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Return device and inode of what processes have open, as far as this user may see."""
+    """Return device and inode of the files that processes have open, as far as this user may see them."""
     found = set()
     for link in _PROCESSES.glob("[0-9]*/fd/*"):
         identity = _identity(link)

@@ -22,8 +22,7 @@ _ROOT = 0
 
 
 def claim() -> Path:
-    """Make torch store its graphs in a folder that only this user can write to (mode 0700); return the
-    folder.
+    """Make torch store its graphs in a folder that only this user can write to (mode 0700); return it.
 
     A folder that the user named is used if the user owns it. torch's own folder in /tmp, which its import
     writes into the variable, is ignored. Without a writable home, the folder is in the temporary directory
@@ -59,12 +58,12 @@ def _default() -> Path:
 
 
 def _cannot_be_made(error: UsageError) -> bool:
-    """Return whether there is no home, or none to write to; the other errors say whose the folder is."""
+    """Return whether the error means that there is no writable home, rather than a wrong owner."""
     return error.given.startswith("no home folder") or isinstance(error.__cause__, OSError)
 
 
 def _open(folder: Path, remedy: str) -> Path:
-    """Make the folder if it is not there, and look whose it is; return it without links in its path."""
+    """Create the folder if missing, and check that no other user can change it; return its resolved path."""
     folder = Path(os.path.realpath(folder))
     with user_cache.opened(folder, remedy) as descriptor:
         if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
@@ -83,7 +82,7 @@ def _open(folder: Path, remedy: str) -> Path:
 
 
 def _unmapped() -> int:
-    """Return the user by whom a container means all that it does not know, such as its machine's root."""
+    """Return the user id that a container shows for unmapped users, such as its machine's root."""
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):

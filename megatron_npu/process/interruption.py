@@ -1,4 +1,4 @@
-"""Keep Ctrl-C from being lost: Python drops its exception in a ``__del__`` and in callbacks of a fork."""
+"""Keep Ctrl-C from being lost: Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks."""
 
 from __future__ import annotations
 

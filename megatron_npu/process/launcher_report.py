@@ -1,10 +1,9 @@
 """Write a rank's error line to the file that torchrun shows as the root cause.
 
-torchrun names a file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints its content, normally written by
+torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints its content, normally written by
 torch's ``record`` decorator, under "Root Cause". Without it, torchrun prints a link to its documentation,
-forty lines below the rank's own message.
-A script whose main function has that decorator (bigscience's) has already written the same error with its
-traceback, fifty lines for each rank: the line replaces it.
+forty lines below the rank's own message. A script whose main function has that decorator (bigscience's) has
+already written the same error with its traceback, fifty lines for each rank; the line replaces it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def tell(line: str) -> None:
 
 
 def _is_of(line: str, file: str) -> bool:
-    """Return whether the decorator has written the error of the line, as ``Kind: what was wrong``."""
+    """Return whether the decorator has already written the line's error, as ``Kind: message``."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, encoding="utf-8") as stream:
             told = json.load(stream)["message"]["message"].partition(": ")[2]

@@ -2,8 +2,9 @@
 
 All other modules read torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT. ``settle`` sets them for processes of Slurm or MPI. Kubernetes operators (PyTorchJob, Volcano,
-PAI-DLC, AscendJob) number machines with the variables of ranks; Kubeflow's Trainer sets torchrun's. Unclear
-settings are an error, because a task that does not know the others would train a separate model.
+PAI-DLC, AscendJob) number machines with the variables that torchrun uses for ranks; Kubeflow's Trainer sets
+torchrun's. Ambiguous settings are rejected, because a task that does not know of the others would train a
+separate model.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Task:
 
     Attributes:
         launcher: the launcher's name.
-        rank, ranks: its number, and the number of processes.
-        local, locals: its number, and the number of processes, on its machine.
+        rank, ranks: its number, and the total number of processes.
+        local, locals: its number on its machine, and the number of processes there.
         machine: the number of its machine.
         address: address of the first machine; None: unknown.
         job: a number that is the same for all tasks of the job.
@@ -101,7 +102,7 @@ def settle(argv: Sequence[str]) -> None:
 
 
 def _is_told() -> bool:
-    """Return whether a launcher has told the rank by torchrun's names, as DeepSpeed's and accelerate do."""
+    """Return whether torchrun's variables give the rank, as DeepSpeed's launcher and accelerate set them."""
     return all(os.environ.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
@@ -131,7 +132,7 @@ def _settle_task(command: str) -> None:
 
 
 def _of_slurm() -> Task | None:
-    """Return the task of a step of ``srun``; None for a batch script, and for a step of one task."""
+    """Return the task of an ``srun`` step; None in a batch script, and in a step with a single task."""
     tasks = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return None
@@ -151,7 +152,7 @@ def _of_slurm() -> Task | None:
 
 
 def _tasks_of(per_node: str, node: int) -> int:
-    """Return how many tasks a node has: ``4(x2),2`` says 4, 4 and 2."""
+    """Return the number of tasks on a node; ``4(x2),2`` means 4, 4 and 2."""
     counts: list[int] = []
     for word in per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
@@ -162,7 +163,7 @@ def _tasks_of(per_node: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: ``gpu[03-07,9],login1`` starts with gpu03."""
+    """Return the first host of a Slurm node list: ``gpu[03-07,9],login1`` starts with gpu03."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0])  # type: ignore[index]
 
 
@@ -177,7 +178,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task of MPICH's or Intel's mpiexec."""
+    """Return the task started by MPICH's or Intel's mpiexec; None if neither started this process."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
@@ -188,7 +189,7 @@ def _of_hydra() -> Task | None:
 
 
 def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
-    """Return a task; MPI says nothing of addresses, which a single machine does not need."""
+    """Return a task; MPI provides no addresses, so the address is known only on a single machine."""
     address = "127.0.0.1" if ranks == locals_ else None
     return Task(launcher, rank, ranks, local, locals_, rank // locals_, address, zlib.crc32(job.encode()))
 
@@ -209,9 +210,9 @@ def _of_trainer() -> Machine | None:
 
 
 def _of_operator() -> Machine | None:
-    """Return the machine that an operator numbers by the names of ranks.
+    """Return the machine that an operator numbers with the ranks' variables; None if there is none.
 
-    With a LOCAL_RANK that is a number RANK is a process's; AscendJob has a list of the pod's NPUs there.
+    If LOCAL_RANK is a number, RANK is the rank of a process. AscendJob sets it to a list of the pod's NPUs.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _is_told():
         return None
@@ -224,10 +225,10 @@ def _of_operator() -> Machine | None:
 
 
 def _pods(npus: int, each: int) -> int:
-    """Return how many pods AscendJob has, whose WORLD_SIZE counts NPUs.
+    """Return the number of pods of an AscendJob, whose WORLD_SIZE counts NPUs.
 
     Raises:
-        UsageError: its numbers contradict each other.
+        UsageError: the job's numbers contradict each other.
     """
     if _number("LOCAL_WORLD_SIZE", each) != each or npus % each:
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -275,18 +276,18 @@ def _meet_at(machine: Machine) -> None:
 
 
 def _trains(argv: Sequence[str]) -> bool:
-    """Return whether a command line is a training: of scripts, those that Megatrons name so."""
+    """Return whether a command line starts training; scripts are recognized by Megatron's naming."""
     script = next((Path(word).name for word in argv[1:] if word.endswith(".py")), "")
     return argv[0] == "pretrain" or script.startswith(("pretrain", "finetune", "train"))
 
 
 def _devices() -> int:
-    """Return how many NPUs or GPUs the pod has been given, by their files: torch is not imported yet."""
+    """Return the pod's number of NPUs or GPUs, from their device files, because torch is not imported yet."""
     return len(glob.glob("/dev/davinci[0-9]*")) or len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _be_alone(command: str, machine: Machine) -> None:
-    """Run a command that is typed into a pod's shell without the job's other machines, which run the job."""
+    """Run a command typed in a pod's shell as a single process, apart from the job on the other machines."""
     for name in RANKS:
         os.environ.pop(name, None)
     if machine.count > 1:
@@ -300,7 +301,7 @@ def _wait_for_table() -> None:
     """Wait until AscendJob's rank table is complete: it is written while pods start.
 
     Raises:
-        UsageError: it is not, for long.
+        UsageError: the table is still incomplete after a long wait.
     """
     path = Path(os.environ.get(_TABLE, ""))
     if not path.is_file():  # HCCL says so, if it wants it
@@ -321,7 +322,7 @@ def _wait_for_table() -> None:
 
 
 def _status(path: Path) -> str | None:
-    """Return what a rank table says of itself; one that is being written is not ready either."""
+    """Return the status field of a rank table; ``initializing`` if the file is still being written."""
     with contextlib.suppress(OSError):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -332,10 +333,10 @@ def _status(path: Path) -> str | None:
 
 
 def _require_address() -> None:
-    """Check that ranks know where to meet.
+    """Check that ranks have a rendezvous address.
 
     Raises:
-        UsageError: they do not.
+        UsageError: there are several ranks and MASTER_ADDR is not set.
     """
     if "RANK" not in os.environ or _number("WORLD_SIZE", 1) == 1:
         return
@@ -349,10 +350,10 @@ def _require_address() -> None:
 
 
 def _number(name: str, default: int) -> int:
-    """Return a number that a launcher has exported.
+    """Return a number from a launcher's environment variable.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is not a number.
     """
     text = os.environ.get(name, "").strip()
     if text and not text.isdecimal():

@@ -1,6 +1,6 @@
 """Print a user's mistake as one line at the end of the process, also outside this project's commands.
 
-``megatron-npu`` catches these errors itself. Under torch's entry point or ``import megatron_npu`` they reach
+``megatron-npu`` catches these errors itself. With torch's entry point or ``import megatron_npu`` they reach
 the interpreter, which would print a long traceback.
 """
 
@@ -28,7 +28,7 @@ def arm(
     Args:
         mistake: the class of user errors; the exit code is 2, as for our commands.
         kinds: other errors; the exit code stays Python's, 1.
-        traced: errors for which the traceback is printed as well.
+        traced: returns whether to print the traceback of an error as well.
 
     Returns:
         The hook; call ``disarm`` on it to remove it.

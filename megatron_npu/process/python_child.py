@@ -29,7 +29,7 @@ def module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()
 
 
 def module_flags(name: str) -> list[str]:
-    """Return the words that follow ``python`` to run a module."""
+    """Return the arguments that follow ``python`` to run a module."""
     return ["-P", "-m", name] if sys.version_info >= (3, 11) else ["-c", _RUN_MODULE, name]
 
 

@@ -1,4 +1,4 @@
-"""Processes that ``multiprocessing`` spawns: they start with a new interpreter and must be patched too.
+"""Patch processes that ``multiprocessing`` spawns, which start with a new interpreter.
 
 A spawned child runs the main script again under another name, so it imports Megatron: writers of asynchronous
 checkpoints, their result server, data-loader workers. If the package is installed, torch's entry point
@@ -58,10 +58,10 @@ def disarm() -> None:
 
 
 class _Flags:
-    """Python's flags of a child's interpreter, and ``-P``; a spawned child has its parent's path in any case.
+    """Return Python's flags for a child's interpreter, plus ``-P``: a child gets its parent's path anyway.
 
     Args:
-        original: Python's.
+        original: Python's function.
     """
 
     def __init__(self, original: Callable[[], list[str]]) -> None:
@@ -73,10 +73,10 @@ class _Flags:
 
 
 class _Command:
-    """Python's ``get_command_line``, whose command runs statements of ours first.
+    """Python's ``get_command_line``, with statements of ours at the start of the child's command.
 
     Args:
-        original: Python's.
+        original: Python's function.
     """
 
     def __init__(self, original: Callable[..., list[str]]) -> None:

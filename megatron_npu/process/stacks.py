@@ -12,8 +12,8 @@ from types import FrameType
 def print_on_signal() -> bool:
     """Print the stacks of all threads to stderr on SIGUSR1; the run continues.
 
-    Without it the signal ends the process. If the program handles the signal itself, now or later, its
-    handler takes precedence.
+    Without this handler the signal ends the process. If the program handles the signal itself, now or later,
+    its handler takes precedence.
 
     Returns:
         Whether the handler was installed.
@@ -46,7 +46,7 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: as Python handles the signal, a thread may be told of it (``signal.set_wakeup_fd``)."""
+    """Do nothing: a Python-level handler is needed for ``signal.set_wakeup_fd`` to notify a thread."""
 
 
 def print_now() -> None:

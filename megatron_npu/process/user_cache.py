@@ -62,7 +62,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
         within: descriptor of the folder to which ``path`` is relative.
 
     Raises:
-        UsageError: another user owns it or can write to it, or it cannot be created or read.
+        UsageError: another user owns the folder or can write to it, or it cannot be created or read.
     """
     try:
         if within is None:
@@ -108,7 +108,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
         remedy: how to select another folder.
 
     Raises:
-        UsageError: another user owns it or can write to it, or it is not a regular file.
+        UsageError: another user owns the file or can write to it, or it is not a regular file.
     """
     try:
         descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -150,7 +150,7 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     may close its parent's descriptors, whose numbers are then reused.
 
     Raises:
-        OSError: it cannot be loaded; the descriptor is closed.
+        OSError: the library cannot be loaded; the descriptor is closed.
     """
     name = f"/proc/self/fd/{'./' * next(_LOADED)}{descriptor}"
     try:
@@ -163,16 +163,14 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Set a file's or folder's time to now, for ``is_unused``; files of root cannot be changed and need not
-    be.
-    """
+    """Set a file's or folder's modification time to now, for ``is_unused``; skip root's files."""
     with contextlib.suppress(OSError):
         if time.time() - os.fstat(descriptor).st_mtime > _DAY:
             os.utime(descriptor)
 
 
 def is_unused(entry: os.DirEntry[str]) -> bool:
-    """Return whether the folder's entry of this name was not loaded for a month."""
+    """Return whether a folder entry has not been loaded for a month."""
     with contextlib.suppress(OSError):
         return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
     return False
@@ -186,7 +184,7 @@ def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float 
         path: the lock file, which is kept.
         remedy: how to select another folder.
         waits: called if another process is in the block.
-        longest: maximum seconds to wait; -1: forever.
+        longest: maximum seconds to wait; -1: no limit.
 
     Raises:
         UsageError: the wait took longer, or the file cannot be created.

@@ -30,10 +30,10 @@ def listed(variable: str, total: int | None = None) -> list[int] | None:
 
 
 def name_for_ascend() -> bool:
-    """Make ``CUDA_VISIBLE_DEVICES`` select NPUs in this process and its children, unless CANN's variable is
-    set.
+    """Make ``CUDA_VISIBLE_DEVICES`` select NPUs in this process and its children.
 
-    CANN reads its variable when it starts, so call this before torch_npu is imported.
+    This has no effect if CANN's variable is set. CANN reads its variable when it starts, so call this before
+    torch_npu is imported.
 
     Returns:
         Whether CANN's variable was set.

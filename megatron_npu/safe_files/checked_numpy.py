@@ -27,7 +27,7 @@ def _check(fits: bool, what: str) -> None:
 
 
 class CheckedDtype:
-    """Replaces ``numpy.dtype``: a numeric type and its byte order.
+    """A replacement for ``numpy.dtype``: a numeric type and its byte order.
 
     Attributes:
         dtype: the dtype.
@@ -45,7 +45,7 @@ class CheckedDtype:
 
 
 class CheckedArray(np.ndarray):
-    """Replaces ``numpy.ndarray``: as many numbers as the shape requires."""
+    """A replacement for ``numpy.ndarray`` that requires as many numbers as the shape has elements."""
 
     def __setstate__(self, state: Any) -> None:
         """Accept ``(version, shape, dtype, Fortran order, bytes)``."""
@@ -59,18 +59,18 @@ class CheckedArray(np.ndarray):
         super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        """Pickle it as a plain array."""
+        """Pickle the array as a plain one."""
         return self.view(np.ndarray).__reduce__()
 
 
 def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
-    """Return what ``CheckedArray.__setstate__`` fills."""
+    """Return an empty array that ``CheckedArray.__setstate__`` fills."""
     _check(kind is CheckedArray, "an array of an unsupported kind")
     return np.ndarray.__new__(CheckedArray, (0,), np.int8)
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """Return the number that these bytes are."""
+    """Return the number that these bytes represent."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
     _check(len(content) == kind.dtype.itemsize, "a truncated number")
     return np.frombuffer(content, kind.dtype)[0]

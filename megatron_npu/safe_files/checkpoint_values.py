@@ -20,11 +20,11 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
 
     Args:
         load_dir: folder of the checkpoint.
-        kinds: further classes that this checkout stores (``harmless``).
+        kinds: additional classes that this checkout stores (``harmless``).
 
     Raises:
-        UsageError: it contains something else, or cannot be read; upstream would print the error and exit
-            with code 0.
+        UsageError: the checkpoint contains something else, or cannot be read; upstream would print the error
+            and exit with code 0.
     """
     with safe_load.allowing(*harmless(), *kinds), safe_load.weights_only():
         try:

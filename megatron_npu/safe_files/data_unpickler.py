@@ -1,6 +1,6 @@
 """A pickle reader that builds only plain data.
 
-C's unpickler can set state on classes and enumerations too, which changes them for the whole process
+The C unpickler can also set state on classes and enumerations, which changes them for the whole process
 (``PosixPath._str`` determines what every path prints); and (up to 3.14) it allocates a memo table as long as
 the largest memo number, so six bytes of a file can allocate 26 GB.
 """
@@ -13,16 +13,14 @@ from typing import Any, ClassVar
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Base class of readers: ``find_class`` defines what a file may build, and ``check_change`` on what it
-    may set state.
-    """
+    """Base class of readers; ``find_class`` limits what a file may build, ``check_change`` its changes."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise the reader's error if this file did not create ``made``, so its state must not be set."""
+        """Raise the reader's error if this file did not create ``made``: its state must not be set then."""
         raise NotImplementedError
 
     def load_build(self) -> None:

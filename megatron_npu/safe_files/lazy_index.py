@@ -1,8 +1,8 @@
-"""The index of ``--dataset-impl lazy`` and ``cached`` of Megatron-LM of 2019 to 2023, converted to the
-current format.
+"""Convert the index of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
 
-Both use one format and differ in how upstream reads it. The ``.bin`` is that of ``mmap``: the tokens of all
-sequences. The ``.idx``, little-endian (``megatron/data/indexed_dataset.py`` of 285068c8):
+Megatron-LM had both from 2019 to 2023. They use one format and differ in how upstream reads it. The ``.bin``
+is that of ``mmap``: the tokens of all sequences. The ``.idx``, little-endian
+(``megatron/data/indexed_dataset.py`` of 285068c8):
 
 ====================  =====================================================================
 8 bytes               ``TNTIDX`` and two zeros
@@ -40,7 +40,7 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can
 
 
 def is_lazy(index: str | Path) -> bool:
-    """Return whether a file is such an index."""
+    """Return whether a file is an index in this format."""
     try:
         with open(index, "rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -49,7 +49,7 @@ def is_lazy(index: str | Path) -> bool:
 
 
 def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int) -> Iterator[bytes]:
-    """Yield the bytes of such an index.
+    """Yield the bytes of an index in this format.
 
     Args:
         lengths: [S] tokens of each sequence.
@@ -86,7 +86,7 @@ def mapped(index: str | Path) -> Iterator[str | Path]:
 
 
 def _as_mapped(path: Path) -> bytes:
-    """Return the bytes of the index of today's format that says the same."""
+    """Return the bytes of an equivalent index in the current format."""
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
         raise UsageError(
@@ -127,7 +127,7 @@ def _as_mapped(path: Path) -> bytes:
 def _check(
     path: Path, first: np.ndarray, begins: np.ndarray, lengths: np.ndarray, documents: np.ndarray
 ) -> None:
-    """Compare the parts of an index with each other."""
+    """Check that the parts of an index are consistent."""
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
         raise UsageError(f"{path}: its sequences are not one-dimensional", "sequences of tokens", _REMEDY)

@@ -1,7 +1,7 @@
 """Load files written by torch or pickle without executing code.
 
-``read`` is for files of Megatron-LM: Megatron and Python types become inert values, and names that are not on
-a list are rejected. ``allowing`` is for upstream's own loading.
+``read`` is for files of Megatron-LM: Megatron and Python types become inert values, and names that are not
+listed are rejected. ``allowing`` is for upstream's own loading.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
 
 
 class Inert:
-    """Replaces a value whose class is not imported.
+    """A placeholder for a value whose class is not imported.
 
     Attributes:
         given: the arguments for the class.
@@ -72,7 +72,7 @@ def read(file: Path, harmless: frozenset[str]) -> Any:
             ``Inert`` values.
 
     Raises:
-        UsageError: it is damaged, or names something else.
+        UsageError: the file is damaged, or names other classes or functions.
     """
     return _read(file, file, harmless, mmap=_is_archive(file))
 
@@ -85,9 +85,7 @@ def _is_archive(file: Path) -> bool:
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
-    """Return the result of ``read`` for bytes that are a part of ``file``, including nested ``torch.save``
-    content.
-    """
+    """Read bytes inside ``file`` like ``read``, including nested ``torch.save`` content."""
     return _read(io.BytesIO(content), file, harmless, mmap=False)
 
 
@@ -107,7 +105,7 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return the name that torch refused to build, or a one-line reason why it could not read."""
+    """Return which name torch refused to build, or a one-line reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"it names {named[1]}" if named else text
@@ -134,7 +132,7 @@ def names_in_pickle(stream: IO[bytes]) -> set[str]:
 def weights_only() -> Iterator[None]:
     """Make ``torch.load`` read only data, regardless of its arguments and the environment.
 
-    numpy values are checked before they are built, see ``checked_numpy``.
+    numpy values are checked before they are built; see ``checked_numpy``.
     """
     names = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
     former = {name: os.environ.pop(name, None) for name in names}
@@ -151,7 +149,7 @@ def weights_only() -> Iterator[None]:
 
 
 def _is_numpys(entry: Any) -> bool:
-    """Return whether an entry of torch's list stands for a name of numpy."""
+    """Return whether an entry in torch's list of safe globals is for a name of numpy."""
     name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}."
     return name.partition(".")[0] == "numpy"
 
@@ -165,7 +163,7 @@ def refusal(file: Path, reason: str) -> UsageError:
 
 @contextlib.contextmanager
 def allowing(*entries: Any, alone: bool = False) -> Iterator[None]:
-    """Let torch build these types inside the block, and restore its earlier list afterwards.
+    """Let torch build these types inside the block, and restore its previous list afterwards.
 
     ``torch.serialization.safe_globals`` (2.13) removes its entries afterwards, even if they were allowed
     before; megatron-core allows its classes for the whole process when it is imported.

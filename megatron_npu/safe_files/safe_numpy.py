@@ -38,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
 
 def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-    """``numpy.load`` without unpickling.
+    """Load like ``numpy.load``, but without unpickling.
 
     Raises:
-        DamagedIndexError: it is truncated, or not a numpy file.
-        UsageError: it contains Python objects.
+        DamagedIndexError: the file is truncated, or not a numpy file.
+        UsageError: the file contains Python objects.
     """
     try:
         return numpy.load(file, *args, **{**kwargs, "allow_pickle": False})
@@ -59,7 +59,7 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pickled(file: Path) -> set[str]:
-    """Return what a pickle under the name of an index names, be it raw or an array of objects."""
+    """Return the names in an index file that is a pickle, or a numpy file with an array of objects."""
     with contextlib.suppress(Exception), open(file, "rb") as stream:
         if stream.read(len(_MAGIC)) == _MAGIC:
             stream.seek(0)
@@ -74,7 +74,7 @@ def _pickled(file: Path) -> set[str]:
 
 
 def save(file: str, array: Any, **_: Any) -> None:
-    """``numpy.save`` to a temporary file that is renamed when the array is complete.
+    """Save like ``numpy.save``, but to a temporary file that is renamed when the array is complete.
 
     Raises:
         ValueError: the array contains Python objects.

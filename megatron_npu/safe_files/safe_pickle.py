@@ -1,4 +1,4 @@
-"""pickle for upstream modules with pickled arrays: builds only numbers, strings, dicts and arrays.
+"""pickle for upstream modules with pickled arrays; it builds only numbers, strings, dicts and arrays.
 
 It replaces pickle in those modules' globals; all other names are pickle's own.
 """
@@ -17,13 +17,13 @@ _ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
 
 
 class _ArrayUnpickler(DataUnpickler):
-    """Builds numpy's values, looked at first."""
+    """An unpickler that builds numpy values after checking them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for one of numpy's.
+        """Return the checked replacement for a numpy name.
 
         Raises:
-            UnpicklingError: another one.
+            UnpicklingError: the file names something else.
         """
         try:
             return _ALLOWED[f"{module}.{name}"]
@@ -31,10 +31,10 @@ class _ArrayUnpickler(DataUnpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}") from None
 
     def check_change(self, made: Any) -> None:
-        """Check that a state is given to what stands for one of numpy's.
+        """Check that state is set only on replacements of numpy objects.
 
         Raises:
-            UnpicklingError: it is not.
+            UnpicklingError: ``made`` is something else.
         """
         if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
             raise pickle.UnpicklingError(f"it changes {type(made).__name__}")
@@ -45,10 +45,10 @@ def __getattr__(name: str) -> Any:
 
 
 def load(stream: IO[bytes]) -> Any:
-    """``pickle.load`` that builds only data.
+    """Load like ``pickle.load``, but build only data.
 
     Raises:
-        UsageError: it is damaged, or names something else.
+        UsageError: the file is damaged, or names other classes or functions.
     """
     try:
         return _ArrayUnpickler(io.BytesIO(stream.read())).load()

@@ -2,8 +2,8 @@
 
 ``torch.distributed.checkpoint`` unpickles two things without restrictions: ``.metadata``, and non-tensors
 inside a ``.distcp`` (such as random generator states). While the guard is on, torch's two modules see a
-``pickle`` and a ``torch.load`` that only build listed types. All readers of such checkpoints use them: the
-built-in trainer, the stock scripts of megatron-core, their tools.
+``pickle`` and a ``torch.load`` that build only listed types. All readers of such checkpoints use them: the
+built-in trainer, megatron-core's stock scripts and their tools.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def refusal(what: str, reason: str) -> UsageError:
 
 
 def last_refusal() -> UsageError | None:
-    """Return the error stored since the last call, because torch only passes its text on."""
+    """Return the error stored since the last call, because torch passes on only its message."""
     return _refusals.pop() if _refusals else None
 
 
 class _MetadataUnpickler(DataUnpickler):
-    """Builds what torch writes into ``.metadata``."""
+    """An unpickler that builds only what torch writes into ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a type of the list.
+        """Return a listed type.
 
         Raises:
-            UsageError: another one.
+            UsageError: the type is not listed.
         """
         if name in _OF_METADATA.get(module, "").split():
             return getattr(importlib.import_module(module), name)
@@ -85,10 +85,10 @@ class _MetadataUnpickler(DataUnpickler):
         raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
 
     def check_change(self, made: Any) -> None:
-        """Check that a state is given to what this file has made.
+        """Check that state is set only on objects that this file has created.
 
         Raises:
-            UsageError: it is for what others use too.
+            UsageError: ``made`` is something else, such as a class, which other code uses too.
         """
         # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
@@ -114,7 +114,7 @@ def require_no_code(folder: Path) -> None:
     """Check the index of a distributed checkpoint, whether or not it can be used.
 
     Raises:
-        UsageError: it names a type that must not be built.
+        UsageError: the index names a type that must not be built.
     """
     with contextlib.suppress(OSError, ValueError), (folder / ".metadata").open("rb") as stream:
         _load_metadata(stream)
@@ -148,8 +148,7 @@ def stored_value(folder: Path, key: str) -> bytes:
 
 @functools.cache
 def allow_values() -> None:
-    """Let torch build the values that Megatron scripts store beside tensors, as megatron-core does from 0.14
-    on.
+    """Let torch build values that Megatron scripts store beside tensors, like megatron-core 0.14 and later.
 
     Types that only a newer Megatron has, such as an enumeration of 0.18, become inert values, because weights
     do not need them.
@@ -166,13 +165,13 @@ def allow_values() -> None:
 
 
 def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.load`` of what is no tensor, in a checkpoint of Megatron."""
+    """Load a non-tensor value of a Megatron checkpoint with ``torch.load``."""
     allow_values()
     return _load_plain(stream, *args, **kwargs)
 
 
 def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.load`` of what is no tensor."""
+    """Load a non-tensor value with ``torch.load``."""
     try:
         with safe_load.weights_only():
             return torch.load(stream, *args, **{**kwargs, "weights_only": True})
@@ -181,7 +180,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Module:
-    """A module with some names of its own."""
+    """A view of a module in which some names are replaced."""
 
     def __init__(self, module: ModuleType, **own: Any) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's API: models, completions whole and in pieces, errors."""
+"""The JSON of OpenAI's API: models, completions as a whole and in chunks, errors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def model(name: str, created: int, positions: int) -> Json:
 
 
 def models(only: Json) -> Json:
-    """Return the list of the one model."""
+    """Return the list of models, which has a single entry."""
     return {"object": "list", "data": [only]}
 
 
 def error(problem: BadRequestError) -> Json:
-    """Return the JSON of an error for a client."""
+    """Return the JSON of an error, for the client."""
     kind = "invalid_request_error" if problem.status < 500 and problem.status != 429 else "server_error"
     told = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.status}
     return {"error": {key: _writable(value) for key, value in told.items()}}
 
 
 def _writable(value: Any) -> Any:
-    """Return a text without halves of UTF-16's pairs, which JSON can name and UTF-8 cannot say."""
+    """Replace lone surrogates in a string, which JSON can express but UTF-8 cannot."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
@@ -70,7 +70,7 @@ class Completion:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """Prefix of the response's id, and object names of a whole response and of a chunk."""
+        """Prefix of the response's id, and the object names of a whole response and of a chunk."""
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
@@ -83,7 +83,7 @@ class Completion:
         self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
-        """Return the response when all pieces are there."""
+        """Return the whole response, once all pieces have been added."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
@@ -92,7 +92,7 @@ class Completion:
         return {**self._head(self.kinds[1]), "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[Json]:
-        """Return the first chunks of a stream: repeated prompts."""
+        """Return the first chunks of a stream: the prompts, if they are to be repeated."""
         return self.echo() if self.request.echo and not self.request.scored else []
 
     def pieces(self, event: Piece | Read) -> list[Json]:
@@ -118,11 +118,11 @@ class Completion:
         ]
 
     def last(self) -> Json:
-        """Return the chunk of a stream with the numbers of tokens."""
+        """Return the chunk of a stream with the token counts."""
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the numbers of tokens; a prompt counts once for all of its completions."""
+        """Return the token counts; a prompt counts once for all of its completions."""
         prompts = sum(len(prompt) for prompt in self.job.prompts[:: self.request.n])
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
@@ -138,7 +138,7 @@ class Completion:
         return {**self._head(self.kinds[2]), "choices": [choice]}
 
     def _read(self, row: int) -> Score | None:
-        """Return what the model thinks of a prompt that is shown."""
+        """Return the scores of a prompt that is part of the response, or None."""
         is_shown = self.request.prompts[row // self.request.n] is not None
         return self.scores[row] if self.scores is not None and is_shown else None
 
@@ -156,7 +156,7 @@ class Completion:
         return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, row: int, read: Score | None, sample: Sample | None, tokens: range) -> Json:
-        """Return the log probabilities of a prompt, whose first token has none, and of tokens added."""
+        """Return the log-probabilities of a prompt, whose first token has none, and of generated tokens."""
         rows: list[tuple[int, float | None, Json | None, int]] = []
         if read is not None:
             ids, offsets = self.job.prompts[row], Offsets(self.tokenizer, [])
@@ -175,11 +175,14 @@ class Completion:
         }
 
     def added(self, sample: Sample, place: int) -> int:
-        """Return a generated token; after the last one, the end token if it ended the text."""
+        """Return the generated token at an index; after the last one, the end token that ended the text."""
         return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
     def _by_words(self, values: dict[int, float]) -> Json:
-        """Return log probabilities by texts; of tokens with one text (parts of characters) the likeliest."""
+        """Return log-probabilities by token text.
+
+        If several tokens have the same text (parts of characters), the most likely one is used.
+        """
         found: Json = {}
         for token, value in values.items():
             found.setdefault(self.word(token), value)
@@ -199,7 +202,7 @@ class Offsets:
         self._places = [0]
 
     def of(self, tokens: Sequence[int], place: int) -> int:
-        """Return the offset of the token at a position; ``tokens`` are those of the text so far."""
+        """Return the character offset of the token at a position; ``tokens`` are those of the text so far."""
         while len(self._places) <= place:
             new = tokens[len(self._places) - 1 : len(self._places)]
             self._places.append(self._places[-1] + len(self._growing.added(new)))

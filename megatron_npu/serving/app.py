@@ -1,5 +1,7 @@
-"""The HTTP layer: routes, limits, and disconnecting clients. It accesses the model only through the
-engine."""
+"""The HTTP layer: routes, limits, and disconnecting clients.
+
+It accesses the model only through the engine.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ async def _http_refusal(request: Request, problem: HTTPException) -> Response:
 
 
 class _Site:
-    """What the routes do; see ``build``."""
+    """The handlers of the routes; see ``build``."""
 
     def __init__(self, engine: Engine, name: str, max_body: int, max_texts: int) -> None:
         self.engine, self.name = engine, name
@@ -92,7 +94,7 @@ class _Site:
         return Response(content, media_type=kind, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Say that the server answers, how many requests are not done, and how many tokens were drawn."""
+        """Report that the server is up, with the numbers of unfinished requests and generated tokens."""
         engine = self.engine
         return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
 
@@ -117,7 +119,7 @@ class _Site:
         return await self._answer(request, self._chat_completion(asked))
 
     async def _answer(self, request: Request, completion: Completion) -> Response:
-        """Have a completion drawn; answer with it, whole or piece by piece."""
+        """Submit a completion to the engine; respond with the whole result or a stream."""
         self.engine.submit(completion.job)
         events = _events(request, completion.job)
         if completion.request.stream:
@@ -130,8 +132,8 @@ class _Site:
         """Return the body.
 
         Raises:
-            BadRequestError: it is too large, comes too slowly or not before the server stops, or says that
-                it is no JSON.
+            BadRequestError: the body is too large, arrives too slowly or not before the server stops, or is
+                not declared as JSON.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page of another site could send without being asked for leave
@@ -166,10 +168,10 @@ class _Site:
             raise BadRequestError(f"no model {name[:60]!r}; expected {self.name!r}", "model", 404)
 
     def _require_limits(self, asked: CompletionRequest, prompts: int) -> None:
-        """Refuse what does not fit the server.
+        """Reject requests outside the server's limits.
 
         Raises:
-            BadRequestError: another model's name, or too many texts.
+            BadRequestError: the request names another model, or asks for too many texts.
         """
         self._require_name(asked.model)
         texts = prompts * asked.n
@@ -177,10 +179,10 @@ class _Site:
             raise BadRequestError(f"{texts} completions; expected at most {self.max_texts} per request", "n")
 
     def _completion(self, asked: CompletionRequest) -> Completion:
-        """Return the answer to be filled, with its job.
+        """Return an empty response with its job.
 
         Raises:
-            BadRequestError: it does not fit the model.
+            BadRequestError: the model cannot process the request.
         """
         model = self.engine.model
         prompts = [self._ids(prompt) for prompt in asked.prompts]
@@ -195,10 +197,11 @@ class _Site:
         return Completion(asked, job, self.name, model.tokenizer, echoes)
 
     def _chat_completion(self, asked: ChatRequest) -> ChatCompletion:
-        """Return the answer to a chat, to be filled, with its job.
+        """Return an empty response to a chat request, with its job.
 
         Raises:
-            BadRequestError: the checkpoint has no chat template, it refuses the messages, or they do not fit.
+            BadRequestError: the checkpoint has no chat template, the template rejects the messages, or they
+                are too long.
         """
         model = self.engine.model
         try:
@@ -231,7 +234,7 @@ class _Site:
 
 
 def _options(asked: CompletionRequest) -> Options:
-    """Return how to draw; without a seed each request draws other texts."""
+    """Return the sampling options; without a seed each request generates different texts."""
     seed = time.time_ns() if asked.seed is None else asked.seed
     return Options(
         num_tokens=asked.max_tokens,
@@ -244,10 +247,10 @@ def _options(asked: CompletionRequest) -> Options:
 
 
 async def _events(request: Request, job: Job) -> AsyncIterator[Piece | Read]:
-    """Yield what is told of a job; end it when its client has gone away.
+    """Yield the events of a job; cancel the job when its client has disconnected.
 
     Raises:
-        BadRequestError: the job has failed, or nobody is there any more.
+        BadRequestError: the job has failed, or the client has disconnected.
     """
     try:
         while True:

@@ -20,7 +20,7 @@ class ChatCompletion(Completion):
         return "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Return the chunks with the role of the texts."""
+        """Return the first chunk of each text, with the assistant's role."""
         begin: Json = {"role": "assistant", "content": ""}
         rows = range(len(self.texts))
         return [

@@ -40,7 +40,7 @@ class ChatRequest:
     """A valid request; whether it fits the model and its template is checked later.
 
     Attributes:
-        messages: one or more, each with ``role`` and ``content``.
+        messages: one or more messages, each with ``role`` and ``content``.
         request: sampling options; without a prompt.
         max_tokens: maximum number of tokens to generate; None: as many as fit.
     """
@@ -54,7 +54,7 @@ def parse(body: bytes) -> ChatRequest:
     """Return the request in a body.
 
     Raises:
-        BadRequestError: it is not JSON, or a field has the wrong type or value.
+        BadRequestError: the body is not JSON, or a field has the wrong type or value.
     """
     fields = Fields.of(body)
     messages = _messages(fields.take("messages", list))
@@ -101,7 +101,7 @@ def _message(number: int, value: Any) -> Message:
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
-    """Return the text of a content that is a list; None if anything in it is no text."""
+    """Return the text of a message content that is a list; None if one of its parts is not text."""
     texts: list[str] = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
-    """Listen, draw in this thread and answer in another one, until a signal comes."""
+    """Serve until a signal arrives: generate in this thread, and handle HTTP in another one."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
     at = Address(given.host, given.port)
@@ -117,7 +117,7 @@ def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -
 
 
 def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
-    """Run the HTTP side; whatever ends it ends the engine too."""
+    """Run the HTTP server; stop the engine whenever it ends."""
     try:
         server.run(sockets=[listener])
     finally:
@@ -126,7 +126,7 @@ def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _until_signal(engine: Engine) -> Any:
-    """Have SIGINT and SIGTERM stop the engine inside the block."""
+    """Make SIGINT and SIGTERM stop the engine inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         engine.stop()
@@ -140,7 +140,7 @@ def _until_signal(engine: Engine) -> Any:
 
 
 def _announce(name: str, at: Address, listener: socket.socket) -> None:
-    """Say where the server is, and who can reach it."""
+    """Print the server's address, and a warning if other machines can reach it."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)

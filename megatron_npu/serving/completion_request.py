@@ -43,17 +43,17 @@ class CompletionRequest:
     """A valid request; whether it fits the model is checked later.
 
     Attributes:
-        prompts: one or more.
+        prompts: one or more prompts.
         model: the model's name, if given.
         n: number of completions per prompt.
         max_tokens: maximum number of tokens to generate.
         temperature, top_k, top_p, seed: sampling options; top_p 1 and top_k 0 set no limit.
-        stop: texts that end the generation and are not part of the result.
+        stop: strings that end the generation and are not part of the result.
         stream: whether chunks are sent as they are generated.
-        include_usage: whether a stream ends with the numbers of tokens.
+        include_usage: whether a stream ends with the token counts.
         echo: whether the text begins with the prompt.
         logprobs: number of most likely tokens to return with log-probabilities besides the token's own; None:
-            none. With ``echo`` also for the prompt, and ``max_tokens`` may be 0.
+            no log-probabilities. With ``echo`` they include the prompt, and ``max_tokens`` may be 0.
     """
 
     prompts: list[Prompt]
@@ -80,7 +80,7 @@ def parse(body: bytes) -> CompletionRequest:
     """Return the request in a body.
 
     Raises:
-        BadRequestError: it is not JSON, or a field has the wrong type or value.
+        BadRequestError: the body is not JSON, or a field has the wrong type or value.
     """
     fields = Fields.of(body)
     request = CompletionRequest(
@@ -123,14 +123,14 @@ def _no_constant(name: str) -> None:
 
 
 class Fields:
-    """The fields of a request, each read once."""
+    """The fields of a request, with a record of those already read."""
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
         """Return the fields of a body.
 
         Raises:
-            BadRequestError: it is not a JSON object.
+            BadRequestError: the body is not a JSON object.
         """
         try:
             values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
@@ -162,10 +162,10 @@ class Fields:
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
-        """Reject fields that were not read, unless their value requests nothing.
+        """Reject fields that were not read, unless their value has no effect.
 
         Args:
-            without_meaning: unsupported fields, with the values that request nothing.
+            without_meaning: unsupported fields, with their values that have no effect.
         """
         self._rest.pop("user", None)
         for name, value in self._rest.items():
@@ -180,13 +180,13 @@ _WORDS |= {float: "a number"}
 
 
 def shown(value: object) -> str:
-    """Return a value as shown in messages."""
+    """Return a value formatted for messages."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return the prompts: a text, ids, or a list of either; a text from nothing if there is none."""
+    """Return the prompts: a string, ids, or a list of either; None stands for unconditional generation."""
     if value is None or isinstance(value, str):
         return [_text(value)]
     if _is_ids(value):
@@ -212,10 +212,10 @@ def _text(value: str | None) -> str | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    """Return the texts that end a text: none, one, or a list of them.
+    """Return the stop strings: none, one, or a list of them.
 
     Raises:
-        BadRequestError: they are too many, or others than texts.
+        BadRequestError: there are too many stop strings, or values of another type.
     """
     found = [] if value is None else [value] if isinstance(value, str) else value
     if len(found) > MAX_STOPS or not all(map(_is_stop, found)):
@@ -230,5 +230,5 @@ def _is_stop(value: Any) -> bool:
 
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
-    """Return a command's error for a client, without advice about flags."""
+    """Convert a command's error for a client, without advice about flags."""
     return BadRequestError(f"{error.given}; expected {error.expected}", param)

@@ -31,7 +31,7 @@ class Piece:
         row: index of the text.
         text: the characters; may be empty.
         sample: the whole text so far; it may be longer.
-        token: index of the piece's token; None: the piece only has text that was held back.
+        token: index of the piece's token; None: the piece contains only text that was held back.
         finish: why the text ended: ``stop``, ``length``; None: it continues.
     """
 
@@ -63,7 +63,7 @@ class Job:
     Attributes:
         prompts: ids of each prompt.
         options: sampling options; None: nothing is generated.
-        stops: texts that end a text.
+        stops: strings that end a text.
         scored: number of most likely tokens per prompt position; None: prompts are not scored.
         events: pieces, then None at the end, or an error instead. Scores of the prompts come first.
         loop: event loop of the client's task.
@@ -88,8 +88,8 @@ class Engine:
 
     Args:
         model: the model that generates.
-        leader: the sampler of the model's ranks.
-        most_waiting: maximum number of waiting jobs, besides the current one.
+        leader: the sampler for all ranks of the model.
+        most_waiting: maximum number of waiting jobs, in addition to the current one.
 
     Attributes:
         jobs, tokens: numbers of completed jobs and generated tokens.
@@ -123,13 +123,13 @@ class Engine:
         """Check that the server is not stopping.
 
         Raises:
-            BadRequestError: it is stopping (503).
+            BadRequestError: the server is stopping (503).
         """
         if self._stopping:
             raise _stopping()
 
     def stop(self) -> None:
-        """End the current text at its next token, reject waiting jobs, and make ``run`` return."""
+        """Stop the current text at its next token, reject waiting jobs, and make ``run`` return."""
         self._stopping = True
         self._queue.put(None)
 
@@ -146,7 +146,7 @@ class Engine:
             return self._queue.get()
 
     def _finish(self, job: Job) -> None:
-        """Draw for a job, and tell its end whatever happens."""
+        """Generate a job's texts, and report its end in any case."""
         end: BadRequestError | None = None
         try:
             if self._stopping:
@@ -166,12 +166,12 @@ class Engine:
             job.tell(end)
 
     def ends(self, job: Job) -> bool:
-        """Return whether no client waits for more of a job."""
+        """Return whether to end a job: its client has disconnected, or the server is stopping."""
         return job.cancelled or self._stopping
 
 
 class _Drawing:
-    """One job while it is drawn for: pieces of its texts, and where they stop."""
+    """A job in progress: the pieces of its texts, and where they stop."""
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self.engine, self.job = engine, job
@@ -179,7 +179,7 @@ class _Drawing:
         self.stops = [Stops(job.stops) for _ in job.prompts]
 
     def run(self, leader: Leader) -> None:
-        """Score and generate the request; report each piece and the last one of each text."""
+        """Score and generate the request; report each piece, and the final piece of each text."""
         prompts, options = self.job.prompts, self.job.options
         if self.job.scored is not None:
             self.job.tell(Read(leader.score(prompts, alternatives=self.job.scored)))
@@ -212,7 +212,7 @@ def new_job(
     stops: Sequence[str] = (),
     scored: int | None = None,
 ) -> Job:
-    """Return a job whose prompts fit the model; see ``Job``.
+    """Return a job, after checking that its prompts fit the model; see ``Job``.
 
     Raises:
         BadRequestError: a prompt does not fit.

@@ -21,7 +21,7 @@ class Stops:
         self.found = False
 
     def passed(self, piece: str) -> str:
-        """Return the text that is certain after ``piece`` was added."""
+        """Add ``piece``; return the text that can be passed on, because it is not part of a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -38,7 +38,7 @@ class Stops:
         return self._held
 
     def _beginning(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of one of them."""
+        """Return the number of characters at the end that may be the beginning of a stop string."""
         longest = min(max(map(len, self._stops), default=0) - 1, len(text))
         ends = (text[-number:] for number in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

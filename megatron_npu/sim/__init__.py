@@ -1,4 +1,4 @@
-"""Simulated Ascend NPUs: the real torch_npu wheel on a CANN whose device memory is host memory."""
+"""Simulated Ascend NPUs: the real torch_npu wheel on a simulated CANN whose device memory is host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def counting() -> AbstractContextManager[Counts]:
-    """Count launches, memory and communication of a ``with`` body; see ``counters.Counts``.
+    """Count launches, memory and communication in the body of a ``with``; see ``counters.Counts``.
 
     Works only in a process under ``megatron-npu sim``.
     """

@@ -1,4 +1,4 @@
-"""Makes this interpreter one that has NPUs: armed by boot/sitecustomize.py, at work from ``import torch``."""
+"""Give this interpreter simulated NPUs: armed by boot/sitecustomize.py, active from ``import torch`` on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @contextmanager
 def unarmed() -> Iterator[None]:
-    """Import sub-modules without executing ``megatron_npu/__init__.py``, which arms the plug-in.
+    """Import submodules without executing ``megatron_npu/__init__.py``, which arms the plug-in.
 
-    A simulated machine is a machine with NPUs, not one on which the plug-in is at work: that stays the
-    decision of the program that runs on it.
+    A simulated machine is a machine with NPUs, on which the plug-in is not necessarily active: the program
+    that runs on it decides that.
     """
     if "megatron_npu" in sys.modules:
         yield
@@ -36,12 +36,12 @@ def unarmed() -> Iterator[None]:
 
 
 def arm(site: str) -> None:
-    """Put a finder in front that loads the simulated CANN when torch is imported.
+    """Install a finder that loads the simulated CANN when torch is imported.
 
-    Programs that never import torch, such as the shells and tools a test starts, pay nothing.
+    Programs that never import torch, such as shells and tools, have no overhead.
 
     Args:
-        site: directory with torch_npu, put last on ``sys.path`` so that it hides nothing.
+        site: directory with torch_npu; it is put last on ``sys.path`` so that it hides nothing.
     """
     if site not in sys.path:
         sys.path.append(site)
@@ -50,16 +50,17 @@ def arm(site: str) -> None:
 
 
 def forget_stand_in() -> None:
-    """Take no CANN over from a parent that has none and trains with DeepSpeed: torch_npu wants its folders.
+    """Remove the placeholder CANN folder that a parent process has set for DeepSpeed.
 
-    ``deepspeed_device.choose`` names a folder that is not there, for DeepSpeed alone.
+    ``deepspeed_device.choose`` sets a folder that does not exist, for DeepSpeed only, but torch_npu would
+    look for CANN there.
     """
     if os.environ.get("ASCEND_HOME_PATH") == "/nowhere":
         del os.environ["ASCEND_HOME_PATH"]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a package as the others do, and puts its context around its execution."""
+    """A finder that uses the other finders and runs a context around a package's execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -74,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A package's own loader, with a context around the execution of the package."""
+    """A package's own loader, with a context around the package's execution."""
 
     def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
         self._loader, self._context = loader, context
@@ -110,7 +111,7 @@ def _around_torch_npu() -> Iterator[None]:
 
 @contextmanager
 def _around_megatron_npu() -> Iterator[None]:
-    """Give the package the attributes that import would have set, had it been executed before its parts."""
+    """Set the package's submodule attributes, because some submodules were imported before the package."""
     yield
     package = sys.modules["megatron_npu"]
     for name, module in sys.modules.copy().items():
@@ -127,9 +128,9 @@ _CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def load_runtime() -> None:
-    """Load the simulated CANN into this process, under CANN's names, and tell it the settings.
+    """Load the simulated CANN into this process, under CANN's names, and pass it the settings.
 
-    The dynamic loader resolves torch_npu's needs by name to libraries that are already loaded; thus no
+    The dynamic loader resolves torch_npu's dependencies by name to libraries that are already loaded, so no
     LD_LIBRARY_PATH is needed, which a running process could not change for itself anyway.
     """
     from megatron_npu.sim import build, cache

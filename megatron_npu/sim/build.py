@@ -1,12 +1,12 @@
-"""Compiles the simulated CANN against the installed torch and torch_npu, once per combination of them.
+"""Compile the simulated CANN against the installed torch and torch_npu, once per combination of versions.
 
-Two libraries, cached apart because the second takes most of the time:
+There are two libraries, cached separately because the second takes most of the time:
 
-* the runtime (``runtime-<key>/``): what torch_npu finds in place of CANN, plus one empty library per CANN
-  name that only refers to it; it needs no header of torch;
+* the runtime (``runtime-<key>/``): what torch_npu finds instead of CANN, plus one empty library per CANN
+  name that only refers to it; it needs no torch headers;
 * the computation (``compute-<key>/``): the kernel that runs aten operations on host memory.
 
-Nothing here imports torch: it runs before ``import torch``.
+Nothing here imports torch, because it runs before ``import torch``.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 50000
 
 @functools.cache  # a process keeps what it has loaded, also when the sources change in the meantime
 def runtime() -> Path:
-    """Return the directory of the compiled runtime, built first if sources, torch or compiler are new.
+    """Return the directory of the compiled runtime, building it first if sources, torch or compiler changed.
 
     Raises:
-        UsageError: there is no C++ compiler, or it does not accept the sources.
+        UsageError: there is no C++ compiler, or the compiler does not accept the sources.
     """
     key = _key([*_RUNTIME_HEADERS, *_RUNTIME_SOURCES])
     return cache.prepared_libraries(f"runtime-{key}", _build_runtime)
@@ -69,25 +69,25 @@ def runtime() -> Path:
 
 @functools.cache
 def compute() -> Path:
-    """Return the compiled computation library; see ``runtime``."""
+    """Return the compiled computation library, building it if needed; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
 
 @functools.cache  # a library that is made again in the meantime is not loaded beside the one in use
 def runtime_library() -> ctypes.CDLL:
-    """Return the runtime, loaded so that what is loaded afterwards finds its symbols."""
+    """Load the runtime library with global symbols, so that libraries loaded later can use it."""
     return cache.load(runtime() / RUNTIME_LIBRARY, ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def compute_library() -> ctypes.CDLL:
-    """Return the computation, loaded."""
+    """Load the computation library."""
     return cache.load(compute())
 
 
 def cann_names(directory: Path) -> list[Path]:
-    """Return the libraries in a runtime directory that bear CANN's names."""
+    """Return the libraries in a runtime directory that have CANN's names."""
     return sorted(path for path in directory.glob("*.so") if path.name != RUNTIME_LIBRARY)
 
 
@@ -120,7 +120,7 @@ def _torch_npu() -> Path:
 
 
 def _key(sources: Iterable[str]) -> str:
-    """Return a digest of all that decides about the result: sources, this file, both packages, compiler."""
+    """Return a digest of everything that affects the result: sources, this file, packages, compiler."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in sources:
         digest.update((SOURCES / name).read_bytes())
@@ -164,7 +164,7 @@ def _build_runtime(directory: Path) -> None:
 
 
 def _runtime_objects(directory: Path) -> list[Path]:
-    """Compile the runtime's sources side by side; return the object files."""
+    """Compile the runtime's sources in parallel; return the object files."""
 
     def compiled(name: str) -> Path:
         result = directory / f"{Path(name).stem}.o"
@@ -176,7 +176,7 @@ def _runtime_objects(directory: Path) -> list[Path]:
 
 
 def _unresolved() -> tuple[set[str], set[str]]:
-    """Return the absent libraries that torch_npu is linked to, and the symbols that nobody defines."""
+    """Return the missing libraries that torch_npu is linked to, and the symbols that no library defines."""
     npu, torch = _torch_npu(), site.torch_directory()
     # libop_plugin_atb.so belongs to another Ascend package (ATB) and is opened only if that is there.
     opened = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
@@ -207,9 +207,9 @@ json.dump([[name for name in libraries if absent(name)], symbols], sys.stdout)
 
 
 def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]:
-    """Return those that this machine does not have, as a fresh process sees it.
+    """Return the libraries and symbols that this machine lacks, as seen by a fresh process.
 
-    Not this process: one that has loaded another build of the simulator would find everything present.
+    This process does not work: if it has loaded another build of the simulator, it finds everything.
     """
     result = subprocess.run(
         [sys.executable, "-I", "-c", _PROBE],
@@ -223,7 +223,7 @@ def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    """Return C++ for functions that say that they were called, and fail if success would be a lie."""
+    """Return C++ for functions that record their calls, and fail where reporting success would be wrong."""
     lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
         code = next((code for prefix, code in _FAILING.items() if name.startswith(prefix)), 0)
@@ -259,7 +259,7 @@ def _build_compute(directory: Path) -> None:
 
 
 def prepare() -> None:
-    """Build both libraries if they are not there; ``site.prepare()`` must be on ``sys.path`` already."""
+    """Build both libraries if they do not exist; ``site.prepare()`` must be on ``sys.path`` already."""
     os.environ.setdefault("LC_ALL", "C")  # compilers' messages are searched for "error"
     runtime()
     compute()

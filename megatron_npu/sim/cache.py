@@ -1,4 +1,4 @@
-"""Where prepared things are kept, how one of several processes prepares a thing, and how it is loaded."""
+"""The simulator's cache: its location, preparation by one of several processes, and safe loading."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LIBRARIES = ".libraries"  # the file that lists those of a folder
 
 
 def root() -> Path:
-    """Return the simulator's cache directory: the setting, else the user's cache; it need not exist."""
+    """Return the simulator's cache directory: the setting, or else the user's cache; it need not exist."""
     chosen = settings.SIM_CACHE.get()
     return Path(chosen).expanduser().absolute() if chosen else user_cache.root() / "sim"
 
 
 def say(text: str) -> None:
-    """Show progress: preparation takes seconds to minutes, and standard output belongs to the command."""
+    """Show progress on stderr: preparation takes seconds to minutes, and stdout belongs to the command."""
     print(f"megatron-npu sim: {text}", file=sys.stderr, flush=True)
 
 
@@ -39,13 +39,14 @@ def _opened() -> Iterator[int]:
 
 
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return the cached directory ``name``, made by ``prepare(directory)`` if it is not there yet.
+    """Return the cached directory ``name``; if it does not exist, ``prepare(directory)`` fills it.
 
-    It is filled under a temporary name and renamed, so what has its final name is complete. A file lock
-    lets the first of several processes (torchrun's ranks, xdist's workers) prepare and the others wait.
+    It is filled under a temporary name and renamed, so a directory with its final name is complete. A file
+    lock lets the first of several processes (torchrun's ranks, xdist's workers) prepare it while the others
+    wait.
 
     Raises:
-        UsageError: the cache cannot be written to, or somebody else may have written into it.
+        UsageError: the cache cannot be written to, or another user may have written to it.
     """
     final = root() / name
     with _opened() as cache:
@@ -60,10 +61,10 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return the same of a directory of libraries for ``load``; it is made again if one is not whole.
+    """Return a cached directory of libraries for ``load``; it is prepared again if a library is damaged.
 
     Raises:
-        UsageError: as ``prepared``.
+        UsageError: see ``prepared``.
     """
 
     def prepare_and_seal(directory: Path) -> None:
@@ -85,11 +86,11 @@ def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def load(path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load a library of a prepared directory: the very file that was looked at.
+    """Load a library from a prepared directory, through the same open file that was checked.
 
     Raises:
-        UsageError: somebody else may have written it.
-        OSError: the loader refuses it.
+        UsageError: another user may have written it.
+        OSError: the loader rejects it.
     """
     with _opened() as cache, _opened_part(cache, path.parent) as folder:
         descriptor = user_cache.opened_file(folder, path, _REMEDY)
@@ -105,7 +106,7 @@ def _opened_part(cache: int, directory: Path) -> Iterator[int]:
 
 
 def _is_there(cache: int, name: str) -> bool:
-    """Return whether a directory is there, which only this user can have filled."""
+    """Return whether a directory exists, after checking that only this user can have filled it."""
     try:
         os.stat(name, dir_fd=cache)
     except FileNotFoundError:
@@ -122,7 +123,7 @@ def _prepare(final: Path, prepare: Callable[[Path], None], replace: bool = False
 
 
 def _seal(directory: Path) -> None:
-    """Seal the libraries of a new directory, and list them in it."""
+    """Append digests to the libraries in a new directory, and write a list of them."""
     names = sorted(path.name for path in directory.glob("*.so"))
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -134,7 +135,7 @@ def _seal(directory: Path) -> None:
 
 
 def _are_whole(folder: int, directory: Path) -> bool:
-    """Return whether all libraries of a directory are there, and each of them is whole."""
+    """Return whether all libraries of a directory exist and are undamaged."""
     listed = user_cache.opened_file(folder, directory / _LIBRARIES, f"Remove {directory}.")
     if listed is None:
         return False
@@ -154,7 +155,7 @@ def _is_whole(folder: int, path: Path) -> bool:
 
 
 def _remove_unused(cache: int, name: str) -> None:
-    """Remove what was compiled of other sources for other versions, when nobody has used it for a month."""
+    """Remove libraries of the same kind that have not been used for a month."""
     kind = name.partition("-")[0]
     with os.scandir(cache) as entries:
         unused = [entry for entry in entries if user_cache.is_unused(entry)]

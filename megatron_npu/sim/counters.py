@@ -1,4 +1,4 @@
-"""What a computation cost: kernel launches, memory, communication; as a context manager and as a report."""
+"""The cost of a computation: kernel launches, memory, communication; as a context manager and as a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRANSFERS = ("transfer", "aten::_local_scalar_dense")
 
 @dataclass
 class Work:
-    """How often something was done and how many bytes it concerned."""
+    """Number of calls, and the number of bytes involved."""
 
     calls: int = 0
     bytes: int = 0
@@ -28,16 +28,16 @@ class Work:
 
 @dataclass
 class Group:
-    """A process group's communicator.
+    """The communicator of a process group.
 
     Attributes:
-        ranks: how many it has.
+        ranks: number of ranks.
         buffer: bytes of device memory that HCCL holds for it (two of its buffers); 0 once it is destroyed.
         calls: collectives, sends, receives and batches of them.
-        bytes: what this rank handed over to them.
-        largest: of what one call read or wrote, since the process began.
-        within: messages that this rank sent to ranks of its machine, and their bytes.
-        between: the same of other machines.
+        bytes: bytes that this rank passed to them.
+        largest: the most bytes that one call read or wrote since the process began.
+        within: messages that this rank sent to ranks on its machine, and their bytes.
+        between: messages that this rank sent to other machines, and their bytes.
     """
 
     ranks: int = 0
@@ -51,24 +51,25 @@ class Group:
 
 @dataclass
 class Counts:
-    """What happened while counting, in this process, on all its simulated devices together.
+    """Counts for this process, over all its simulated devices.
 
-    A launch is one call of an operation at the dispatcher's lowest level: what hardware does with one
-    aclnn kernel, sometimes with a few. Only ratios of launches mean something.
+    A launch is one call of an operation at the dispatcher's lowest level: what hardware does with one aclnn
+    kernel, sometimes with a few. Only ratios of launches are meaningful.
 
     Attributes:
-        launches: operation, such as ``aten::mm`` -> calls and bytes of fresh results.
+        launches: operation, such as ``aten::mm`` -> calls and bytes of newly allocated results.
         transfers: copies between host and device.
-        swapped: what operations read and wrote of tensors whose memory is the host's
-            (``torch_npu.empty_with_swapped_memory``): a call for each such tensor.
-        registered: bytes of host memory that the devices use at the end; torch's allocator knows of none.
+        swapped: reads and writes of tensors in host memory by operations
+            (``torch_npu.empty_with_swapped_memory``): one call for each such tensor.
+        registered: bytes of host memory that the devices use at the end; torch's allocator does not count
+            them.
         communication: collective, such as ``AllReduce`` -> calls and bytes that this rank sent.
-        groups: process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP`` -> what its
-            communicator cost, if it has one; ``pair`` are those that torch_npu makes of two ranks for
-            sends and receives outside of a batch.
-        allocated: bytes handed out by torch's allocator, freed ones included.
-        peak: largest number of bytes in use at once, above what was in use at the start.
-        without_body: CANN functions that were called and that the simulator has not written out.
+        groups: process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP`` -> the cost of its
+            communicator, if it has one; ``pair`` are those that torch_npu creates for two ranks, for sends
+            and receives outside a batch.
+        allocated: bytes handed out by torch's allocator, including freed ones.
+        peak: largest number of bytes in use at once, above those in use at the start.
+        without_body: CANN functions that were called but that the simulator does not implement.
     """
 
     launches: dict[str, Work] = field(default_factory=dict)
@@ -94,13 +95,13 @@ class Counts:
 
     @property
     def between(self) -> Work:
-        """Messages to other machines, and their bytes, of all communicators."""
+        """Messages to other machines, and their bytes, over all communicators."""
         works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def buffers(self) -> int:
-        """Bytes of device memory that HCCL holds for all communicators; torch's allocator knows of none."""
+        """Bytes of device memory that HCCL holds for all communicators, which torch does not count."""
         return sum(group.buffer for group in self.groups.values())
 
 
@@ -108,8 +109,8 @@ class Counts:
 def counting() -> Iterator[Counts]:
     """Count what the body of the ``with`` does; the counts are complete when it ends.
 
-    The peak is measured with torch's own statistics, which are reset at the start: of two nested
-    ``counting()``, the outer one sees the peak since the inner one began.
+    The peak is measured with torch's own statistics, which are reset at the start: if ``counting()`` is
+    nested, the outer one sees only the peak since the inner one began.
     """
     import torch  # not above: importing torch installs the simulator, which imports this module
 
@@ -143,14 +144,14 @@ def counting() -> Iterator[Counts]:
 
 
 def write_report_at_exit() -> None:
-    """Arrange for the report of the settings to be written when this process ends, if it asks for one."""
+    """Write the report when this process ends, if the settings request one."""
     path = settings.SIM_REPORT.get()
     if path:
         atexit.register(_write_report, Path(path).absolute())
 
 
 def _write_report(path: Path) -> None:
-    """Write the counters since the start; a process that used no NPU, as torchrun's own, writes nothing."""
+    """Write the counters since the start, unless this process (such as torchrun's own) used no NPU."""
     counts = _read()
     if not counts.launches and not counts.communication:
         return
@@ -164,7 +165,7 @@ def _write_report(path: Path) -> None:
 
 
 def _read() -> Counts:
-    """Return the counters since the process began; the memory statistics are left at zero."""
+    """Return the counters since the process began; memory statistics are left at zero."""
     runtime = build.runtime_library()
     compute = build.compute_library()
     launches = _works(compute.sim_launches)
@@ -183,7 +184,7 @@ def _read() -> Counts:
 
 
 def _rows(function: Callable) -> list[list[str]]:
-    """Return the words of each line that a function of the C++ side writes into a buffer."""
+    """Return the lines that a C++ function writes to a buffer, split into words."""
     function.restype = ctypes.c_size_t
     function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     capacity = function(None, 0) + 4096  # another thread may add lines in the meantime
@@ -211,7 +212,7 @@ def _groups(function: Callable) -> dict[str, Group]:
 
 
 def _descriptions() -> dict[str, str]:
-    """Return the description of each process group by the name of its communicator, as torch_npu gives it."""
+    """Return each process group's description, keyed by torch_npu's name for its communicator."""
     from torch import distributed
 
     if not distributed.is_initialized():
@@ -244,7 +245,7 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 
 
 def _statistic(name: str) -> int:
-    """Return one of torch's memory statistics, summed over the devices; 0 before the first use of one."""
+    """Return one of torch's memory statistics, summed over the devices; 0 if no device was used yet."""
     import torch
 
     if not torch.npu.is_initialized():

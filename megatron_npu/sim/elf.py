@@ -1,4 +1,4 @@
-"""Reads what a shared library needs and defines, with ``readelf``: binutils come with every g++."""
+"""Read which symbols a shared library needs and defines, with ``readelf`` (binutils come with every g++)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedLibrary:
     Attributes:
         needed: names of the libraries it is linked against, DT_NEEDED.
         defined: symbols it defines.
-        undefined: symbols it takes from elsewhere: strong and without a version, so glibc's are not listed.
+        undefined: symbols it imports, if strong and without a version (so glibc's are not listed).
     """
 
     needed: set[str] = field(default_factory=set)
@@ -37,7 +37,7 @@ def read(path: Path) -> SharedLibrary:
     """Return the symbols of a shared library; an empty record if it has no dynamic symbol table.
 
     Raises:
-        UsageError: there is no ``readelf`` (clang++ with LLVM's own linker does without binutils).
+        UsageError: there is no ``readelf`` (clang++ with LLVM's own linker works without binutils).
     """
     command = ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)]
     try:

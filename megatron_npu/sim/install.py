@@ -1,4 +1,4 @@
-"""After torch_npu is imported: gives every operation on device ``npu`` a computation."""
+"""Give every operation on device ``npu`` a computation, after torch_npu is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOST_KEYS = (
 
 @dataclass
 class Coverage:
-    """What became of each operation that torch_npu registers, by full name such as ``aten::add.out``.
+    """How each operation that torch_npu registers is handled, by full name such as ``aten::add.out``.
 
     Attributes:
         computed: overridden by the boxed kernel.

@@ -28,10 +28,10 @@ _FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
 
 
 def main(argv: list[str]) -> int:
-    """Prepare what is missing, then become COMMAND; returns only if the preparation was interrupted.
+    """Prepare what is missing, then execute COMMAND in this process; return only if interrupted before.
 
     Raises:
-        UsageError: no command, a command that is not there, or a machine that cannot be prepared.
+        UsageError: the command is missing or does not exist, or the machine cannot be prepared.
     """
     parser = Parser("megatron-npu sim", description=_DESCRIPTION)
     for flag, variable in _FLAGS.items():
@@ -59,10 +59,10 @@ def main(argv: list[str]) -> int:
 
 
 def prepare() -> dict[str, str]:
-    """Make all that a simulated process needs; return the environment to start it with.
+    """Prepare everything that a simulated process needs; return the environment to start it with.
 
     Raises:
-        UsageError: see ``site.prepare`` and ``build.runtime``; or a real CANN is here.
+        UsageError: see ``site.prepare`` and ``build.runtime``; or this machine has a real CANN.
     """
     simulator_values()  # refuse a bad number before minutes of preparation
     if build.present("libascendcl.so"):
@@ -86,7 +86,7 @@ def prepare() -> dict[str, str]:
 
 
 def _find(program: str) -> str:
-    """Return the file to execute; ``python`` and ``torchrun`` are this environment's, activated or not."""
+    """Return the file to execute; ``python`` and ``torchrun`` are those of this environment."""
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(program, path=search)
     if found is None:

@@ -1,4 +1,4 @@
-"""The settings of the simulator as its C++ side reads them."""
+"""The simulator's settings, in the form that its C++ side reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TOLD = {
 
 
 def simulator_values() -> dict[str, str]:
-    """Return what the simulator's C++ side is told: short name -> value (see csrc/runtime.h, ``setting``).
+    """Return the settings for the C++ side: short name -> value (see ``setting`` in csrc/runtime.h).
 
     Raises:
-        UsageError: a variable has a value that it does not admit.
+        UsageError: a variable has a value that is not accepted.
     """
     values = {name: str(variable.value()) for name, variable in _TOLD.items()}
     visible = visible_devices.listed(visible_devices.ASCEND, int(values["devices"]))

@@ -1,7 +1,7 @@
-"""The torch_npu wheel that fits the installed torch, in a directory of its own.
+"""Keep the torch_npu wheel that fits the installed torch in a separate directory.
 
-In a normal environment an installed torch_npu breaks ``import torch`` where CANN is absent (torch loads it
-through an entry point), so the wheel lies outside and only processes of the simulator have it on their path.
+In a normal environment an installed torch_npu breaks ``import torch`` if CANN is absent (torch loads it
+through an entry point), so only processes of the simulator have the wheel's directory on their path.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 
 def package_directory(name: str) -> Path | None:
-    """Return where an importable package lies, without importing it; None if there is none."""
+    """Return the folder of an importable package, without importing it; None if there is none."""
     spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
 
 
 def version_of(package: Path) -> str:
-    """Return ``__version__`` as the package's version.py says it, local suffix (+cpu) included."""
+    """Return ``__version__`` from the package's version.py, including the local suffix (+cpu)."""
     found = re.search(r"__version__\s*(?::\s*str)?\s*=\s*'([^']+)'", (package / "version.py").read_text())
     if found is None:
         raise UsageError(
@@ -41,7 +41,7 @@ def version_of(package: Path) -> str:
 
 
 def torch_directory() -> Path:
-    """Return where torch lies.
+    """Return torch's directory.
 
     Raises:
         UsageError: torch is not installed.
@@ -56,8 +56,8 @@ def prepare() -> Path:
     """Return the directory to put on ``sys.path`` so that ``import torch_npu`` works; download it if needed.
 
     Raises:
-        UsageError: the wheel does not exist for this torch and Python, or cannot be downloaded, or the
-            directory given in the settings holds none or one for another torch.
+        UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory
+            given in the settings contains no wheel, or one for another torch.
     """
     version = version_of(torch_directory()).partition("+")[0]
     given = settings.SIM_SITE.get()

@@ -1,6 +1,6 @@
-"""Small modules for packages that an upstream imports although they are absent here.
+"""Stub modules for packages that an upstream imports although they are absent here.
 
-Each has only the names that the upstream uses, and never takes the place of the real package.
+Each has only the names that the upstream uses, and never replaces the real package.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_npu.upstream.megatrons import Upstream
 
 @dataclass(frozen=True)
 class StandIn:
-    """A module to put into ``sys.modules`` under ``name`` when ``needs`` cannot be imported.
+    """A module to put into ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
 
     Attributes:
-        name: the module's name for the upstream.
+        name: the module name that the upstream imports.
         source: our module that has the names the upstream uses.
-        needs: the package whose absence makes the stub necessary; empty: it is always put in place.
+        needs: the package whose absence makes the stub necessary; empty: the stub is always installed.
         upstreams: the upstreams that import it.
         why: what happens without it.
-        unless: files of upstream, as a pattern, that make it unnecessary.
+        unless: pattern for upstream files that make it unnecessary.
         te: the value of ``MEGATRON_NPU_TE`` that it is for; empty: any.
     """
 
@@ -44,14 +44,15 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """A name to give to a module that is there but has lost it, or has not got it yet.
+    """A name to add to an existing module that has lost it or does not have it yet.
 
     Attributes:
-        module, name, value: where it is missing, and what it is to be.
-        upstreams: those that take it.
+        module, name, value: the module, the missing name, and its value.
+        upstreams: the upstreams that import it.
         why: what happens without it.
-        beside: the package that takes it, if not upstream itself: given where that is installed.
-        within: files of upstream that take it, as a pattern: given where there are such.
+        beside: the package that imports it, if not the upstream itself: the name is added if that is
+            installed.
+        within: pattern for upstream files that import it: the name is added if there are any.
     """
 
     module: str
@@ -63,14 +64,14 @@ class NameStandIn:
     within: str = ""
 
     def is_taken(self, upstream: Upstream) -> bool:
-        """Return whether ``upstream``, or a package beside it, takes the name."""
+        """Return whether ``upstream``, or a package used with it, imports the name."""
         if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
             return False
         return not self.within or any(upstream.root.glob(self.within))
 
 
 def _override(method: Any) -> Any:
-    """``typing.override`` of Python 3.12, which marks a method for type checkers and changes nothing."""
+    """Mark a method as overriding for type checkers, like ``typing.override`` of Python 3.12."""
     return method
 
 
@@ -322,7 +323,7 @@ _given = Replaced()  # the names
 
 
 def install(upstream: Upstream) -> list[StandIn]:
-    """Put the stubs of ``upstream`` in place; return those that were needed."""
+    """Install the stubs of ``upstream``; return those that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
     needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, upstream)]
     for stand_in in needed:
@@ -335,7 +336,7 @@ def install(upstream: Upstream) -> list[StandIn]:
 
 
 def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
-    """Return whether ``upstream`` imports it and the real one is absent."""
+    """Return whether ``upstream`` imports the module and the real one is absent."""
     if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
     if stand_in.te not in ("", settings.TE.get()):
@@ -344,12 +345,12 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 
 def te_layers() -> bool:
-    """Return whether our layers are under TransformerEngine's names in this process."""
+    """Return whether our layers are installed under TransformerEngine's names in this process."""
     return _stands_for("transformer_engine", _TE)
 
 
 def mamba_kernels() -> bool:
-    """Return whether our scan is under mamba_ssm's name in this process."""
+    """Return whether our scan is installed under mamba_ssm's name in this process."""
     return _stands_for("mamba_ssm", _MAMBA)
 
 
@@ -362,7 +363,7 @@ def _absent(package: str) -> bool:
 
 
 def remove() -> None:
-    """Take out of ``sys.modules``, and of modules, what ``install`` put there."""
+    """Remove what ``install`` added to ``sys.modules`` and to modules."""
     _given.undo()
     for stand_in in STAND_INS:
         module = sys.modules.get(stand_in.name)

@@ -1,4 +1,4 @@
-"""Stand-in for megatron-core's batch-invariant kernels where triton is absent: the mode is always off."""
+"""Stub for megatron-core's batch-invariant kernels, used without triton: the mode is always off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
-    """Refuse batch-invariant mode.
+    """Reject batch-invariant mode.
 
     Raises:
         RuntimeError: always: the kernels are written in triton.

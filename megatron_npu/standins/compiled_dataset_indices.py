@@ -1,4 +1,4 @@
-"""``dataset_indices.cpp``, compiled once: the numbers of ``dataset_helpers`` in a fraction of the time."""
+"""Interface to the compiled ``dataset_indices.cpp``: same results as ``dataset_helpers``, much faster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the functions; None where compiling is switched off, or cannot be done, which is said then."""
+    """Return the compiled functions; None if compiling is switched off, or fails, which is logged."""
     if not settings.COMPILED.enabled():
         return None
     folder, without = user_cache.root() / "datasets", f"set {settings.COMPILED.name}=0"
@@ -92,14 +92,14 @@ def blend(
     size: int,
     limits: NDArray[np.int64] | None = None,
 ) -> Int64:
-    """Fill the indices of a blend, which the library must be there for; return the samples of each dataset.
+    """Fill the indices of a blend and return the samples of each dataset; the library must be available.
 
     Args:
-        dataset_index: ``[size]`` or more, of a dtype that ``blends`` says yes to.
-        dataset_sample_index: the same, int64.
+        dataset_index: ``[size]`` or more, of a dtype for which ``blends`` returns True.
+        dataset_sample_index: likewise, int64.
         weights: ``[datasets]``, at least one.
-        size: samples.
-        limits: ``[datasets]``, samples that each dataset has, ``size`` in all; None: any number.
+        size: number of samples.
+        limits: ``[datasets]``, number of samples in each dataset, ``size`` in total; None: no limits.
     """
     count = len(weights)
     room = -(-count // _LANES) * _LANES
@@ -121,7 +121,7 @@ def blend(
 
 
 def blends(dataset_index: NDArray[Any], dataset_sample_index: NDArray[Any], datasets: int, size: int) -> bool:
-    """Return whether ``blend`` can fill these."""
+    """Return whether ``blend`` can fill these arrays."""
     return (
         datasets > 0
         and dataset_index.dtype in _BLENDS
@@ -138,14 +138,14 @@ def _is_room(array: NDArray[Any], size: int) -> bool:
 def samples_of_documents(
     sizes: NDArray[Any], order: NDArray[Any], samples: int, length: int, extra: int
 ) -> Int64 | None:
-    """Return where each sample begins, ``[samples + 1, 2]``; None: Python has to.
+    """Return where each sample begins, ``[samples + 1, 2]``; None: use the Python implementation.
 
     Args:
-        sizes: ``[documents]``, tokens of each document.
-        order: which document is at each place.
-        samples: how many there are.
-        length: tokens from the beginning of one to that of the next.
-        extra: tokens that a sample has more.
+        sizes: ``[documents]``, number of tokens in each document.
+        order: the document at each position.
+        samples: number of samples.
+        length: number of tokens from the beginning of one sample to that of the next.
+        extra: number of additional tokens per sample.
     """
     loaded = library()
     if loaded is None or not len(order) or samples < 0:
@@ -170,17 +170,19 @@ def rows_of_sentences(
     seed: int,
     least: int,
 ) -> NDArray[np.generic] | None:
-    """Return samples of sentences ``[samples, 3]``, or blocks ``[blocks, 4]``, shuffled; None: Python has to.
+    """Return shuffled samples of sentences ``[samples, 3]``, or blocks ``[blocks, 4]``.
+
+    None means that the Python implementation must be used.
 
     Args:
         docs: ``[documents + 1]``, first sentence of each document.
-        sizes: ``[sentences]``, tokens of each.
-        titles: ``[documents]``, tokens of each title: blocks are wanted; None: samples are.
-        epochs, most: whichever is reached first ends the work, at the end of an epoch.
-        length: tokens that a sample aims at.
-        ratio: one sample of so many aims at fewer; 0: none does.
-        seed: of the random numbers.
-        least: sentences of a sample.
+        sizes: ``[sentences]``, number of tokens in each sentence.
+        titles: ``[documents]``, number of tokens in each title, to get blocks; None: to get samples.
+        epochs, most: limits on epochs and samples; the first limit reached ends the work after its epoch.
+        length: target number of tokens in a sample.
+        ratio: one in this many samples has a smaller target; 0: none has.
+        seed: seed of the random numbers.
+        least: minimum number of sentences in a sample.
     """
     loaded = library()
     if loaded is None or length < 2 or least < 1 or most < 0 or len(docs) < 2:
@@ -204,7 +206,7 @@ def rows_of_sentences(
 
 
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return both as C++ takes them; it would read beyond sentences that are not there."""
+    """Return both arrays in the form that the C++ code needs; check them, because it does not."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
     _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in their order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))

@@ -1,8 +1,8 @@
-"""Stand-in for ``megatron.core.datasets.helpers_cpp``, megatron-core's C++ extension for dataset indices.
+"""Stub for ``megatron.core.datasets.helpers_cpp``, megatron-core's C++ extension for dataset indices.
 
-A wheel ships it compiled; in a checkout upstream runs make when training starts, for whichever python3-config
-is first on the path. Names and formats are those of ``megatron/core/datasets/helpers.cpp`` of 0.16.1; the
-functions that it shares with Megatron-LM 285068c8 are that upstream's stub.
+A wheel ships it compiled; in a checkout, upstream runs make when training starts, for the first
+python3-config on the path. Names and formats are those of ``megatron/core/datasets/helpers.cpp`` of 0.16.1;
+the functions shared with Megatron-LM 285068c8 come from that upstream's stub.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 
 
 def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
-    """Return what ``build_sample_idx_int64`` returns, in 32 bits."""
+    """Return what ``build_sample_idx_int64`` returns, as int32."""
     return build_sample_idx_int64(*args, **kwargs).astype(np.int32)
 
 
 def build_exhaustive_blending_indices(
     dataset_index: NDArray[np.int16], dataset_sample_index: Int64, sizes: Int64 | list[int], num_datasets: int
 ) -> None:
-    """Take every sample of every dataset once, each from the dataset that lags most behind its share.
+    """Take every sample of every dataset once, each from the dataset that is furthest behind its share.
 
     Args:
-        dataset_index: ``[sum of sizes]``, is filled: the dataset of each sample.
-        dataset_sample_index: ``[sum of sizes]``, is filled: its number in that dataset.
-        sizes: ``[num_datasets]``, the samples to take from each; a list will do, as for the extension.
+        dataset_index: ``[sum of sizes]``, filled with the dataset of each sample.
+        dataset_sample_index: ``[sum of sizes]``, filled with the sample's index in that dataset.
+        sizes: ``[num_datasets]``, number of samples to take from each; may be a list, as with the extension.
     """
     counts = [int(size) for size in sizes[:num_datasets]]
     total = sum(counts)

@@ -1,10 +1,10 @@
-"""Stand-in for ``megatron.data.helpers``, upstream's C++ extension that builds the indices of datasets.
+"""Stub for ``megatron.data.helpers``, upstream's C++ extension that builds dataset indices.
 
-Upstream compiles it with make, inside the checkout, when training starts. Here is the same arithmetic, number
-for number: index files of either can be used with the other. Formats and names are those of
-``megatron/data/helpers.cpp`` of 285068c8. Where there is a compiler, ``compiled_dataset_indices`` does the
-work; elsewhere Python and numpy do: sentences are looked up by bisection in cumulated lengths, so the work
-grows with the number of samples, not of sentences.
+Upstream compiles it with make, inside the checkout, when training starts. This module computes exactly the
+same values, so index files of either can be used with the other. Formats and names are those of
+``megatron/data/helpers.cpp`` of 285068c8. If there is a compiler, ``compiled_dataset_indices`` does the work;
+otherwise Python and numpy do: sentences are looked up by bisection in cumulative lengths, so the work grows
+with the number of samples, not of sentences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> NDArray[np.int32]:
-    """Return what ``build_sample_idx_int64`` returns by default, in 32 bits."""
+    """Return what ``build_sample_idx_int64`` returns with its defaults, as int32."""
     return build_sample_idx_int64(sizes, doc_idx, seq_length, num_epochs, tokens_per_epoch).astype(np.int32)
 
 
@@ -44,17 +44,17 @@ def build_sample_idx_int64(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: int = 1,
 ) -> Int64:
-    """Return where each sample of a GPT dataset begins, the documents of all epochs laid end to end.
+    """Return where each sample of a GPT dataset begins in the concatenated documents of all epochs.
 
     The name and the last two arguments are megatron-core's; 285068c8 has their defaults built in.
 
     Args:
-        sizes: ``[documents]``, tokens of each document.
-        document_idx: ``[documents * epochs]``, the documents in their order.
-        seq_length: tokens from the beginning of a sample to that of the next.
+        sizes: ``[documents]``, number of tokens in each document.
+        document_idx: ``[documents * epochs]``, the documents in order.
+        seq_length: number of tokens from the beginning of a sample to that of the next.
         num_epochs, tokens_per_epoch: their product is the number of tokens.
-        drop_last_partial_sequence: leave out a last sample that is too short.
-        add_extra_token_to_sequence: 1 if a sample has one token more, the label of the last; or 0.
+        drop_last_partial_sequence: whether to leave out a last sample that is too short.
+        add_extra_token_to_sequence: 1 if a sample has one more token, the label of the last one; or 0.
 
     Returns:
         ``[samples + 1, 2]``: index into ``document_idx``, offset in that document.
@@ -87,13 +87,13 @@ def build_blending_indices(
     size: int,
     verbose: bool,
 ) -> None:
-    """Say for each of ``size`` samples which dataset it is from, and which of that dataset's samples it is.
+    """Determine for each of ``size`` samples its dataset, and its index in that dataset.
 
-    Each sample is taken from the dataset that lags most behind its weight; of equals the first.
+    Each sample is taken from the dataset that is furthest behind its weight, the first one in a tie.
 
     Args:
-        dataset_index: ``[size]``, is filled.
-        dataset_sample_index: ``[size]``, is filled.
+        dataset_index: ``[size]``, filled by this function.
+        dataset_sample_index: ``[size]``, filled by this function.
         weights: ``[num_datasets]``, which sum to 1.
     """
     shares = np.asarray(weights[:num_datasets], np.float64)
@@ -111,7 +111,7 @@ def build_blending_indices(
 def _blend(
     dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
 ) -> list[int]:
-    """Do the same in Python and return the samples of each dataset: by numpy where there are many of them."""
+    """Do the same in Python, with numpy for many datasets; return the number of samples of each."""
     if len(shares) > _FEW_DATASETS:
         return _blend_of_many(dataset_index, dataset_sample_index, shares, size)
     weights, taken = shares.tolist(), [0] * len(shares)
@@ -155,16 +155,16 @@ def build_mapping(
 
     Args:
         docs: ``[documents + 1]``, first sentence of each document.
-        sizes: ``[sentences]``, tokens of each sentence.
-        num_epochs, max_num_samples: whichever is reached first ends the work, at the end of an epoch.
-        max_seq_length: tokens that a sample aims at.
-        short_seq_prob: probability that a sample aims at fewer.
-        seed: of both random sequences.
-        verbose: print the number of samples.
-        min_num_sent: sentences that a sample has at least.
+        sizes: ``[sentences]``, number of tokens in each sentence.
+        num_epochs, max_num_samples: the first limit reached ends the work, at the end of an epoch.
+        max_seq_length: target number of tokens in a sample.
+        short_seq_prob: probability that a sample has a smaller target.
+        seed: seed of both random sequences.
+        verbose: whether to print the number of samples.
+        min_num_sent: minimum number of sentences in a sample.
 
     Returns:
-        ``[samples, 3]``: first sentence, sentence after the last, tokens aimed at.
+        ``[samples, 3]``: first sentence, sentence after the last, target number of tokens.
     """
     ratio = math.floor(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0  # C's round()
     found = compiled.rows_of_sentences(
@@ -217,11 +217,11 @@ def build_blocks_mapping(
     """Return the blocks of an ICT or REALM dataset, shuffled; arguments as in ``build_mapping``.
 
     Args:
-        titles_sizes: ``[documents]``, tokens of each title, which a block leaves room for.
-        use_one_sent_blocks: a block may be one sentence; else it has two or more.
+        titles_sizes: ``[documents]``, number of tokens in each title, for which a block leaves room.
+        use_one_sent_blocks: whether a block may be one sentence; otherwise it has two or more.
 
     Returns:
-        ``[blocks, 4]``: first sentence, sentence after the last, document, number of the block in its epoch.
+        ``[blocks, 4]``: first sentence, sentence after the last, document, index of the block in its epoch.
     """
     least = 1 if use_one_sent_blocks else 2
     found = compiled.rows_of_sentences(
@@ -254,16 +254,16 @@ def build_blocks_mapping(
 
 
 def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
-    """Return ``[sentences + 1]``: the tokens before each sentence."""
+    """Return ``[sentences + 1]``: the number of tokens before each sentence."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def _usable_documents(
     docs: Int64, sizes: NDArray[np.int32], least: int, checked_from: int
 ) -> list[tuple[int, int, int]]:
-    """Return (document, first sentence, sentence after the last) of those that give samples.
+    """Return (document, first sentence, sentence after the last) of the documents that give samples.
 
-    A document needs ``least`` sentences; one of ``checked_from`` or more must have no long sentence.
+    A document needs ``least`` sentences; one with ``checked_from`` or more must have no long sentence.
     """
     long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
     first, last = docs[:-1], docs[1:]
@@ -276,8 +276,8 @@ def _usable_documents(
 def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int, *, left_over: int) -> int:
     """Return the sentence after the last one of the sample that begins with ``first``.
 
-    It has ``target`` tokens and ``least`` sentences, and leaves more than ``left_over`` sentences of the
-    document; where that cannot be, it takes the rest of the document.
+    The sample has at least ``target`` tokens and ``least`` sentences, and leaves more than ``left_over``
+    sentences of the document; if that is not possible, it takes the rest of the document.
     """
     reached = np.searchsorted(before[first : last + 1], before[first] + target, side="left")
     end = first + max(int(reached), least, 1)
@@ -293,7 +293,7 @@ def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
 ) -> NDArray[np.generic]:
-    """Return the rows in the order of Fisher and Yates with ``std::mt19937_64(seed + 1)``."""
+    """Return the rows in Fisher-Yates order, with ``std::mt19937_64(seed + 1)``."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)
@@ -304,7 +304,7 @@ def _shuffled(
 
 
 def _random32(seed: int) -> Iterator[int]:
-    """Yield the numbers of ``std::mt19937(seed)``, which is numpy's MT19937 with its legacy seeding."""
+    """Yield the random numbers of ``std::mt19937(seed)``, which is numpy's MT19937 with legacy seeding."""
     generator = np.random.MT19937()
     generator._legacy_seeding(seed)
     while True:
@@ -317,7 +317,7 @@ _TWIST = np.uint64(0xB5026F5AA96619E9)
 
 
 def _random64(seed: int) -> Iterator[int]:
-    """Yield the numbers of ``std::mt19937_64(seed)``, which numpy does not have."""
+    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy does not have."""
     state = _seeded_state(seed)
     while True:
         # The first half needs old words only, the second the first half's new ones, the last word both.

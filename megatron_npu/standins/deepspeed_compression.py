@@ -1,4 +1,4 @@
-"""Stand-in for ``deepspeed.compression.compress``, which DeepSpeed 0.19.8 no longer has."""
+"""Stub for ``deepspeed.compression.compress``, which DeepSpeed 0.19.8 no longer has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to compress a model.
+    """Reject model compression.
 
     Raises:
         UsageError: always.

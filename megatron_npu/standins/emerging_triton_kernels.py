@@ -1,6 +1,6 @@
-"""``emerging_optimizers.triton_kernels`` without Triton: it says that there are no kernels.
+"""``emerging_optimizers.triton_kernels`` without Triton: it reports that there are no kernels.
 
-Muon's Newton-Schulz iteration then uses plain matrix products, which are the package's default.
+Muon's Newton-Schulz iteration then uses plain matmuls, which are the package's default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``fast_hadamard_transform``, which DeepSeek's sparse attention rotates its indexer's vectors with."""
+"""``fast_hadamard_transform``, with which DeepSeek's sparse attention rotates its indexer's vectors."""
 
 from __future__ import annotations
 

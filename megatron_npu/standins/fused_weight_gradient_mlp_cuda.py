@@ -1,4 +1,4 @@
-"""Stand-in for apex's extension of the same name, on any device."""
+"""Stub for apex's extension of the same name, on any device."""
 
 from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 

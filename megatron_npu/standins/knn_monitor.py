@@ -1,6 +1,6 @@
-"""Stand-in for ``megatron.model.vision.knn_monitor`` (Megatron-LM 285068c8) where torchvision is absent.
+"""Stub for ``megatron.model.vision.knn_monitor`` (Megatron-LM 285068c8), used without torchvision.
 
-``megatron.training`` imports one name from it, for ``--vision-pretraining`` alone.
+``megatron.training`` imports one name from it, only for ``--vision-pretraining``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def compute_feature_bank(*_: Any, **__: Any) -> None:
-    """Refuse.
+    """Reject vision pretraining, which needs torchvision.
 
     Raises:
         RuntimeError: always.

@@ -1,7 +1,7 @@
-"""Stand-in for megatron-core's moves between a Mamba layer's inference states, where triton is absent.
+"""Stub for megatron-core's moves between a Mamba layer's inference states, used without triton.
 
-The layer itself needs mamba_ssm, which is written in triton too, so nothing here can be reached by a model
-that could be built.
+The layer itself needs mamba_ssm, which is written in triton too, so no model that can be built calls
+anything here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Refuse.
+    """Reject the call.
 
     Raises:
         RuntimeError: always: the kernels are written in triton.

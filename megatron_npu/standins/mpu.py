@@ -1,7 +1,7 @@
-"""Stand-in for ``megatron.mpu`` under ``megatron-npu train``, where the Megatron on the path has none.
+"""Stub for ``megatron.mpu`` under ``megatron-npu train``, used if the Megatron on the path has none.
 
-Until 2022 ``mpu`` had what ``megatron.core.parallel_state`` and ``megatron.core.tensor_parallel`` have now;
-scripts of that time say ``from megatron import mpu``. A name is looked up there when it is used.
+Until 2022 ``mpu`` contained what ``megatron.core.parallel_state`` and ``megatron.core.tensor_parallel``
+contain now; scripts of that time use ``from megatron import mpu``. A name is looked up there when it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
 
 
 def is_needed() -> bool:
-    """Return whether there is a Megatron and it has no ``mpu`` of its own.
+    """Return whether there is a Megatron that has no ``mpu`` of its own.
 
     Raises:
         UsageError: there is no Megatron.
@@ -32,15 +32,15 @@ def is_needed() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the first tensor-parallel rank, on the device of this one.
+    """Return the tensors of the first tensor-parallel rank, on this rank's device.
 
     Args:
-        keys: which of ``data``.
-        data: tensors by name; None on other ranks than the first.
-        datatype: of all of them.
+        keys: the keys of ``data`` to return.
+        data: tensors by name; None on ranks other than the first.
+        datatype: dtype of all of them.
 
     Raises:
-        TypeError: a tensor has another type; or there is neither data nor a rank that has some.
+        TypeError: a tensor has another dtype; or there is no data and no other rank to provide it.
     """
     from megatron.core import parallel_state, tensor_parallel
 

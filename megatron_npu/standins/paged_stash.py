@@ -1,7 +1,7 @@
-"""Stand-in for megatron-core's ``moe.paged_stash`` where triton is absent: nothing is ever stashed.
+"""Stub for megatron-core's ``moe.paged_stash``, used without triton: nothing is ever stashed.
 
-``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``, with which alone upstream calls these, are
-refused when a model is configured (``adaptors.megatron_core.unsupported_options``).
+Upstream calls these functions only with ``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``,
+which are rejected when a model is configured (``adaptors.megatron_core.unsupported_options``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Refuse.
+    """Reject the call.
 
     Raises:
         RuntimeError: always: the kernels are written in triton.

@@ -1,7 +1,7 @@
-"""Stand-in for ``mcore_bridge.model.modules.kernels.qsa_block_sparse_attn`` without the package triton.
+"""Stub for ``mcore_bridge.model.modules.kernels.qsa_block_sparse_attn``, used without the package triton.
 
-mcore-bridge 1.6.5 imports it always, for the sparse attention of one family of models (qwen4_exp). Beside it
-the library asks whether there is triton, and takes the same attention with a mask where there is none.
+mcore-bridge 1.6.5 always imports it, for the sparse attention of one family of models (qwen4_exp). The
+library also checks whether triton is installed, and otherwise computes the same attention with a mask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def qsa_sparse_attention_from_indices(*_: Any, **__: Any) -> NoReturn:
-    """Stand for a kernel of Triton's, which nobody here has.
+    """Reject the call: Triton kernels are not available here.
 
     Raises:
         UsageError: always.

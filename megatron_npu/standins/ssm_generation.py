@@ -1,6 +1,6 @@
-"""Stand-in for what megatron-core's layers of state spaces generate with, where triton is absent.
+"""Stub for the generation kernels of megatron-core's state space layers, used without triton.
 
-Mamba layers and gated delta products import it; they train without.
+Mamba layers and gated delta nets import it; they can train without it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Refuse.
+    """Reject generation.
 
     Raises:
         RuntimeError: always: the kernels are written in triton.

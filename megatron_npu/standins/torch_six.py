@@ -1,4 +1,4 @@
-"""Stand-in for ``torch._six``, which torch 2.0 removed."""
+"""Stub for ``torch._six``, which torch 2.0 removed."""
 
 from math import inf
 

@@ -1,8 +1,7 @@
-"""Stand-in for ``megatron.core.extensions.transformer_engine`` of 0.12 where TransformerEngine is absent.
+"""Stub for ``megatron.core.extensions.transformer_engine`` of 0.12, used without TransformerEngine.
 
-Most of megatron-core tries to import that module and takes an ImportError for an answer, and still gets one.
-Two modules import its layers without trying, for specs that are made of local layers where TransformerEngine
-is absent.
+Most of megatron-core tries to import that module and handles the ImportError, which it still gets.
+Two modules import its layers unconditionally, for specs that use local layers if TransformerEngine is absent.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class _Absent:
 
 
 def __getattr__(name: str) -> type:
-    """Answer ``from ... import name``, whose caller is the module that imports.
+    """Return the layer for ``from ... import name`` if the importing module needs it.
 
     Raises:
-        AttributeError: another module imports; Python turns it into the ImportError that it expects.
+        AttributeError: another module imports; Python turns this into the ImportError that it expects.
     """
     if name in _LAYERS and _sys._getframe(1).f_globals.get("__name__") in _IMPORT_WITHOUT_TRYING:
         return _Absent

@@ -1,7 +1,7 @@
-"""Stand-in for ``transformer_engine_torch``, the compiled part of TransformerEngine: one function of it.
+"""Stub for ``transformer_engine_torch``, the compiled part of TransformerEngine, with one function.
 
-It says which tokens of packed sequences a context-parallel rank has; LLaVA, Mamba's layers and the scripts'
-batches ask.
+It determines which tokens of packed sequences a context-parallel rank holds; LLaVA, Mamba layers and the
+scripts' batches call it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     """Return the positions ``[total_tokens / world_size]`` of a rank's tokens, in order.
 
     Args:
-        cu_seqlens: where sequences begin and end ``[sequences + 1]``; each has 2 * ``world_size`` parts,
-            and a rank has the one of its number from the front and from the back.
-        total_tokens: of all sequences.
-        world_size, rank: of the context-parallel group.
+        cu_seqlens: where sequences begin and end, ``[sequences + 1]``; each has 2 * ``world_size`` parts, and
+            rank r holds part r counted from the front and part r counted from the back.
+        total_tokens: number of tokens of all sequences.
+        world_size, rank: size of the context-parallel group, and the rank in it.
 
     Raises:
         ValueError: the sequences have another number of tokens.

@@ -1,4 +1,4 @@
-"""Stand-in for ``megatron.data.helpers`` of Megatron-DeepSpeed 4efb479d, whose samples begin in 64 bits."""
+"""Stub for ``megatron.data.helpers`` of Megatron-DeepSpeed 4efb479d, with 64-bit sample offsets."""
 
 from __future__ import annotations
 

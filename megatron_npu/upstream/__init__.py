@@ -1,1 +1,1 @@
-"""Which Megatron is on the path, found without importing it, and what its scripts need."""
+"""Find which Megatron is on the path, without importing it, and what its scripts need."""

@@ -1,9 +1,9 @@
-"""Who imports ``transformer_engine`` before Megatron finds what is put in place when Megatron is imported.
+"""Provide our ``transformer_engine`` to programs that import it before Megatron.
 
-A finder at the end of ``sys.meta_path``, so that a real package is found first. It answers only where
-``MEGATRON_NPU_TE=local`` asks for our layers and the Megatron on the path is megatron-core; elsewhere the
-package is as absent as it is. While our layers stand there, who asks packages' metadata for the version of
-transformer-engine, as the LoRA of Megatron-Bridge 0.3.1 does, is told theirs.
+The finder is at the end of ``sys.meta_path``, so a real package is found first. It finds the package only if
+``MEGATRON_NPU_TE=local`` selects our layers and the Megatron on the path is megatron-core; otherwise the
+package stays absent. While our layers are in use, ``importlib.metadata`` returns their version for
+transformer-engine, as the LoRA of Megatron-Bridge 0.3.1 needs.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _OURS = "megatron_npu.standins.transformer_engine"
 
 
 class _Metadata(metadata.Distribution):
-    """What ``importlib.metadata`` is told of our layers: name and version."""
+    """Metadata of our layers for ``importlib.metadata``: name and version."""
 
     def __init__(self, version: str) -> None:
         self._version = version
 
     def read_text(self, filename: str) -> str | None:
-        """Return the text of ``METADATA``; there is no other file."""
+        """Return the content of ``METADATA``, the only file; None for other names."""
         text = f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {self._version}\n"
         return text if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Return the path: there are no files."""
+        """Return the path unchanged: there are no files."""
         return Path(path)
 
 
 class _Loader(Loader):
-    """Loads ``transformer_engine``: the import activates the plug-in, which puts it in place."""
+    """A loader for ``transformer_engine``; it activates the plug-in, which installs the stub."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._activate = activate
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stub, which the activation has put in place.
+        """Return the stub that the activation has installed.
 
         Raises:
-            ImportError: it has not, in an earlier activation for another Megatron for instance.
+            ImportError: there is no stub, for example if this process was activated for another Megatron.
         """
         self._activate()
         module = sys.modules.get(spec.name)
@@ -63,23 +63,23 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the body of the stub has run."""
+        """Do nothing: the stub has already been executed."""
 
 
 class _Finder:
-    """Finds ``transformer_engine``, and its metadata while our layers stand for it."""
+    """A finder for ``transformer_engine``, and for its metadata while our layers replace it."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._loader = _Loader(activate)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for ``transformer_engine`` where it can be loaded; asking changes nothing."""
+        """Return a spec for ``transformer_engine`` if our stub can be loaded; this has no side effects."""
         if name != _NAME or settings.TE.get() != "local" or not _on_megatron_core():
             return None
         return ModuleSpec(name, self._loader, origin=__name__, is_package=True)
 
     def find_distributions(self, context: metadata.DistributionFinder.Context) -> Iterator[_Metadata]:
-        """Yield the package, while our layers stand for it, to who asks for it by name; it is in no list."""
+        """Yield our layers' metadata if requested by name; listings of all packages do not contain it."""
         module = sys.modules.get(_NAME)
         if context.name == _DISTRIBUTION and module is not None and module.__name__ == _OURS:
             yield _Metadata(module.__version__)
@@ -93,9 +93,9 @@ def _on_megatron_core() -> bool:
 
 
 def is_absent(package: str) -> bool:
-    """Return whether only this finder finds a package; none of its parents is imported.
+    """Return whether a package is not installed, ignoring this finder; nothing is imported, not even parents.
 
-    DeepSpeed, for one, looks for apex while it is imported.
+    Otherwise DeepSpeed, for example, would look for apex on import.
     """
     top, *rest = package.split(".")
     spec = spec_of(top)
@@ -109,11 +109,11 @@ def is_absent(package: str) -> bool:
 
 
 def arm(activate: Callable[[], None]) -> None:
-    """Put the finder in place; ``activate`` does what the first import of Megatron does."""
+    """Install the finder; ``activate`` does what the first import of Megatron does."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder(activate))
 
 
 def disarm() -> None:
-    """Take it out again."""
+    """Remove the finder."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]

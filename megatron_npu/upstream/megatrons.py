@@ -1,4 +1,4 @@
-"""Which Megatron is on the path, which version and where: found without importing it."""
+"""Find which Megatron is on the path, its version and folder, without importing it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Upstream:
 
     Attributes:
         name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
-            (bigscience's) or ``megatron_deepspeed_core`` (deepspeedai's, with a megatron-core in it).
-        version: of megatron-core, ``0.16.1``; of the others, their commit, ``285068c8``, or ``unknown`` for
-            another tree of that time (the pins then tell what differs).
-        root: the folder that holds the ``megatron`` package.
-        shadowed: other folders on the path that hold one too, with their versions.
+            (bigscience's) or ``megatron_deepspeed_core`` (deepspeedai's, which contains megatron-core).
+        version: megatron-core's version, such as ``0.16.1``; for the others the commit, such as ``285068c8``,
+            or ``unknown`` for another tree of that time (the pins then show the differences).
+        root: the folder that contains the ``megatron`` package.
+        shadowed: other folders on the path that contain one too, with their versions.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Upstream:
     shadowed: tuple[tuple[Path, str], ...] = ()
 
     def require_supported(self) -> None:
-        """Check the version and that no second Megatron mixes in.
+        """Check that the version is supported and that no second Megatron is mixed in.
 
         Raises:
-            UsageError: too old, too new (unless ``MEGATRON_NPU_DRIFT=warn``, which says so and goes on), or
-                two different versions on the path.
+            UsageError: the version is too old or too new (``MEGATRON_NPU_DRIFT=warn`` only warns about newer
+                ones), or there are two different versions on the path.
         """
         if self.name == "megatron_core":
             self._require_supported_version()
@@ -105,13 +105,13 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
-    """Return the Megatron in ``path`` (a checkout, a site-packages, an unpacked wheel) or on ``sys.path``.
+    """Return the Megatron in ``path`` (a checkout, site-packages, an unpacked wheel) or on ``sys.path``.
 
     Args:
         given_by: the variable or flag that holds ``path``, for the error.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no Megatron is found.
     """
     roots = [Path(path).resolve()] if path is not None else _roots_on_path()
     found = [upstream for upstream in map(inside, roots) if upstream is not None]
@@ -123,7 +123,7 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
 
 
 def named(path: str | None) -> tuple[str | None, str]:
-    """Return the path that ``--megatron``, else ``MEGATRON_LM_PATH`` names, and which of the two does."""
+    """Return the path in ``--megatron`` or else ``MEGATRON_LM_PATH``, and which of the two names it."""
     if path:
         return path, "--megatron"
     path = settings.MEGATRON_PATH.get() or None
@@ -148,9 +148,9 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
 
 
 def _roots_on_path() -> list[Path]:
-    """Return every folder that ``import megatron`` looks into, in its order.
+    """Return every folder in which ``import megatron`` looks, in its order.
 
-    Each entry of ``sys.path`` is asked separately. A regular package (with ``__init__.py``) wins over the
+    Each entry of ``sys.path`` is searched separately. A regular package (with ``__init__.py``) wins over the
     portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
     """
     regular: list[Path] = []
@@ -168,7 +168,7 @@ def _roots_on_path() -> list[Path]:
 
 
 def inside(root: Path) -> Upstream | None:
-    """Return the Megatron whose ``megatron`` folder lies in ``root``, None where there is none."""
+    """Return the Megatron whose ``megatron`` folder is in ``root``, or None if there is none."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
         return Upstream(_legacy_name(root), _legacy_version(package), root)
@@ -179,7 +179,7 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Say whether a tree of old is one of those that are named Megatron-DeepSpeed, and which."""
+    """Return which of the older trees this is: Megatron-LM, or one of the two called Megatron-DeepSpeed."""
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"
@@ -187,7 +187,7 @@ def _legacy_name(root: Path) -> str:
 
 
 def _legacy_version(package: Path) -> str:
-    """Return the commit of a tree without a version of its own, or ``unknown``."""
+    """Return the commit of a tree that does not state a version, or ``unknown``."""
     digest = hashlib.sha256()
     for name in _LEGACY_FILES:
         path = package / name
@@ -196,7 +196,7 @@ def _legacy_version(package: Path) -> str:
 
 
 def _core_version(package_info: Path) -> str | None:
-    """Read MAJOR, MINOR, PATCH and PRE_RELEASE from megatron-core's ``package_info.py``, unexecuted."""
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE from ``package_info.py`` without executing it."""
     try:
         tree = ast.parse(package_info.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

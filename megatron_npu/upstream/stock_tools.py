@@ -1,4 +1,4 @@
-"""Scripts inside a Megatron-LM tree: what they need on the path, and which cannot do their work here."""
+"""Scripts inside a Megatron-LM tree: what they need on the path, and which ones cannot work here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIMODAL = "examples/multimodal/run_text_generation.py"  # with --task MMMU, 
 
 
 def tree_of(script: Path) -> Path | None:
-    """Return the Megatron-LM tree that ``script`` lies in, below its root; None for any other script."""
+    """Return the Megatron-LM tree that has ``script`` in a subfolder; None for any other script."""
     for folder in script.resolve().parents[1:_DEEPEST]:
         if _is_tree(folder):
             return folder
@@ -35,25 +35,25 @@ def _is_tree(folder: Path) -> bool:
 
 
 def is_stock(script: Path) -> bool:
-    """Return whether a script lies in a Megatron-LM tree or at its root; else it is a user's own program."""
+    """Return whether a script is in a Megatron-LM tree, including its root, and not a user's own program."""
     return tree_of(script) is not None or _is_tree(script.resolve().parent)
 
 
 def blames_program(error: BaseException, program: Path) -> bool:
-    """Return whether a user's own program has called Megatron with what it refuses: its line is at fault."""
+    """Return whether the error was caused by a wrong call in a user's own program."""
     return getattr(error, "blames_caller", False) and not is_stock(program)
 
 
 def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
-    """Refuse a stock script that would end in the middle, whatever the plug-in does, or run a file's code.
+    """Reject a stock script that would fail halfway even with the plug-in, or execute code from files.
 
     Args:
-        script: that is to run.
-        arguments: of its command line.
+        script: the script to run.
+        arguments: its command line.
 
     Raises:
-        UsageError: it is the converter of checkpoints of megatron-core, without TransformerEngine; or it
-            runs code of what it reads, and ``MEGATRON_NPU_TRUST_FILES`` does not say that it may.
+        UsageError: the script is megatron-core's checkpoint converter and TransformerEngine is missing; or it
+            executes code from the files it reads, and ``MEGATRON_NPU_TRUST_FILES`` does not allow that.
     """
     tree = tree_of(script)
     if tree is None:

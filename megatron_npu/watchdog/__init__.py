@@ -1,19 +1,19 @@
 """Find the rank that blocks a run of several processes, report it, and end the other ranks.
 
 Without a watchdog, a dead rank shows as "Connection reset by peer" in all others, or as nothing for half an
-hour; a stopped one as nothing at all. In each rank a thread writes once a second to the store of the run
-where the main thread is (``place``, ``board``) and in which phase (``phases``). It opens no port and runs no
-collective. It detects:
+hour; a stopped one shows as nothing at all. In each rank, a thread writes to the store of the run once a
+second where the main thread is (``place``, ``board``) and in which phase (``phases``). It opens no port and
+runs no collective. It detects:
 
-- a rank of the same machine that ended: the kernel reports it at once (``deaths``);
+- a rank on the same machine that ended: the kernel reports it at once (``deaths``);
 - a rank on another machine that ended: its peers fail and check whose heartbeat has stopped;
 - a rank that is stopped or whose machine is lost: its heartbeat stops for ``MEGATRON_NPU_WATCHDOG`` seconds;
-- ranks that wait for each other: none makes progress for as long;
+- ranks that wait for each other: none of them makes progress during that time;
 - the end of the launcher (``launcher``): its ranks end too;
-- a run of one process that makes no progress for as long (``alone``).
+- a single-process run that makes no progress during that time (``alone``).
 
-The first rank that detects a failure writes it to the store; all ranks print it and exit with code 1. SIGUSR1
-to one rank makes all ranks print the stacks of their threads.
+The first rank that detects a failure writes it to the store; all ranks print it and exit with code 1. Sending
+SIGUSR1 to one rank makes all ranks print the stacks of their threads.
 """
 
 from megatron_npu.watchdog.first_contact import tell as tell_others

@@ -1,4 +1,4 @@
-"""The watchdog of a run of one process: end a hang and report where it is."""
+"""The watchdog of a single-process run: end a hang and report where it is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Alone:
             self._thread.join(_PATIENCE)
 
     def failed(self, error: BaseException) -> bool:
-        """Return whether another rank caused an error: there is no other rank."""
+        """Return False: no other rank exists that could have caused the error."""
         return False
 
     def _run(self) -> None:

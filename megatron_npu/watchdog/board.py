@@ -37,7 +37,7 @@ class Process:
 
     @staticmethod
     def own(rank: int) -> Process:
-        """Return the record of this process."""
+        """Return the record of the current process."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -46,8 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return whether this process can observe it, as far as ``own`` can tell; false for other
-        machines."""
+        """Return whether this process can still react, as far as ``own`` can tell; True on other machines."""
         if not self.space or self.space != own.space:
             return True
         try:
@@ -67,7 +66,7 @@ class Beat:
         number: number of the heartbeat, from 0.
         step: current training step, from 1; 0: none has started.
         still: seconds since the main thread last made progress.
-        phase, collective, place: as in ``place.Place``, the last one as text.
+        phase, collective, place: as in ``place.Place``, the last one as a string.
         frames: its stack frames, innermost first.
         file: the file, with its size, that a stalled save is writing; empty: unknown.
     """
@@ -109,7 +108,7 @@ class Word:
 
     @staticmethod
     def of(text: bytes) -> Word:
-        """Parse the text that ``str`` returned."""
+        """Parse a string that ``str`` returned."""
         number, still, waits = text.split()
         return Word(int(number), float(still), waits == b"1")
 
@@ -154,7 +153,7 @@ class Board:
         )
 
     def look(self, rank: int) -> tuple[int, Word]:
-        """Return the number of verdicts and requests so far, and the last heartbeat of a rank."""
+        """Return the number of verdicts and requests so far, and a rank's last short heartbeat."""
         news, word = self._store.multi_get(["news", f"word/{rank}"])
         return int(news), Word.of(word)
 
@@ -163,31 +162,31 @@ class Board:
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the last full heartbeats of ranks, which exist since before they registered."""
+        """Return the last full heartbeats of ranks, which they write even before they register."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Record that a rank ends, with its error; empty: normally."""
+        """Record that a rank ends, with its error; an empty error means that it ends normally."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return how a rank ended; None: it has not ended, or never registered."""
+        """Return how a rank ended; None if it has not ended, or never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return how each of the registered ranks ended; None: it has not."""
+        """Return how each of the registered ranks ended; None for a rank that has not."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Record what happened to the run; return the record of the first rank that did so."""
+        """Record what happened to the run; return the first such record, which may be another rank's."""
         first = str(self._store.compare_set("verdict", "", verdict).decode())
         self._store.add("news", 1)
         return first
 
     def verdict(self) -> str | None:
-        """Return what happened to the run; None: nothing."""
+        """Return what happened to the run; None if nothing has happened."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def told(self, rank: int) -> None:
@@ -200,7 +199,7 @@ class Board:
         self._store.add("news", 1)
 
     def asking(self) -> int:
-        """Return the rank that got the last request."""
+        """Return the rank that received the last request."""
         return int(self._store.get("asked"))
 
     def open(self) -> None:
@@ -217,8 +216,7 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a separate connection to the store of the default process group; None: the store has no
-    server."""
+    """Return a separate connection to the default process group's store; None if the store has no server."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -32,7 +32,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Also wait for the end of these processes."""
+        """Add processes for whose end ``wait`` waits."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
@@ -61,8 +61,7 @@ class Deaths:
             self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
-        """Return processes that have ended, as soon as there are any; nothing after a wake-up or the
-        timeout."""
+        """Wait for processes to end, and return those that did; empty after a wake-up or the timeout."""
         found, self.gone = self.gone, []
         for key, _ in self._selector.select(0 if found else seconds):
             if key.data is None:

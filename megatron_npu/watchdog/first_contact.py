@@ -1,9 +1,9 @@
 """Check, before process groups are created, that ranks on several machines can reach each other.
 
 Otherwise a host name that resolves to 127.0.1.1, or a firewall, causes ten minutes of silence and a page of
-C++ messages. Each rank registers at the store of the run; rank 0 waits for all and logs who is missing. One
-rank per machine listens on the address that gloo will use, and connects to the others. Each rank sends only a
-few requests to the store, for any number of ranks.
+C++ messages. Each rank registers at the store of the run; rank 0 waits for all of them and logs which are
+missing. One rank per machine listens on the address that gloo will use, and connects to the others. Each rank
+sends only a few requests to the store, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _EXPECTED = "machines that reach each other on any port, because gloo and HCCL c
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is, as it says.
+    """Where a rank is, as reported by the rank.
 
     Attributes:
-        rank, host: it and its machine.
+        rank, host: its number, and the host name of its machine.
         machine: ``network.machine``.
-        address, port: at which it is reached; port 0: it is not the first of its machine.
-        towards: interface and address through which it reaches the store; empty: not known.
+        address, port: where it listens; port 0: it is not the first rank of its machine.
+        towards: interface and address through which it reaches the store; empty: unknown.
     """
 
     rank: int
@@ -55,12 +55,13 @@ class _Place:
 
 @contextlib.contextmanager
 def made() -> Iterator[None]:
-    """Check that ranks on several machines reach each other before the block, which creates process groups.
+    """Check before the block, which creates process groups, that ranks on several machines reach each other.
 
     On one machine, or if no launcher gives the number of ranks per machine, nothing is checked.
 
     Raises:
-        UsageError: they cannot, raised on all ranks; it names the machines and the remedy.
+        UsageError: some machines cannot reach each other; raised on all ranks, naming the machines and the
+            remedy.
     """
     if not _is_of_several_machines():
         yield
@@ -71,7 +72,7 @@ def made() -> Iterator[None]:
 
 
 def tell(error: str) -> None:
-    """Tell the other ranks that this one ended before the check, if they are on several machines."""
+    """Tell the other ranks, if they are on several machines, that this one ended before the check."""
     if not _is_of_several_machines() or dist.is_initialized():
         return
     with contextlib.suppress(Exception):  # rank 0 may be gone
@@ -97,10 +98,10 @@ def _where() -> tuple[str, int]:
 
 
 def _store() -> dist.TCPStore:
-    """Return a connection to the store of the run, whose server torchrun's agent holds, or rank 0.
+    """Return a connection to the store of the run, which torchrun's agent or rank 0 serves.
 
     Raises:
-        UsageError: it is not reached, for long.
+        UsageError: the store cannot be reached for a long time.
     """
     host, port = _where()
     serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -151,7 +152,10 @@ def _meet(store: dist.Store) -> None:
 
 
 def _require_none(store: dist.Store, fault: list[str]) -> None:
-    """Raise what is wrong; rank 0, which may hold the store, when the others have read it."""
+    """Raise the error ``fault`` if there is one.
+
+    Rank 0 first waits until the others have read it, because it may host the store.
+    """
     if not fault:
         return
     store.add("known", 1)
@@ -167,7 +171,7 @@ def _awaited(store: dist.Store, name: str) -> bytes:
     """Return a value as soon as rank 0 has set it.
 
     Raises:
-        UsageError: it does not.
+        UsageError: rank 0 does not set it in time.
     """
     try:
         store.wait([name], timedelta(seconds=_GIVE_UP + 2 * _CONNECT))
@@ -185,7 +189,7 @@ def _awaited(store: dist.Store, name: str) -> bytes:
 
 
 def _assemble(store: dist.Store, ranks: int) -> None:
-    """Wait for all ranks, and tell them which of them are the first of their machines, or what is wrong."""
+    """Wait for all ranks; publish which of them are the first of their machines, or the fault."""
     began = said = time.monotonic()
     fault: list[str] = []
     while int(store.add("arrived", 0)) < ranks and not fault:
@@ -233,7 +237,7 @@ def _places(store: dist.Store, ranks: int) -> list[_Place]:
 
 
 def _loopback(places: list[_Place]) -> list[str]:
-    """Return what is wrong where machines would be looked for at an address that only they reach."""
+    """Return an error if a machine would advertise an address that only the machine itself can reach."""
     bad = {each.host: each for each in places if network.is_private_to_the_machine(each.address)}
     if not bad:
         return []
@@ -252,7 +256,7 @@ def _loopback(places: list[_Place]) -> list[str]:
 
 
 def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
-    """Wait for what all machines have found, and tell it."""
+    """Wait for the results of all machines, and publish the verdict."""
     if not places:
         return
     store.wait([f"reached/{rank}" for rank in places], timedelta(seconds=4 * _CONNECT))
@@ -274,7 +278,10 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
 
 
 def _try(store: dist.Store, rank: int, places: Mapping[int, list[Any]]) -> None:
-    """Connect to other machines, of many to those at distances of 1, 2, 4, …; tell which are not reached."""
+    """Connect to the other machines, and report which cannot be reached.
+
+    With many machines, connect only to those at distances of 1, 2, 4, ….
+    """
     ranks = [*places]
     own, many = ranks.index(rank), len(ranks)
     distances = range(1, many) if many <= _ALL else [2**n for n in range(many.bit_length() - 1)]

@@ -22,8 +22,8 @@ _THREAD = "megatron_npu launcher"
 def end_with_launcher() -> None:
     """End this process as soon as the elastic agent that started it ends, or has ended. Linux only.
 
-    Processes started without a launcher, or by another one, are not affected: with ``nohup`` or a batch
-    system they outlive their parent on purpose. A second call has no effect.
+    Processes that were started without a launcher, or by an unknown one, are not affected: with ``nohup`` or
+    a batch system they outlive their parent on purpose. A second call has no effect.
     """
     # a forked child has no such thread
     watches = any(thread.name == _THREAD for thread in threading.enumerate())
@@ -45,10 +45,10 @@ def end_with_launcher() -> None:
 def meeting() -> Iterator[None]:
     """Let ranks connect inside the block; if that fails because the launcher has ended, report that.
 
-    The store's connection may break before the thread that watches the launcher notices its end.
+    The connection to the store may break before the thread that watches the launcher notices its end.
 
     Raises:
-        UsageError: the ranks are on several machines that do not reach each other.
+        UsageError: the ranks are on several machines that cannot reach each other.
     """
     try:
         with first_contact.made():
@@ -61,7 +61,7 @@ def meeting() -> Iterator[None]:
 
 
 def _ends(launcher: int) -> bool:
-    """Return whether a process ends before patience does."""
+    """Return whether a process ends within ``_PATIENCE`` seconds."""
     try:
         descriptor = os.pidfd_open(launcher)
     except ProcessLookupError:

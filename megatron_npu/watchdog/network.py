@@ -22,8 +22,7 @@ Address = tuple[str, int]
 
 
 def machine() -> str:
-    """Return an identifier of this machine's network, inside which a loopback address works; empty:
-    unknown."""
+    """Identify this machine's network namespace, inside which a loopback address works; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -32,7 +31,7 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """Return the address that gloo binds: that of ``GLOO_SOCKET_IFNAME``, or else of the host name.
+    """Return the address that gloo binds to: that of ``GLOO_SOCKET_IFNAME``, or else of the host name.
 
     Raises:
         UsageError: the interface does not exist.
@@ -79,7 +78,7 @@ def is_private_to_the_machine(address: str) -> bool:
 
 
 def towards(host: str) -> tuple[str, str] | None:
-    """Return the interface through which a host is reached, and its address; None: unknown."""
+    """Return the interface through which a host is reached, and its address; None if unknown."""
     with contextlib.suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -99,7 +98,7 @@ def listening(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """Try to connect to several addresses at once; return the reasons of those that fail.
+    """Try to connect to several addresses at once; return the failures with their reasons.
 
     Args:
         places: address and port, by name.

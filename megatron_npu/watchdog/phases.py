@@ -34,5 +34,5 @@ def phase(name: Name) -> Iterator[None]:
 
 
 def current() -> Name | None:
-    """Return the phase of the main thread; None: none was entered."""
+    """Return the phase of the main thread; None if it has entered none."""
     return next(reversed(_entered), None)

@@ -35,12 +35,12 @@ class Place:
     """What a thread is doing.
 
     Attributes:
-        phase: the phase of the run, see ``phases``.
-        collective: the function of torch.distributed that it is in; empty: none.
+        phase: the phase of the run; see ``phases``.
+        collective: the torch.distributed function that it is in; empty: none.
         call: the innermost function of Megatron or of a command, as ``module:line in function``.
         frames: its stack frames, innermost first.
         mark: changes if the thread has moved, or has computed for 0.1 s.
-        outside: whether it waits for a person, which may take any time.
+        outside: whether it waits for a person, which may take any amount of time.
     """
 
     phase: phases.Name
@@ -76,7 +76,7 @@ def of_main_thread() -> Place:
 
 
 def _waits_for_people(frames: list[FrameType]) -> bool:
-    """Return whether a server waits for requests, or a prompt or a debugger for a user."""
+    """Return whether a server is waiting for requests, or a prompt or a debugger for a user."""
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
     tops = [_module(each).partition(".")[0] for each in frames]

@@ -1,4 +1,4 @@
-"""The watchdog of this process: started once, by whichever code starts it first, and stopped with the run."""
+"""The watchdog of this process: started by the first code that calls ``begin``, and stopped with the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_npu.watchdog.rank import Rank
 
 
 class _OfProcess:
-    """What this process knows of its watch.
+    """The state of this process's watchdog.
 
     Attributes:
-        step: the number of the step of training.
-        runs: how many runs of several ranks were watched before.
-        watch: the one that continues.
+        step: the number of the current training step.
+        runs: the number of multi-rank runs watched so far.
+        watch: the active watchdog; None: there is none.
     """
 
     step = 0
@@ -37,10 +37,9 @@ def step(number: int) -> None:
 
 
 def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
-    """Start the watchdog until the process ends; all ranks must call this. Without other ranks it watches
-    itself.
+    """Start the watchdog until the process ends; all ranks must call this.
 
-    A second call has no effect.
+    A single process watches itself. A second call has no effect.
 
     Args:
         step_now: returns the number of this rank's current step.
@@ -72,12 +71,12 @@ def end() -> None:
 
 
 def failed(error: BaseException) -> bool:
-    """Find out whether another rank caused an error; if not, report the error to the other ranks.
+    """Determine whether another rank caused an error; if not, report the error to the other ranks.
 
     The other ranks are still watched, because the exit may hang too.
 
     Returns:
-        Whether another rank caused it; this has been printed then.
+        Whether another rank caused it; if so, this has been printed.
     """
     return _process.watch is not None and _process.watch.failed(error)
 

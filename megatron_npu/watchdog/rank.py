@@ -33,7 +33,7 @@ _EXIT = 1
 
 
 class _StoreEndedError(Exception):
-    """The process that held the store has ended."""
+    """The process that hosted the store has ended."""
 
 
 class Rank:
@@ -74,7 +74,7 @@ class Rank:
         self._guard.start()
 
     def stop(self) -> None:
-        """Stop, and record that this rank ended normally, unless it has recorded an error."""
+        """Stop the thread, and record that this rank ended normally, unless it has recorded an error."""
         if os.getpid() != self._owner:  # a forked child, which has no such thread
             return
         atexit.unregister(self.stop)
@@ -108,7 +108,7 @@ class Rank:
         return self._told.is_set()
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End with an error, but where another rank is the reason: that has been told."""
+        """End the process with an error, but do not print it if another rank is the reported cause."""
         if os.getpid() == self._owner:
             self.failed(error)
             if self._told.is_set() and (isinstance(error, RuntimeError) or _is_of_a_collective(error)):
@@ -128,7 +128,7 @@ class Rank:
             self._store_is_gone(error)
 
     def _look(self) -> None:
-        """Say a word, wait, and see to the others."""
+        """Send a heartbeat, wait, and check on the other ranks."""
         self._beat()
         if not self._processes:
             self._meet()
@@ -152,7 +152,7 @@ class Rank:
             self._see_whether_anybody_moves()
 
     def _hear_signals(self) -> None:
-        """Let all ranks print their stacks where this one was asked to: it has done so, at once."""
+        """After SIGUSR1, request that all ranks print their stacks; this rank has already printed its own."""
         if signal.SIGUSR1 in self._deaths.signals:
             self._board.ask_for_stacks(self._rank)
         self._deaths.signals.clear()
@@ -169,7 +169,7 @@ class Rank:
         self._board.beat(self._rank, self._stillness.look())
 
     def _meet(self) -> None:
-        """Find out who the others are, once all have said so."""
+        """Find the other ranks' processes, once all have registered."""
         own = Process.own(self._rank)
         if not self._has_entered:
             self._board.enter(own)
@@ -184,10 +184,11 @@ class Rank:
         self._next_neighbour()
 
     def _hear_of_ends(self, seconds: float) -> None:
-        """Wait, and see to processes of this machine that have ended.
+        """Wait, and handle processes on this machine that have ended.
 
         Raises:
-            _StoreEndedError: the store went with one. Asking it would print a page of torch's C++.
+            _StoreEndedError: the store ended with one of them. A request to it would print a page of C++
+                messages.
         """
         for process in self._deaths.wait(seconds):
             if process.rank == 0 and _rank_0_holds_store():
@@ -195,7 +196,7 @@ class Rank:
             self._ended(process)
 
     def _ended(self, process: Process) -> None:
-        """See why a process has ended."""
+        """Report why a process has ended."""
         error = self._board.left(process.rank)
         if error == "" or self._has_own_error:
             return
@@ -204,7 +205,7 @@ class Rank:
         self._judge(verdicts.of_end(process, error, beat))
 
     def _find_silent(self) -> None:
-        """Name the ranks that failed or say nothing any more, where a collective has failed in this one."""
+        """After a failed collective, report ranks that failed or whose heartbeat has stopped."""
         others = self._others_without_end()
         if self._told.is_set():
             return
@@ -221,7 +222,7 @@ class Rank:
         self._looked.set()
 
     def _others_without_end(self) -> list[Process]:
-        """Return the others that have not ended; one that has ended with an error is named."""
+        """Return the other ranks that have not ended, and report those that ended with an error."""
         others = [each for each in self._processes if each.rank != self._rank]
         ends = self._board.ends([each.rank for each in others]) if others else []
         for process, error in zip(others, ends, strict=True):
@@ -230,7 +231,7 @@ class Rank:
         return [process for process, error in zip(others, ends, strict=True) if error is None]
 
     def _living(self, processes: list[Process]) -> list[Process]:
-        """Return those of ranks that have not said that they end."""
+        """Return the ranks that have not recorded their end."""
         ends = self._board.ends([each.rank for each in processes]) if processes else []
         return [process for process, error in zip(processes, ends, strict=True) if error is None]
 
@@ -245,7 +246,7 @@ class Rank:
             self._hear_of_ends(min(_PERIOD, end - now))
 
     def _next_neighbour(self) -> None:
-        """Listen to the next rank that has not ended."""
+        """Watch the heartbeat of the next rank that has not ended."""
         order = [(self._neighbour + distance) % self._ranks for distance in range(1, self._ranks)]
         order = [rank for rank in order if rank != self._rank]
         living = [rank for rank, error in zip(order, self._board.ends(order), strict=True) if error is None]
@@ -253,7 +254,7 @@ class Rank:
             self._neighbour, self._heard = living[0], (-1, time.monotonic())
 
     def _listen(self, word: Word) -> None:
-        """Check that the neighbour, whose last word this is, still sends heartbeats or has ended normally."""
+        """Check that the neighbour's heartbeat, of which ``word`` is the latest, still advances."""
         if not self._processes or self._neighbour == self._rank:
             return
         if word.number != self._heard[0]:
@@ -271,7 +272,7 @@ class Rank:
             self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
-        """Name those that the others wait for where nobody has moved for too long."""
+        """If no rank has moved for too long, report the ranks that the others wait for."""
         if self._stillness.still < self._limit or not self._processes:
             return
         living = self._living(self._processes)
@@ -290,7 +291,7 @@ class Rank:
             self._tell(self._board.judge(verdict))
 
     def _tell(self, verdict: str) -> None:
-        """Print what has happened, and end this process if its main thread does not."""
+        """Print what has happened, and end this process unless its main thread ends it."""
         print(f"megatron_npu: rank {self._rank} exits: {verdict}", file=sys.stderr, flush=True)
         if "\n" in verdict:  # a hang, and where each rank stands is of interest
             stacks.print_now()
@@ -307,7 +308,7 @@ class Rank:
             os._exit(_EXIT)
 
     def _wait_for_hearers(self) -> None:
-        """Wait until all who can hear it know the verdict: elsewhere those that still say something."""
+        """Wait until all ranks know the verdict, except those that have ended or lost their heartbeat."""
         began, own = time.monotonic(), Process.own(self._rank)
         first = self._last_words(self._processes)
         while (waited := time.monotonic() - began) < _HEARING:
@@ -323,12 +324,12 @@ class Rank:
             time.sleep(_LATER)
 
     def _say_cut(self, seconds: float) -> str:
-        """Return what is said where the store does not answer."""
+        """Return the message for a store that does not answer."""
         first = self._processes[0] if self._processes and self._rank else None
         return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
     def _store_is_gone(self, error: Exception) -> None:
-        """Watch no longer. The end of a launcher elsewhere is no rank's: its machine is lost."""
+        """Handle the loss of the store; if another machine's launcher hosted it, that machine is lost."""
         self._alone = True
         self._guard.stop()
         first = next(iter(self._processes), None)
@@ -338,7 +339,7 @@ class Rank:
             self._tell(verdicts.of_store(first, has_ended=False, error=error))
 
     def _without_store(self, first: Process | None, error: Exception) -> None:
-        """End the process if it waits without success for ``first``, or whoever has held the store."""
+        """End the process if it waits in vain for ``first``, or for another process that hosted the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -352,14 +353,14 @@ class Rank:
             return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
 
     def _first_ends(self, seconds: float) -> bool:
-        """Return whether rank 0 ends in this time, or until this thread is woken, and the store with it."""
+        """Return whether rank 0, and the store with it, ends before the time is up or a wake-up."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return whether an error, or what it was raised from, is as collectives raise them where a rank is gone.
+    """Return whether an error or one of its causes has a type that collectives raise when a rank is gone.
 
-    0.16.1 makes a plain ``Exception`` of any error while it builds datasets.
+    0.16.1 turns every error during dataset construction into a plain ``Exception``.
     """
     for _ in range(_CAUSES):  # an error may be its own cause
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
@@ -369,7 +370,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _is_of_a_launcher_elsewhere(first: Process) -> bool:
-    """Return whether the agent of another machine holds the store: it outlives all ranks that end well."""
+    """Return whether an agent on another machine hosts the store; it outlives all ranks that end normally."""
     own = Process.own(-1)
     return not _rank_0_holds_store() and (first.host, first.space) != (own.host, own.space)
 

@@ -1,4 +1,4 @@
-"""``torchrun --max-restarts``: stale addresses that a second attempt finds in the store of the first."""
+"""``torchrun --max-restarts``: detect stale addresses in a store that a previous attempt has used."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def require_fresh_store() -> None:
 def attempt() -> str:
     """Return an identifier of this attempt in the store of the run, the same on all its ranks.
 
-    If torchrun's agent shares its store, it survives restarts, and all agents count restarts alike. If each
-    attempt has its own store, no identifier is needed, and the counts differ: a machine that joined later
-    (``--nnodes 1:2``) counts from 0.
+    If torchrun's agent shares its store, the store survives restarts, and all agents count restarts alike. If
+    each attempt has its own store, no identifier is needed, and the counts differ: a machine that joined
+    later (``--nnodes 1:2``) counts from 0.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "0"

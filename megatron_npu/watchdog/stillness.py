@@ -1,4 +1,4 @@
-"""How long the main thread has stood still: without moving, and without others working for it."""
+"""Measure how long the main thread has stood still: without moving, and without others working for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Looks about once a second where the main thread is.
+    """Checks about once a second where the main thread is.
 
     Args:
         limit: maximum seconds without progress.
@@ -49,7 +49,7 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
-        """Return whether others compute for the main thread, which stands still, or bytes move."""
+        """Return whether others compute for the idle main thread, or a save or load makes progress."""
         if self._elsewhere.computes():
             return True
         return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)

@@ -1,6 +1,6 @@
-"""End a rank whose network is cut: the store's connection would only fail after a quarter of an hour.
+"""End a rank whose network is cut off: the connection to the store would only fail after 15 minutes.
 
-The watchdog's own thread waits for the store, so a second thread checks whether that makes progress.
+The watchdog's own thread waits for the store, so a second thread checks whether the store still answers.
 """
 
 from __future__ import annotations

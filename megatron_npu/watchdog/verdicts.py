@@ -1,4 +1,4 @@
-"""Find the late ranks from their records, and word the messages; without store, threads or clocks."""
+"""Find the late ranks from the ranks' records, and write the messages, without store, threads or clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return the message for a process that ended with ``error``; None: without a report."""
+    """Return the message for a process that ended with ``error``; None: it did not report one."""
     how = f"ended with {error}" if error else "ended without an error message (killed?)"
     return f"{process} {how}; last seen {beat}"
 
@@ -34,7 +34,7 @@ def of_silent(gone: Sequence[Told]) -> str:
 
 
 def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
-    """Return the message for a rank from which the next one receives nothing."""
+    """Return the message for a rank whose heartbeat the next rank no longer receives."""
     return (
         f"{process} has sent no heartbeat for {seconds:.0f} s: it is stopped, or its machine is "
         f"lost; last seen {beat}{beat.stack()}"
@@ -45,7 +45,7 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
     """Return the ranks that the others wait for, if no rank makes progress.
 
     Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
-    one. If this distinguishes none, all are named.
+    one. If neither criterion applies, all are returned.
 
     Args:
         living: ranks that have not ended.
@@ -53,7 +53,7 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
         still: seconds without progress after which a rank counts as hanging.
 
     Returns:
-        An empty list if a rank has moved since, or waits for something outside the run.
+        The ranks; empty if a rank has moved since, or waits for something outside the run.
     """
     if any(beat.still < still or beat.phase == WAITING for beat in beats):
         return []
@@ -68,13 +68,13 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
 
 
 def of_late(waited_for: Sequence[Told], limit: float) -> str:
-    """Return the message about late ranks: who they are, where they are, and their stacks."""
+    """Return the message about late ranks: which they are, where they are, and their stacks."""
     told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
     return f"no rank has moved for {limit:.0f} s: {told}{_stacks(waited_for)}"
 
 
 def _stacks(waited_for: Sequence[Told]) -> str:
-    """Return where ranks stand; where a host waits for its device, only that tells who keeps the others."""
+    """Return the stacks of the late ranks: if the host waits for its device, only they show the cause."""
     if len(waited_for) == 1:
         return waited_for[0][1].stack()
     shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:SHOWN])
@@ -91,7 +91,7 @@ def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
 
 
 def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:
-    """Return the message for a lost store, which rank 0 hosts."""
+    """Return the message for a lost store, which rank 0 hosted."""
     who = first or "rank 0"
     if has_ended:
         return f"{who} has ended (killed, or with an error), and with it the store of the run"

@@ -1,8 +1,9 @@
-"""Whether a save makes progress, and which file blocks it, from what this process and its children write.
+"""Detect whether a save progresses, and which file blocks it, from the I/O of this process and its children.
 
-A hanging disk, a network file system without its server, or a lock that is never released make a save wait in
-one line of Python without CPU time. A slow save also waits, but bytes are written. A load is judged by the
-bytes read from a disk or network file system, because a process also reads other things than its files.
+A hanging disk, a network file system without its server, or a lock that is never released makes a save wait
+at one line of Python without using CPU time. A slow save also waits, but bytes are written. A load is judged
+by the bytes read from a disk or network file system, because a process also reads other things than its
+files.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Compares the bytes written with those when a save last made progress."""
+    """Compares the bytes written so far with the count when a save last made progress."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Start again, because the main thread has moved."""
+        """Start over, because the main thread has moved."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:
@@ -56,7 +57,7 @@ class Writing:
 
 
 def current_file() -> str:
-    """Return the file being written, with its size: that of a waiting call, or else the newest one.
+    """Return the file being written, with its size: that of a blocked call, or else the newest one.
 
     Empty if none is open.
     """
@@ -81,7 +82,7 @@ def _processes() -> list[int]:
 
 
 def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
-    """Return how many bytes a process has read or written; its ended children count."""
+    """Return how many bytes a process has read or written, including its ended children."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
@@ -89,7 +90,7 @@ def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
 
 
 def _written_to_disk() -> int:
-    """Return how many bytes the machine has brought to its disks and network file systems."""
+    """Return how many bytes this machine has written to its disks and network file systems."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("nr_written "):
@@ -112,14 +113,14 @@ def _waits_for_disk(pid: int) -> bool:
 
 
 def _descriptors_waited_with(pid: int) -> Iterator[int]:
-    """Yield the first argument of the system calls that a process's threads are in: of a write, the file."""
+    """Yield the first argument of each thread's current system call, which for a write is its file."""
     for thread in _threads(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):  # one that runs is in none
             yield int((thread / "syscall").read_text(encoding="ascii").split()[1], 16)
 
 
 def _open_files(pid: int) -> Iterator[tuple[int, tuple[str, os.stat_result]]]:
-    """Yield the files that a process has open for writing, by descriptor, but the three standard streams."""
+    """Yield the regular files that a process has open for writing, by descriptor, not standard streams."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError, ValueError):

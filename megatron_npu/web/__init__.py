@@ -1,1 +1,1 @@
-"""What the servers of this project have in common: where they listen, and what every answer says."""
+"""Common parts of this project's web servers: their addresses, and the headers of every response."""

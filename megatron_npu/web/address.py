@@ -1,4 +1,4 @@
-"""Where a server listens: ``[HOST:]PORT``. Imports the standard library and no server."""
+"""Where a server listens: ``[HOST:]PORT``. Imports only the standard library and no server package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAITING = 128  # connections that wait to be taken
 
 
 class Address(NamedTuple):
-    """A host's name or number, and a port; port 0: one that is free."""
+    """A host name or IP address, and a port; port 0: any free port."""
 
     host: str
     port: int
@@ -25,7 +25,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it can be reached from this machine alone."""
+        """Whether only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -33,10 +33,10 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """Return the address that ``[HOST:]PORT`` means; a ``type`` for ``add_argument``.
+    """Parse an address ``[HOST:]PORT``; a ``type`` for ``add_argument``.
 
     Raises:
-        Unfit: it means none.
+        Unfit: ``text`` is not an address.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -46,14 +46,14 @@ def address(text: str) -> Address:
 
 
 def listening(given: str, wanted: Address) -> socket.socket:
-    """Return a socket that listens at an address.
+    """Return a socket that listens on an address.
 
     Args:
-        given: how the user has named it, such as ``--at 127.0.0.1:80``.
+        given: the address as the user typed it, such as ``--at 127.0.0.1:80``.
         wanted: the address.
 
     Raises:
-        UsageError: another program does, or the host is none of this machine.
+        UsageError: the port is in use, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
     try:
@@ -67,20 +67,20 @@ def listening(given: str, wanted: Address) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """Return what to type into a browser on this machine."""
+    """Return the URL to open in a browser on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def require_packages(asking: str) -> None:
-    """Check that what serves HTTP is installed.
+    """Check that the packages that serve HTTP are installed.
 
     Args:
-        asking: the flag or command that needs it.
+        asking: the flag or command that needs them.
 
     Raises:
-        UsageError: it is not.
+        UsageError: a package is missing.
     """
     missing = [name for name in ("starlette", "uvicorn") if not is_installed(name)]
     if missing:

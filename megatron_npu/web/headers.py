@@ -1,4 +1,4 @@
-"""What the answers of this project's servers say about themselves."""
+"""The HTTP headers of every response of this project's servers."""
 
 from __future__ import annotations
 

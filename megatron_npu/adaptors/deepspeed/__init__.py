@@ -1,1 +1,1 @@
-"""Adaptors of the two Megatron-DeepSpeeds: one folder each, and shared parts."""
+"""Adaptors for the two Megatron-DeepSpeed trees: one folder each, and shared parts."""

@@ -14,11 +14,11 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, mpu: str) -> None:
-    """Record how a Megatron-DeepSpeed builds its engine.
+    """Record patches for the way a Megatron-DeepSpeed builds its engine.
 
     Args:
-        recorder: that of the checkout.
-        mpu: the module that knows its ranks and groups.
+        recorder: the checkout's recorder.
+        mpu: name of the module that provides ranks and groups.
     """
 
     @recorder.around(
@@ -30,9 +30,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "without having multiplied, and steps from other weights than those it has loaded alone",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hide the configuration file's name from DeepSpeed, which has its values; enable the pipeline's
-        clipping and timing.
-        """
+        """Call ``deepspeed.initialize`` without the configuration file's name, and fix the engine."""
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
 
@@ -57,14 +55,14 @@ def connect(recorder: Recorder, mpu: str) -> None:
 
 
 def refuse_other_models(args: Any, pipeline: bool) -> None:
-    """Refuse a model that upstream's training loop cannot step.
+    """Reject a model that upstream's training loop cannot step.
 
     Args:
-        args: upstream's, with ``--deepspeed``.
-        pipeline: the model is a pipeline.
+        args: upstream's arguments, with ``--deepspeed``.
+        pipeline: whether the model is a pipeline.
 
     Raises:
-        UsageError: it is not, and upstream's loop asserts that it is.
+        UsageError: the model is not a pipeline, but upstream's loop asserts that it is.
     """
     # bigscience's tree has no --no-pipeline-parallel, from which deepspeedai's makes the other name
     if pipeline or not getattr(args, "ds_pipeline_enabled", True):
@@ -80,25 +78,25 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
 
 
 def show_loss_scale(optimizer: Any) -> None:
-    """Set ``cur_scale``, where upstream's training loop reads the loss scale.
+    """Set ``cur_scale``, from which upstream's training loop reads the loss scale.
 
-    DeepSpeed 0.19.8's optimizers for fp16 without ZeRO keep it in ``loss_scale_config``.
+    DeepSpeed 0.19.8's fp16 optimizers without ZeRO keep it in ``loss_scale_config``.
 
     Args:
-        optimizer: of DeepSpeed's engine; None where it has none of its own.
+        optimizer: the optimizer of DeepSpeed's engine; None if the engine has none.
     """
     if hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "cur_scale"):
         type(optimizer).cur_scale = property(lambda one: one.loss_scale_config.cur_scale)
 
 
 def time_backward_once(engine: Any) -> None:
-    """Let only the pipeline time the backward pass of this stage.
+    """Make only the pipeline measure the time of this stage's backward pass.
 
-    DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers where a stage's backward begins
-    (``PipelineEngine._exec_backward_pass``), and again in a hook of it (``_backward_prologue``).
+    DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers when a stage's backward pass
+    begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
 
     Args:
-        engine: of DeepSpeed, of a stage that is not the last: that one's backward is timed by the hook alone.
+        engine: DeepSpeed's engine for any stage but the last, whose backward pass only the hook times.
     """
     engine.engine_timers.backward_timers = []
     engine.engine_timers.backward_inner_timers = []
@@ -106,13 +104,13 @@ def time_backward_once(engine: Any) -> None:
 
 @torch.no_grad()
 def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
-    """Scale the gradients so that their norm over all stages is at most the configuration's.
+    """Scale the gradients so that their norm over all stages is at most the configured limit.
 
-    What DeepSpeed 0.19.8 computes with ZeRO 0 (``runtime/utils.py``, ``clip_grad_norm_``) counts the tied
-    embedding once for each stage that has it, and the biases and norms of the first stage alone.
+    With ZeRO 0, DeepSpeed 0.19.8 (``runtime/utils.py``, ``clip_grad_norm_``) counts the tied embedding once
+    for each stage that has it, and counts only the first stage's biases and norms.
 
     Args:
-        engine: of DeepSpeed, without an optimizer of its own (fp32, ZeRO 0).
+        engine: DeepSpeed's engine without an optimizer of its own (fp32, ZeRO 0).
         mpu: upstream's module of ranks and groups.
     """
     parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
@@ -126,7 +124,7 @@ def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
 
 
 def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
-    """Return whether this process adds the parameter to the norm, as one of all that have it does."""
+    """Return whether this process adds the parameter to the norm: exactly one of its replicas must."""
     split = getattr(parameter, "tensor_model_parallel", False)
     of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
     return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)

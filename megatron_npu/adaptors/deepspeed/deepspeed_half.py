@@ -1,4 +1,4 @@
-"""Fix the first step and the loss scale of DeepSpeed 0.19.8 in 16 bits without ZeRO."""
+"""Fix the first step and the loss scale of DeepSpeed 0.19.8 in 16-bit training without ZeRO."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Return what ``deepspeed.initialize`` does, of an engine that begins and scales as with ZeRO.
+    """Call ``deepspeed.initialize`` and fix its engine to start and scale as it does with ZeRO.
 
-    DeepSpeed 0.19.8 without ZeRO takes one step with gradients of zero at the start, to have moments: weights
-    decay once, and Adam's corrections of its moments' bias begin with the second step, 0.74 of the first's.
-    And its engine divides the gradients of fp16 by a scale by which no loss was multiplied (its pull request
-    8393): what is left of them is small beside Adam's epsilon.
+    Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments:
+    weights decay once, and Adam's bias correction starts at step 2, which shrinks the first update to 0.74.
+    Its engine also divides fp16 gradients by a scale that no loss was multiplied by (its pull request 8393):
+    what remains of them is small compared with Adam's epsilon.
 
     Args:
         deepspeed_initialize: DeepSpeed's function.
         given: its arguments.
+
+    Returns:
+        What ``deepspeed.initialize`` returns.
     """
     replaced = Replaced()
     for module, name in _OPTIMIZERS.items():
@@ -41,10 +44,10 @@ def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any
 
 
 def multiply_the_loss(engine: Any) -> None:
-    """Let an engine's backward multiply the loss by the scale, where DeepSpeed's own does not.
+    """Make an engine's backward pass multiply the loss by the scale if DeepSpeed's own does not.
 
     Args:
-        engine: DeepSpeed's; of another precision than fp16, or with ZeRO, it stays as it is.
+        engine: DeepSpeed's engine; left unchanged if it does not train in fp16 or uses ZeRO.
     """
     scale = getattr(engine.optimizer, "loss_scale_config", None)  # of no optimizer of ZeRO
     if scale is not None and scale.use_grad_scaling and engine.torch_autocast_z0_gradscaler is None:
@@ -52,13 +55,13 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Let an engine that loads weights, but no optimizer, step from these weights.
+    """Make an engine that loads weights without an optimizer step from the loaded weights.
 
-    DeepSpeed 0.19.8 copies them to the optimizer's fp32 weights with ``load_module_only`` alone. Otherwise
-    the first step goes back to what the model was made with.
+    DeepSpeed 0.19.8 copies them to the optimizer's fp32 weights only with ``load_module_only``. Otherwise
+    the first step reverts to the weights that the model was built with.
 
     Args:
-        engine: DeepSpeed's; of fp32, or with ZeRO, it stays as it is.
+        engine: DeepSpeed's engine; left unchanged if it trains in fp32 or uses ZeRO.
     """
     if not hasattr(engine.optimizer, "loss_scale_config"):
         return
@@ -77,22 +80,22 @@ def step_from_loaded_weights(engine: Any) -> None:
 
 
 class LossTimesScale:
-    """What the engine takes for torch's ``GradScaler``: the optimizer itself divides, skips and adapts."""
+    """A replacement for torch's ``GradScaler`` that only multiplies the loss; the optimizer does the rest."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Take the engine's optimizer, which has a ``loss_scale_config``."""
+        """Store the engine's optimizer, which has a ``loss_scale_config``."""
         self.optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` ``[]`` times the scale, in fp32."""
+        """Return ``loss`` ``[]`` multiplied by the scale, in fp32."""
         return loss.float() * self.optimizer.loss_scale_config.cur_scale
 
     def unscale_(self, optimizer: Any) -> None:
-        """Do nothing: ``step`` divides and clips."""
+        """Do nothing: the optimizer's ``step`` divides and clips."""
 
     def step(self, optimizer: Any) -> None:
-        """Step as without this object."""
+        """Step the optimizer as usual."""
         optimizer.step()
 
     def update(self) -> None:
-        """Do nothing: ``step`` has adapted the scale."""
+        """Do nothing: the optimizer's ``step`` has adapted the scale."""

@@ -1,4 +1,4 @@
-"""Flags and start-up shared by the Megatrons that train with DeepSpeed's engine."""
+"""Flags and start-up shared by the Megatron trees that train with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ HIGHEST_STAGE_OF_A_PIPELINE = 1  # DeepSpeed 0.19.8, PipelineEngine.__init__
 
 
 def connect_start(recorder: Recorder) -> None:
-    """Record what a tree of old needs at its start, and what DeepSpeed needs.
+    """Record the patches that an old tree and DeepSpeed need at start-up.
 
     Args:
-        recorder: that of the checkout.
+        recorder: the checkout's recorder.
     """
     connect_old_tree(recorder)
     recorder.around("megatron.training:train_step", why="the place to say once what was patched")(
@@ -70,11 +70,13 @@ _REMEDY = f"Name an older one in {of_scripts.TRACKER}, or with --deepspeed in {_
 
 
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
-    """Record that checkpoints, also of DeepSpeed's engine, run no code, have checksums, and are private.
+    """Record patches that keep checkpoints private and checksummed, and load them without running code.
+
+    Checkpoints of DeepSpeed's engine are included.
 
     Args:
-        recorder: that of the checkout.
-        enumerations: returns the modules whose enumerations the saved arguments name.
+        recorder: the checkout's recorder.
+        enumerations: returns the modules of the enumerations that saved arguments refer to.
     """
     recorder.around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_VERIFY)(
         of_scripts.add_verify_flag
@@ -92,7 +94,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+        """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
         from megatron import get_args
 
         given = get_args()
@@ -118,7 +120,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
 
 
 def _newest(given: argparse.Namespace, root: str) -> Path | None:
-    """Return the checkpoint that is to be loaded, None if the trackers name none."""
+    """Return the checkpoint to load, or None if the trackers name none."""
     if not given.deepspeed:
         return of_scripts.to_load(root)
     # of DeepSpeed's ds_to_universal, beside the other
@@ -134,7 +136,7 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
 def save_privately(
     original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Save private files with their checksums before the tracker names them."""
+    """Save private files, and write their checksums before the tracker names them."""
     from megatron import get_args
 
     given = get_args()
@@ -153,7 +155,7 @@ def save_privately(
 
 @contextlib.contextmanager
 def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
-    """Give the name of the folder that the engine saves into, and name it as the newest behind the block."""
+    """Yield the name of the folder that the engine saves into; record it as the newest after the block."""
     tag = f"global_step{engine.global_steps}"
     replaced = Replaced()  # the engine may have a method of its own, set by a program
     replaced.set(
@@ -172,11 +174,11 @@ def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
 
 
 def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], None]) -> None:
-    """Record that options are refused as soon as they are parsed.
+    """Record a patch that rejects unsupported options as soon as they are parsed.
 
     Args:
-        recorder: that of the checkout.
-        refuse: raises a UsageError about options that cannot work.
+        recorder: the checkout's recorder.
+        refuse: raises a UsageError for options that cannot work.
     """
 
     @recorder.around(
@@ -186,7 +188,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
         order=2,  # what this checkout is fixed of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
-        """Parse; refuse what would fail later."""
+        """Parse the arguments and reject those that would fail later."""
         refuse_flags_of_other_trees(sys.argv[1:])
         parsed = original(*args, **kwargs)
         refuse(parsed)
@@ -205,13 +207,13 @@ _OF_OTHER_TREES = {
 
 
 def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
-    """Refuse by name what only the other Megatrons get from this package; their parser lists all of its own.
+    """Reject flags that this package adds only to other Megatron versions.
 
     Args:
-        words: of the command line.
+        words: the words of the command line.
 
     Raises:
-        UsageError: one of them is such a flag.
+        UsageError: one of the words is such a flag.
     """
     for word in words:
         flag = word.partition("=")[0]
@@ -221,16 +223,16 @@ def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
 
 
 def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: str) -> None:
-    """Refuse what DeepSpeed's engine does not do with this configuration.
+    """Reject a configuration that DeepSpeed's engine does not support.
 
     Args:
-        args: upstream's, with ``--deepspeed``.
-        pipeline: the model is a pipeline, which DeepSpeed's engine shards at stages 0 and 1 alone.
+        args: upstream's arguments, with ``--deepspeed``.
+        pipeline: whether the model is a pipeline, for which DeepSpeed supports only stages 0 and 1.
         remedy: what to do about a higher stage.
 
     Raises:
-        UsageError: no configuration that can be read, a stage of ZeRO that a pipeline does not have, fp16
-            on a CPU.
+        UsageError: the configuration cannot be read, a pipeline does not support its ZeRO stage, or it asks
+            for fp16 on a CPU.
     """
     config = read_configuration(args.deepspeed_config)
     stage = zero_stage(args, config)
@@ -250,7 +252,7 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
 
 
 def zero_stage(args: argparse.Namespace, config: dict[str, Any]) -> int:
-    """Return the higher of the stages that upstream's arguments and DeepSpeed's configuration name."""
+    """Return the higher of the ZeRO stages in upstream's arguments and in DeepSpeed's configuration."""
     return max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
 
 
@@ -258,7 +260,7 @@ def read_configuration(path: str | None) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     Raises:
-        UsageError: there is none, or it is no JSON object.
+        UsageError: the file does not exist or is not a JSON object.
     """
     expected, remedy = "a file with a JSON object", "Name DeepSpeed's configuration with --deepspeed_config."
     if not path or not Path(path).is_file():

@@ -1,5 +1,5 @@
-"""Adaptors of megatron-core (``megatron.core.*``) and of the training scripts of the same tag.
+"""Adaptors for megatron-core (``megatron.core.*``) and the training scripts of the same tag.
 
-One module or folder per subject; its docstring says what of upstream it connects. An adaptor only records
-patches; see ``patching``.
+There is one module or folder per subject; its docstring names the upstream code that it connects. An adaptor
+only records patches; see ``patching``.
 """

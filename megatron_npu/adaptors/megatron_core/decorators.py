@@ -1,4 +1,4 @@
-"""The decorators of ``patching``, with this upstream filled in."""
+"""The decorators of ``patching``, bound to this upstream."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ own_backport = partial(around, upstream_bug=True, condition=decorators.own_backp
 
 
 def transformer_engine_present() -> str | None:
-    """Return why a patch for the absence of TransformerEngine's kernels is not needed: it is installed."""
+    """Return why a patch for missing TransformerEngine kernels is not needed: the package is installed."""
     return None if standins.te_layers() else installed("transformer_engine")
 
 
 def te_layers_present() -> str | None:
-    """Return why a patch for the absence of TransformerEngine's layers is not needed.
+    """Return why a patch for missing TransformerEngine layers is not needed.
 
-    It is installed, or layers of ours stand under its names.
+    TransformerEngine is installed, or our layers are registered under its names.
     """
     ours = "MEGATRON_NPU_TE=local: layers of megatron_npu under TransformerEngine's names"
     return ours if standins.te_layers() else installed("transformer_engine")
@@ -40,5 +40,5 @@ def te_layers_not_ours() -> str | None:
 
 
 def fused_optimizer_present() -> str | None:
-    """Return why a patch for the absence of fused optimizers is not needed."""
+    """Return why a patch for missing fused optimizers is not needed."""
     return transformer_engine_present() or installed("apex")

@@ -1,5 +1,5 @@
-"""Adaptors of Megatron-LM 285068c8 (January 2023), with ``megatron/model/transformer.py``.
+"""Adaptors for Megatron-LM 285068c8 (January 2023), with ``megatron/model/transformer.py``.
 
-One module per subject; its docstring says what of upstream it connects. An adaptor only records patches; see
-``patching``. What runs unpatched on purpose is in ``unpatched``.
+There is one module per subject; its docstring names the upstream code that it connects. An adaptor only
+records patches; see ``patching``. ``unpatched`` lists what runs unpatched on purpose.
 """

@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` of megatron-core 0.16: offload saved activations to the host.
+"""``--fine-grained-activation-offloading`` as in megatron-core 0.16: offload saved activations to the host.
 
 ``arguments`` declares and checks it.
 """

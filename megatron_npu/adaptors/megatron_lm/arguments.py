@@ -27,7 +27,7 @@ around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_fla
 def add_linear_loss(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Declare the flag of later Megatrons."""
+    """Declare the flag of later Megatron versions."""
     parser = original(parser)
     parser.add_argument(
         "--cross-entropy-fusion-impl",
@@ -53,7 +53,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 def choose_buffers(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Refuse it without HCCL, or take note of the arguments."""
+    """Reject the flag without HCCL; otherwise record the arguments."""
     hccl_buffers.choose(args)
     return original(args, *rest, **named)
 
@@ -86,7 +86,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
 def check_activation_offloading(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Refuse what cannot be, once upstream has worked out what is recomputed."""
+    """Reject unsupported combinations once upstream has determined what is recomputed."""
     validated = original(args, *rest, **named)
     memory_flags.check_activation_offloading(validated)
     return validated
@@ -103,7 +103,7 @@ around(
     why="it demands CUDA_DEVICE_MAX_CONNECTIONS=1: nothing but CUDA's driver reads it, which has not started",
 )
 def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Set the variable where the user has not."""
+    """Set the variable if the user has not set it."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return original(*args, **kwargs)
 
@@ -115,7 +115,7 @@ def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: A
     until="285068c8 is frozen: for ever",
 )
 def complete_decoder_layers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Default the number of decoder layers to that of the encoder."""
+    """Default the number of decoder layers to the number of encoder layers."""
     validated = original(*args, **kwargs)
     if validated.decoder_num_layers is None:
         validated.decoder_num_layers = validated.encoder_num_layers

@@ -1,4 +1,4 @@
-"""Core attention of all models of this checkout, and the softmax of the unfused path."""
+"""Core attention for all models of this checkout, and the softmax of the unfused path."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ core_attention.connect(records)
     why="upstream's needs the packages flash-attn and einops, half precision and CUDA",
 )
 class FlashSelfAttention(torch.nn.Module):
-    """Fused attention with upstream's interface, and the window and layout of the flags in force when built.
+    """Fused attention with upstream's interface, and the window and layout set by flags when it is built.
 
     Args:
-        causal: no key after the query's own position; queries stand at the end of longer keys.
-        softmax_scale: factor of the scores; None is 1 / sqrt(d).
-        attention_dropout: probability in training.
-        device, dtype: for upstream's callers; not used there either.
+        causal: whether to hide keys after the query's own position; queries are aligned with the last keys.
+        softmax_scale: factor of the scores; None means 1 / sqrt(d).
+        attention_dropout: dropout probability in training.
+        device, dtype: for upstream's callers; upstream does not use them either.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FlashSelfAttention(torch.nn.Module):
         self.causal, self.softmax_scale, self.dropout_p = causal, softmax_scale, attention_dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``[b, sq, n, d]`` and ``[b, sk, n, d]`` to ``[b, sq, n, d]``."""
+        """Map queries ``[b, sq, n, d]`` and keys and values ``[b, sk, n, d]`` to ``[b, sq, n, d]``."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (q, k, v))
         return attend(
             query,
@@ -66,7 +66,7 @@ class FlashSelfAttention(torch.nn.Module):
     why="--use-flash-attn asks for two packages and takes a path that ignores masks; CoreAttention is fused",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
-    """Build the layer without upstream's flash path, which CoreAttention makes superfluous."""
+    """Build the layer without upstream's flash path, which is not needed because CoreAttention is fused."""
     with core_attention.without_flash("use_flash_attn") as asked:
         original(self, *positional, **keywords)
     core_attention.give_flags(self, self.core_attention)
@@ -81,5 +81,5 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     order=1,  # what keeps weights lies inside
 )
 def with_contiguous_gradient(original: Callable[..., Any], ctx: Any, grad_output: Tensor) -> Any:
-    """Bring the gradient into the order of the output first."""
+    """Make the gradient contiguous first."""
     return original(ctx, grad_output.contiguous())

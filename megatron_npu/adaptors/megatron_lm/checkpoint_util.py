@@ -18,7 +18,7 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
     until="the tool calls mpu.set_... (by megatron-core 0.12); 285068c8 is frozen",
 )
 def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let ``mpu.parallel_state`` be ``mpu`` for the tool that asks for it next."""
+    """Set ``mpu.parallel_state`` to ``mpu`` for the tool, which uses it next."""
     from megatron.core import mpu
 
     mpu.parallel_state = mpu
@@ -33,5 +33,5 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
     until="transformers ask for a group with fp8 only (by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
-    """Return None where torch.distributed is not initialised, as a group of this process alone."""
+    """Return None, meaning a group of only this process, if torch.distributed is not initialized."""
     return original() if torch.distributed.is_initialized() else None

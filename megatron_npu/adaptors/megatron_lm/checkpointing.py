@@ -32,7 +32,7 @@ around(
     "process with exit code 0; torch.load of 2.5 and before runs whatever code the file holds",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-    """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+    """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
     from megatron.model import enums
 
     with data_only(load_dir, enums.ModelType):
@@ -52,7 +52,7 @@ around("megatron.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(
 def refresh_main_weights(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Copy the loaded weights to the optimizer's fp32 ones with ``--bf16``, as upstream with ``--fp16``."""
+    """Copy the loaded weights to the fp32 ones with ``--bf16``, as upstream does with ``--fp16``."""
     from megatron import get_args
 
     iteration = original(model, optimizer, *rest, **kwargs)
@@ -74,7 +74,7 @@ def refresh_main_weights(
 def require_what_is_evaluated(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Refuse to evaluate a model that was never loaded; a training may begin so, and has an optimizer."""
+    """Require a checkpoint for evaluation; training, which has an optimizer, may start without one."""
     load_arg, directory = _directory(*rest, **kwargs)
     if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
@@ -88,10 +88,10 @@ def require_what_is_evaluated(
 def _directory(
     opt_param_scheduler: Any = None, load_arg: str = "load", strict: bool = True
 ) -> tuple[str, str]:
-    """Return which argument names the checkpoint, and its value.
+    """Return the name and the value of the argument that gives the checkpoint folder.
 
     Args:
-        opt_param_scheduler, load_arg, strict: what ``load_checkpoint`` is called with, behind the first two.
+        opt_param_scheduler, load_arg, strict: arguments of ``load_checkpoint`` after the first two.
     """
     from megatron import get_args
 
@@ -135,7 +135,7 @@ def compare_checksums(
     why="--load-last-good: this tree has no --ckpt-step, the tracker alone says which checkpoint is loaded",
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
-    """Return the iteration that was chosen, and that it is no release."""
+    """Return the chosen iteration, and False because it is not a release."""
     chosen = _CHOSEN.get()
     return original(tracker_filename) if chosen is None else (chosen, False)
 
@@ -155,7 +155,7 @@ around(
 )
 @watchdog.phase(watchdog.SAVING)
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Save private files; write their checksums, and rename the tracker when all is written."""
+    """Save private files; write their checksums, and rename the tracker once all files are written."""
     from megatron import get_args
 
     given = get_args()
@@ -173,7 +173,7 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Let ``torch.save`` put a file instead when it is whole; on a full disk the old one stays."""
+    """Make ``torch.save`` replace a file only once the new one is complete; a full disk keeps the old one."""
     save: Callable[..., None] = torch.save
 
     def save_whole(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:

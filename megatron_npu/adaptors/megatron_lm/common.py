@@ -1,4 +1,4 @@
-"""Connect what this upstream shares with others, from ``shared``."""
+"""Connect what this upstream has in common with others, from ``shared``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpu`` and the local DDP: HCCL's buffers of their groups, with ``--hccl-group-buffer-adaptive``."""
+"""``mpu`` and the local DDP: HCCL buffer sizes for their groups, with ``--hccl-group-buffer-adaptive``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUPS = {
 
 @around("megatron.core.parallel_state:initialize_model_parallel", devices=("npu",), why=communicators.WHY)
 def fit_buffers(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Choose the buffers of the groups whose messages the arguments tell."""
+    """Choose buffer sizes for the groups whose messages the arguments determine."""
     original(*args, **kwargs)
     if not hccl_buffers.asked():
         return
@@ -36,7 +36,7 @@ def fit_buffers(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     "megatron.model.distributed:DistributedDataParallel.__init__", devices=("npu",), why=communicators.WHY
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose those of the group that adds up its buffers of gradients, each in one call."""
+    """Choose the buffer size of the group that reduces the gradient buffers, each in one call."""
     original(self, *args, **kwargs)
     if not hccl_buffers.asked() or not self._grad_buffers:
         return

@@ -1,4 +1,4 @@
-"""``megatron.data``: index files of datasets, built without a compiler, read without pickle; iterators."""
+"""``megatron.data``: dataset index files, built without a compiler, read without pickle; iterators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ questions.connect(records, "tasks.orqa.unsupervised.nq", until="285068c8 is froz
     "behind those of its last validation, and ends in StopIteration when there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the validation after the last iteration take the samples that it has taken before."""
+    """Let a finished run that is started again validate on the samples of its last validation."""
     from megatron.global_vars import get_args
 
     given = get_args()

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy and embedding, and the logits between the model and its loss."""
+"""Vocabulary-parallel cross-entropy and embedding, and the step from the model's output to its loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.ops.embedding import vocab_parallel_embedding
     "sums the gradients of a frequent token in 16 bits on the cpu",
 )
 def embedding_forward(self: Any, input_: Tensor) -> Tensor:
-    """``[...]`` token ids to ``[..., h]``, summed over the tensor-parallel group."""
+    """Map token ids ``[...]`` to ``[..., h]``, summed over the tensor-parallel group."""
     from megatron.core.tensor_parallel.layers import reduce_from_tensor_model_parallel_region
 
     start, end = self.vocab_start_index, self.vocab_end_index
@@ -39,10 +39,10 @@ _WHY = "upstream holds an fp32 softmax of the whole logits from forward to backw
 def cross_entropy_forward(
     ctx: Any, vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """``[s, b, v/p]`` logits and ``[s, b]`` targets to the ``[s, b]`` loss, fp32.
+    """Map logits ``[s, b, v/p]`` and targets ``[s, b]`` to the loss ``[s, b]`` in fp32.
 
-    Smoothing is spread over the whole vocabulary; upstream spreads it over each rank's part, so its loss
-    depends on the parallel size.
+    Label smoothing is spread over the whole vocabulary; upstream spreads it over each rank's part, so its
+    loss depends on the parallel size.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
@@ -54,7 +54,7 @@ def cross_entropy_forward(
 
 @replace(f"{_TARGET}.backward", why=_WHY)
 def cross_entropy_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-    """Gradient of ``forward`` for the logits."""
+    """Return the gradient of ``forward`` with respect to the logits."""
     return CrossEntropy.backward(ctx, grad_output)[0], None, None
 
 
@@ -70,9 +70,9 @@ def post_language_model_processing(
     parallel_output: bool,
     fp16_lm_cross_entropy: bool,
 ) -> Tensor:
-    """``[s, b, h]`` and ``[b, s]`` labels to the ``[b, s]`` loss, fp32; no labels: to logits ``[b, s, v]``.
+    """Return the fp32 loss ``[b, s]`` for ``[s, b, h]`` and labels, or logits ``[b, s, v]`` without labels.
 
-    The numbers are upstream's without ``fp16_lm_cross_entropy``, which there is no reason to set here.
+    The results are upstream's without ``fp16_lm_cross_entropy``, which there is no reason to set here.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.model.gpt_model import parallel_lm_logits
@@ -86,7 +86,7 @@ def post_language_model_processing(
 
 
 def _without_logits() -> bool:
-    """Return whether output layer and loss are one: on a cpu always, where that is faster."""
+    """Return whether the output layer and the loss are fused: on a cpu always, because it is faster."""
     return _asks_for_linear() or devices.current().name == "cpu"
 
 

@@ -20,7 +20,7 @@ around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which the forwar
 
 @replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension that it compiles at start")
 def forward(self: Any, input: Tensor) -> Tensor:
-    """``[..., h]`` to ``[..., h]`` in the dtype of the weight, as upstream's mixed-precision kernel."""
+    """Normalize ``[..., h]``; the result has the weight's dtype, as with upstream's CUDA kernel."""
     from megatron.core.utils import make_viewless_tensor
 
     result = residual_norm.result_of(self, input)

@@ -31,7 +31,7 @@ for _target in (
     why="it reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
 def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the old name be found while it runs; then reinterpret the buffers as views, which share memory."""
+    """Provide the old method name during the call, then replace the buffers with views that share memory."""
     with _untyped_storage_by_its_old_name():
         original(self, *args, **kwargs)
     self.param_buffers = [

@@ -18,7 +18,7 @@ from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
     "and with HCCL takes the result for that of a function without gradient",
 )
 def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
-    """Gather the values alone; the callers mark the result as a leaf themselves."""
+    """Gather the values without autograd; the callers mark the result as a leaf themselves."""
     return original(tensor.detach())
 
 
@@ -29,7 +29,7 @@ def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
     "NPU, no time measured",
 )
 def send_whole_tensors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Send and receive whole tensors where they would be cut in one part."""
+    """Send and receive whole tensors if splitting them would give a single part."""
     from megatron import get_args
     from megatron.core import mpu
 

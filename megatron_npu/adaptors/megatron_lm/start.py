@@ -1,4 +1,4 @@
-"""Start-up: initialization, kernels that need no compilation, the line before the first step."""
+"""Start-up: initialization, kernels that need no compilation, the log line before the first step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ around(
     why="init_process_group asks for MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., None]) -> None:
-    """Give a process that runs alone an address to meet at."""
+    """Set a rendezvous address for a process that runs alone."""
     rendezvous.provide_address()
     original()

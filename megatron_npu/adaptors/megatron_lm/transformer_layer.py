@@ -1,4 +1,4 @@
-"""On an NPU, fuse a layer's biases into its products, and its residual additions with the next norms."""
+"""On an NPU, fuse a layer's biases into its matmuls, and its residual additions into the next norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ biased_product.connect(records, fusions.no_bias)  # upstream expands what it is 
 
 @around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY, order=1)
 def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Note for each layer which norms will read its sums, the next layer's or the final one for the last."""
+    """Store in each layer the norms that read its sums: its own, and the next layer's or the final one."""
     original(self, *args, **kwargs)
     layers = list(self.layers)
     for layer in layers:
@@ -37,6 +37,6 @@ def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any
 
 @around(f"{_TRANSFORMER}:ParallelTransformerLayer.forward", devices=("npu",), why=residual_norms.WHY)
 def forward(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """``[s, b, h]`` to ``[s, b, h]``, while its norms are known to what adds the residuals."""
+    """Map ``[s, b, h]`` to ``[s, b, h]`` while the functions that add residuals know the layer's norms."""
     with residual_norms.read_by(getattr(self, _NORMS, ()) if self.training else ()):
         return original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Functions that run unpatched although a patch might be expected; their pins are compared."""
+"""Functions that run unpatched although a patch might be expected; only their pins are compared."""
 
 from megatron_npu.adaptors.megatron_lm.decorators import watch
 

@@ -1,1 +1,1 @@
-"""Code shared by the adaptors of several Megatrons."""
+"""Code shared by the adaptors of several upstreams."""

@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` for Megatrons without it: the modules whose tensors are moved."""
+"""``--fine-grained-activation-offloading`` for Megatron versions without it: modules whose tensors move."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def connect(recorder: Recorder) -> None:
-    """Record for an upstream what a linear layer needs while there are hooks on what autograd saves."""
+    """Record what an upstream's linear layer needs while hooks handle the tensors that autograd saves."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
 
 
 def keep_weight(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
-    """Keep the parameter itself for the backward pass, past the hooks."""
+    """Keep the parameter itself for the backward pass, bypassing the hooks."""
     return original(ctx if _hooks(False) is None else _Keeping(ctx), *args)
 
 
 def with_kept_weight(original: Callable[..., Any], ctx: Any, *grads: Tensor) -> Any:
-    """Give it to upstream's own backward."""
+    """Pass the kept weight to upstream's own backward."""
     return original(_Keeping(ctx) if hasattr(ctx, _WEIGHT) else ctx, *grads)
 
 
@@ -53,10 +53,10 @@ _WEIGHT = "megatron_npu_weight"
 
 
 class _Keeping:
-    """A context of autograd that is given an input and a weight to save, and keeps the weight as it is.
+    """A wrapper for an autograd context that saves an input and a weight, and keeps the weight object.
 
-    Autograd hands out a new tensor for whatever it has saved while there were hooks, even if they return what
-    they were given: a parameter without its attributes. And a hook moves no weight that it never sees.
+    With hooks, autograd returns a new tensor for everything it has saved, even if they return what they were
+    given: a parameter would lose its attributes. A hook also cannot move a weight that it never sees.
     """
 
     def __init__(self, ctx: Any) -> None:
@@ -75,7 +75,7 @@ class _Keeping:
 
     @property
     def saved_tensors(self) -> tuple[Tensor, Tensor]:
-        """Input and weight."""
+        """Return the input and the weight."""
         return self.ctx.saved_tensors[0], getattr(self.ctx, _WEIGHT)
 
 
@@ -83,9 +83,9 @@ def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None
     """Offload what the modules of ``layers`` save, except in the last layer, whose backward runs next.
 
     Args:
-        layers: of this stage or chunk of a pipeline.
-        modules: words of ``--offload-modules``.
-        smallest: how many numbers a tensor has that is moved.
+        layers: the layers of this pipeline stage or chunk.
+        modules: values of ``--offload-modules``.
+        smallest: minimum number of elements of a tensor that is moved.
 
     Raises:
         UsageError: a layer has no such module.

@@ -1,4 +1,4 @@
-"""Checkpoints of stock scripts in object storages, as far as upstream's own writers reach: ``msc://``."""
+"""Stock scripts' checkpoints in object storage, as far as upstream's writers support it: ``msc://``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MOUNT = "Mount the storage, or save to a disk and copy complete checkpoints."
 
 
 def is_address(place: str | Path | None) -> bool:
-    """Return whether a place is in an object storage. A path would be a folder of that name, made here."""
+    """Return whether a path is an address in object storage, which must not be used as a folder."""
     return "://" in str(place)
 
 
 def require_supported(args: Any) -> None:
-    """Check that upstream reads and writes the addresses among ``--save`` and ``--load``.
+    """Check that upstream can read and write the addresses given as ``--save`` and ``--load``.
 
     Raises:
-        UsageError: it does not, and would make a folder of that name.
+        UsageError: upstream cannot, and would create a folder of that name.
     """
     for flag in ("save", "load"):
         place = getattr(args, flag, None)
@@ -61,7 +61,7 @@ def _require_format(given: str, args: Any) -> None:
 
 
 def declare_whole(place: str) -> None:
-    """Write the mark of a checkpoint whose other objects are there. All ranks must call this."""
+    """Write the object that marks a checkpoint as complete. All ranks must call this."""
     import multistorageclient
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Flags that this package adds to the parsers of all Megatrons."""
+"""Flags that this package adds to the parsers of all upstreams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attent
 
 
 def connect_attention_flags(recorder: Recorder) -> None:
-    """Record the patches of the attention flags for a checkout with ``megatron/arguments.py``."""
+    """Record the patches that add the attention flags for a checkout with ``megatron/arguments.py``."""
     recorder.around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_flags)
 
 
@@ -25,7 +25,7 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
 
 
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
-    """Return what declares flags after upstream's own: ``declare`` is given ``add_argument``."""
+    """Return a function to record with ``around`` that lets ``declare`` add flags after upstream's own."""
 
     def add(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
@@ -40,7 +40,7 @@ def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., ar
 def accept_local_rank_with_a_dash(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Accept both spellings."""
+    """Accept both spellings, ``--local_rank`` and ``--local-rank``."""
     parser = original(parser)
     parser.add_argument("--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
     return parser

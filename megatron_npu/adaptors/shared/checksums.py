@@ -1,7 +1,7 @@
-"""Checksums in the checkpoints of stock scripts, for all Megatrons.
+"""Checksums in the checkpoints of stock scripts, for all upstreams.
 
-Written with each, before the tracker names it; compared while it is loaded. ``--load-last-good`` passes over
-what is damaged.
+They are written with each checkpoint, before the tracker names it, and verified while it is loaded.
+``--load-last-good`` skips damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEDY = (
 
 
 def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare ours after upstream's own flags."""
+    """Declare our flag after upstream's own."""
     parser = add_verify_flag(original, parser)
     parser.add_argument(
         "--load-last-good",
@@ -41,7 +41,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare the flags of all trees."""
+    """Declare the flags that all trees get."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
@@ -54,12 +54,12 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
 
 
 def folder(root: str | Path, iteration: int, *, release: bool = False) -> Path:
-    """Return where the scripts save the checkpoint of an iteration, or weights that are released."""
+    """Return where the scripts save the checkpoint of an iteration, or of released weights."""
     return Path(root) / (RELEASE if release else f"iter_{iteration:07d}")
 
 
 def begin_save(place: Path) -> None:
-    """Let nobody compare the files of a checkpoint that is written over with the sums of the former one."""
+    """Remove the old checksums of a checkpoint that is about to be overwritten."""
     if disks.leads():
         checksums.forget(place)
         (place / disks.NAME).unlink(missing_ok=True)
@@ -67,12 +67,12 @@ def begin_save(place: Path) -> None:
 
 @dataclass
 class Save:
-    """A save of a script that is under way.
+    """A script's save in progress.
 
     Attributes:
-        tracker: which will name the checkpoint.
-        partial: the tracker's name until the checkpoint is whole.
-        afterwards: what is to be done when the tracker has its name.
+        tracker: the file that will name the checkpoint.
+        partial: the tracker's temporary name until the checkpoint is complete.
+        afterwards: functions to call once the tracker has its final name.
     """
 
     tracker: Path
@@ -80,7 +80,7 @@ class Save:
     afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def publish(self) -> bool:
-        """Rename the tracker when the script has written it; return whether it was renamed."""
+        """Rename the tracker if the script has written it; return whether it was renamed."""
         if not self.partial.is_file():  # on rank 0 alone it is
             return False
         self.partial.replace(self.tracker)
@@ -91,21 +91,21 @@ _SAVE: ContextVar[Save | None] = ContextVar("the save that is under way", defaul
 
 
 def under_way() -> Save | None:
-    """Return the save that the script has begun and not ended; of an asynchronous one, only its beginning."""
+    """Return the script's save in progress; for an asynchronous save only while it is being started."""
     return _SAVE.get()
 
 
 @contextlib.contextmanager
 def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
-    """Write the checksums of what a script saves in the block before the tracker names the checkpoint.
+    """Write checksums of what a script saves in the block, before the tracker names the checkpoint.
 
-    A run that is killed in between leaves the tracker at the checkpoint before, which is whole. All ranks
-    must call this.
+    A run that is killed in between leaves the tracker at the previous checkpoint, which is complete. All
+    ranks must call this.
 
     Args:
         root: the folder of the checkpoints.
-        place: that of this one, in which the block leaves all its files.
-        verifies: whether checksums are wanted.
+        place: the folder of this one, in which the block leaves all its files.
+        verifies: whether to write checksums.
     """
     with beginning(root, place) as save:
         yield
@@ -123,9 +123,9 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beginning(root: str | Path, place: Path) -> Iterator[Save]:
-    """Let a script begin to save inside the block; what it calls the tracker there is its temporary name.
+    """Let a script start to save in the block, where the tracker has a temporary name.
 
-    Gives the save, whose tracker may be published after the block too.
+    Yields the save, whose tracker may also be published after the block.
     """
     tracker = Path(root, TRACKER)
     save = Save(tracker, files.partial_file(tracker))
@@ -140,13 +140,13 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
 
 
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-    """Return the name of the tracker, while a script saves that to write to."""
+    """Return the tracker's path, or its temporary path during a save."""
     name, save = original(*args, **kwargs), under_way()
     return name if save is None else str(save.partial)
 
 
 def named(tracker: str) -> str:
-    """Return the name that a tracker will have."""
+    """Return the final path of a tracker."""
     save = under_way()
     return tracker if save is None else str(save.tracker)
 
@@ -157,14 +157,14 @@ def is_first() -> bool:
 
 
 def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractContextManager[None]:
-    """Compare the files of a checkpoint while the block loads it; nothing for None. All ranks must call this.
+    """Verify the files of a checkpoint while the block loads it. All ranks must call this.
 
     Args:
-        place: of the checkpoint.
-        remedy: what to do where it is damaged.
+        place: the checkpoint's folder; None: nothing is verified.
+        remedy: what to do if it is damaged.
 
     Raises:
-        UsageError: naming what is damaged.
+        UsageError: a file is damaged; the error names it.
     """
     return contextlib.nullcontext() if place is None else checksums.verifying(place, remedy)
 
@@ -173,13 +173,13 @@ def require_same(root: str | Path, place: Path | None) -> None:
     """Check that all ranks load the same checkpoint, or none. All ranks must call this.
 
     Raises:
-        UsageError: their machines have different ones under ``root``.
+        UsageError: the ranks' machines have different ones under ``root``.
     """
     shared_folder.require_same("--load", root, place.name if place and place.is_dir() else None)
 
 
 def is_release(root: str | Path) -> bool:
-    """Return whether the tracker under ``root`` names weights that no run has written."""
+    """Return whether the tracker under ``root`` names released weights instead of an iteration."""
     place = of_tracker(root)
     return place is not None and place.name == RELEASE
 
@@ -189,7 +189,7 @@ def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
 
     Args:
         root: the folder of the checkpoints.
-        chosen: the iteration that a flag names; None: the tracker does.
+        chosen: the iteration given by a flag; None: the one that the tracker names.
     """
     if chosen:
         return folder(root, chosen)
@@ -200,7 +200,7 @@ def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
 
 
 def of_tracker(root: str | Path) -> Path | None:
-    """Return the checkpoint that the tracker under ``root`` names, None if there is none of a run."""
+    """Return the checkpoint that the tracker under ``root`` names, or None if it names none."""
     tracker = Path(root) / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
     if text == RELEASE:

@@ -1,4 +1,4 @@
-"""HCCL's buffers of process groups, and their log lines."""
+"""HCCL buffer sizes of process groups, and the log lines about them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WHY = (
 
 
 def fit_group(group: ProcessGroup, name: str) -> None:
-    """Choose the buffers of a group by what the arguments tell of ``name``, unless its options do."""
+    """Choose a group's buffer size from what the arguments imply for ``name``, unless its options set it."""
     _fit(group, name, hccl_buffers.size_of_group(name))
 
 
 def fit_buffer(group: ProcessGroup, message: int, name: str) -> None:
-    """Choose the buffers of a group by its largest message, in bytes, unless its options do."""
+    """Choose a group's buffer size from its largest message, in bytes, unless its options set it."""
     _fit(group, name, hccl_buffers.size_of(message))
 
 
@@ -39,7 +39,7 @@ def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
 
 
 def say_buffer(group: str, mebibytes: int | None) -> None:
-    """Log once what a group's communicator takes and would take, in MiB of the device's memory."""
+    """Log once how much device memory a group's communicator uses, and the default amount, in MiB."""
     default = hccl_buffers.default()
     if mebibytes is not None and mebibytes != default:
         _say_once(group, mebibytes, default)

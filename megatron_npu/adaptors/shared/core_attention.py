@@ -20,10 +20,10 @@ _WHY_SOFTMAX = "upstream's kernels are CUDA extensions that it compiles at start
 def connect(recorder: Recorder) -> None:
     """Record the core attention of a tree with ``CoreAttention`` in ``megatron/model/transformer.py``.
 
-    Also the softmax, for what does not go through it.
+    Also record the softmax, for what does not go through it.
 
     Args:
-        recorder: that of the checkout.
+        recorder: the checkout's recorder.
     """
     recorder.replace(
         "megatron.model.transformer:CoreAttention.forward",
@@ -37,9 +37,9 @@ def connect(recorder: Recorder) -> None:
 def forward(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
-    """``[sq, b, n, d]`` and ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
+    """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
 
-    The layer has the window and the layout in its ``attention_flags``; without them the flags' defaults hold.
+    The layer's ``attention_flags`` hold the window and the layout; without them the flags' defaults apply.
     """
     flags: AttentionFlags = getattr(self, "attention_flags", DEFAULTS)
     causal = self.attn_mask_type.name == "causal"
@@ -60,7 +60,7 @@ def forward(
 
 @contextlib.contextmanager
 def without_flash(*names: str) -> Iterator[bool]:
-    """Turn the flags of upstream's flash attention off while a layer is built; give whether one was on."""
+    """Switch off upstream's flash-attention flags while a layer is built; yield whether one was on."""
     from megatron import get_args
 
     args = vars(get_args())
@@ -73,9 +73,9 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Set the window and the layout of the flags in a ``ParallelAttention``'s core attention.
+    """Give a ``ParallelAttention``'s core attention the window and layout that the flags set now.
 
-    They are those in force now; cross-attention has no window.
+    Cross-attention gets no window.
     """
     from megatron import get_args
 
@@ -84,14 +84,14 @@ def give_flags(layer: Any, core: Any) -> None:
 
 
 def scale_of(layer: Any) -> float:
-    """Return the factor of the scores; --apply-query-key-layer-scaling divides by one and restores it."""
+    """Return the factor of the scores, including that of --apply-query-key-layer-scaling."""
     return (layer.scale_mask_softmax.scale or 1.0) / layer.norm_factor
 
 
 def more_is_masked_than_the_future() -> bool:
-    """Return whether a causal layer's mask holds more than the causal triangle.
+    """Return whether a causal layer's mask hides more than later keys.
 
-    So it is with ``--reset-attention-mask`` (documents in one sample) and in T5's decoder (padding).
+    It does with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder (padding).
     """
     from megatron import get_args
 
@@ -102,12 +102,12 @@ def more_is_masked_than_the_future() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
-    """Return the attention ``[sq, b, n, d]``, contiguous; queries ``[sq, b, n, d]``, keys ``[sk, b, n, d]``.
+    """Return the attention output ``[sq, b, n, d]``, contiguous; keys and values are ``[sk, b, n, d]``.
 
     Args:
-        flags: window, and layout to call the operation with. Heads stay a separate dimension, since SBH and
-            SBND have the same memory layout.
-        kwargs: further arguments of ``ops.attention.attention``.
+        flags: the window, and the layout to call the operation with. Heads stay a separate dimension, since
+            SBH and SBND have the same memory layout.
+        kwargs: additional arguments of ``ops.attention.attention``.
     """
     asked: dict[str, Any] = {"window": flags.window, "flags": flags, **kwargs}
     if flags.shape_order == "SBH":
@@ -127,7 +127,7 @@ def recomputed(
 ) -> Tensor:
     """Save only the memory of the three tensors in ``_checkpointed_attention_forward``.
 
-    A layer that recomputes the up-projection too, frees the tensors themselves: they stay as they are.
+    A layer that also recomputes the up-projection frees the tensors itself, so they are left unchanged.
     """
     if not getattr(self, "recompute_up_proj", False):
         query, key, value = out_of_larger_memory(query, key, value)
@@ -135,10 +135,11 @@ def recomputed(
 
 
 def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy those tensors that are parts of a memory of which all of them leave some unused.
+    """Copy each tensor whose storage is not fully used by the given tensors.
 
-    So it is with values beside turned queries and keys: what is turned is new, and the values alone hold the
-    product that all three came from. Three parts that make up the product stay: copies would be as large.
+    This is the case for values when queries and keys are rotated: rotated tensors are new, and the values
+    would keep the whole projection alive. Three tensors that fill the memory are not copied: copies would be
+    as large.
     """
     used: Counter[int] = Counter()
     for tensor in tensors:
@@ -151,13 +152,13 @@ def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which upstream drops out: heads are split, so each rank has its own masks.
+    """Return the context in which upstream applies dropout: heads are split, so each rank has its own masks.
 
-    Where nobody has seeded the ranks (``model_parallel_cuda_manual_seed``) there is no such context, and the
-    device's generator is drawn from: as in TransformerEngine's attention, for which ours stands.
+    If the ranks were not seeded (``model_parallel_cuda_manual_seed``) there is no such context, and masks are
+    drawn from the device's generator, as in the TransformerEngine attention that ours replaces.
 
     Args:
-        sequence_parallel: then the whole layer is in such a context.
+        sequence_parallel: whether the whole layer already runs in such a context.
     """
     if dropout_p == 0.0 or sequence_parallel:
         return contextlib.nullcontext()
@@ -168,15 +169,15 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
 
 
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return whether ``forward_fused_softmax`` means the same as upstream's torch path for this call."""
+    """Return whether ``forward_fused_softmax`` and upstream's torch path agree for this call."""
     return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 
 def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype: ``FusedScaleMaskSoftmax``'s.
+    """Map scores ``[b, n, sq, sk]`` to probabilities, like ``FusedScaleMaskSoftmax``; same shape and dtype.
 
-    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; the causal kernel of
-    Megatron-LM 285068c8 ignores it.
+    A causal mask that hides more than later keys (``--reset-attention-mask``) is respected; the
+    causal kernel of Megatron-LM 285068c8 ignores it.
     """
     causal = self.attn_mask_type.name == "causal"
     return softmax.scale_mask_softmax(input, mask, self.scale, causal)

@@ -1,6 +1,6 @@
 """``megatron.data`` of the older trees: index files built without a compiler and read without pickle.
 
-Datasets are their user's and his group's.
+Dataset files are private to their user and group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WHY_EMBEDDINGS = (
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
-    """Record all of it.
+    """Record all of these patches.
 
     Args:
-        recorder: that of the checkout.
-        modules: those of ``megatron.data`` that read index files.
-        until: when the first may be removed.
+        recorder: the checkout's recorder.
+        modules: the modules of ``megatron.data`` that read index files.
+        until: when the fixes may be removed.
     """
     for module in modules:
         recorder.constant(
@@ -60,12 +60,12 @@ _WHY_LAZY = (
 
 
 def through_a_map(original: Callable[..., Any], path: str, impl: str, *args: Any, **kwargs: Any) -> Any:
-    """Open a dataset of ``lazy`` or ``cached`` as one of ``mmap``."""
+    """Open a ``lazy`` or ``cached`` dataset as an ``mmap`` dataset."""
     lazy = impl in ("lazy", "cached", "infer") and lazy_index.is_lazy(f"{path}.idx")
     return original(path, "mmap" if lazy else impl, *args, **kwargs)
 
 
 def read_either(original: Callable[..., None], self: Any, path: str, *args: Any, **kwargs: Any) -> None:
-    """Read an index of ``lazy`` or ``cached`` as the one of ``mmap`` that says the same."""
+    """Read a ``lazy`` or ``cached`` index as the equivalent ``mmap`` index."""
     with lazy_index.mapped(path) as mapped:
         original(self, mapped, *args, **kwargs)

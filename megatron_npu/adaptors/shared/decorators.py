@@ -1,4 +1,4 @@
-"""Decorators with which the adaptors of every upstream record their patches."""
+"""Decorators with which the adaptors for every upstream record their patches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY_COUNTED = "; memory counted on the simulated NPU, not measured on one"
 
 
 def recorder(upstream: str) -> Recorder:
-    """Return the decorators of ``patching`` with ``upstream`` filled in."""
+    """Return the decorators of ``patching``, bound to ``upstream``."""
     return Recorder(registry, upstream)
 
 
@@ -31,7 +31,7 @@ def installed(*packages: str) -> str | None:
 
 
 def upstream_compiles() -> str | None:
-    """Return why a patch of what upstream compiles on cuda is not needed: no kernel of ours will run."""
+    """Return why a patch for what upstream compiles on cuda is not needed: no kernel of ours will run."""
     from megatron_npu import devices
     from megatron_npu.ops import dispatch
 
@@ -42,7 +42,7 @@ def upstream_compiles() -> str | None:
 
 
 def backports_not_wanted() -> str | None:
-    """Return why a patch that makes upstream's numbers right is not applied, or None: the user wants it."""
+    """Return why a fix for upstream's wrong numbers is not applied, or None if the user requests it."""
     variable = settings.BACKPORT
     if variable.enabled():
         return None
@@ -50,15 +50,15 @@ def backports_not_wanted() -> str | None:
 
 
 def own_backports_not_wanted() -> str | None:
-    """As ``backports_not_wanted``, of one that the programs of this project want without being asked."""
+    """Return the same for a fix that this project's own programs always apply."""
     return None if OURS.get() else backports_not_wanted()
 
 
 def is_backport(patch: Patch) -> bool:
-    """Return whether ``patch`` is applied only where right numbers are wanted."""
+    """Return whether ``patch`` is applied only if fixes for wrong numbers are requested."""
     return patch.condition in (backports_not_wanted, own_backports_not_wanted)
 
 
 def is_cured_in_own_programs(patch: Patch) -> bool:
-    """Return whether ``patch`` is such a one, and in place in every training of this project's own."""
+    """Return whether ``patch`` is such a fix and is applied in all of this project's own training runs."""
     return patch.condition is own_backports_not_wanted

@@ -1,8 +1,9 @@
 """Gradients that are written to Megatron's buffer directly instead of through autograd, in both DDPs.
 
-Those of vectors, of biases and norms, are added to it in one call at the end of backward instead of a launch
-each, eight a layer; vectors that wait cost no memory. On a cpu, those of the words' table are added for the
-rows that were read, instead of a table of zeros, its sum with the output layer's and a pass over the buffer.
+Gradients of vectors (biases and norms) are added to it in one call at the end of backward instead of one
+launch each, eight per layer; deferred vectors need little memory. On a cpu, gradients of the word table are
+added only for the rows that were read, instead of a table of zeros, its sum with the output layer's gradient
+and a pass over the buffer.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def let_wait(parameter: Tensor, total: Tensor) -> None:
 
 
 def may_wait(parameter: Any) -> None:
-    """Say that a parameter has a gradient buffer, to which ``keep`` may add at the end of the pass."""
+    """Record that a parameter has a gradient buffer to which ``keep`` may add at the end of the pass."""
     setattr(parameter, _MAY_WAIT, True)
 
 
 def keep(parameter: Any, grad: Tensor) -> bool:
     """Accumulate an fp32 gradient without autograd; return False if that is not possible.
 
-    In fp32, which the buffer has as a rule: what autograd is given is rounded to the parameter's dtype first.
+    The buffer is usually fp32, whereas autograd would first round the gradient to the parameter's dtype.
     """
     if not getattr(parameter, _MAY_WAIT, False):
         return False
@@ -50,12 +51,12 @@ def keep(parameter: Any, grad: Tensor) -> bool:
 
 
 def may_take_rows(parameter: Any) -> None:
-    """Say that a table has a gradient buffer of which nothing is sent before the backward pass has ended."""
+    """Record that a table has a gradient buffer of which nothing is sent before the backward pass ends."""
     setattr(parameter, _TAKES_ROWS, True)
 
 
 def takes_rows(parameter: Any) -> bool:
-    """Return whether ``may_take_rows`` was said: then autograd need not bring a gradient of the table."""
+    """Return whether ``may_take_rows`` was called: then autograd need not return a gradient of the table."""
     return getattr(parameter, _TAKES_ROWS, False)
 
 
@@ -77,7 +78,7 @@ def _let_wait(parameter: Tensor, total: Tensor, grad: Tensor) -> None:
 
 
 def _add_waiting() -> None:
-    """Add the gradients that wait, in one call for each pair of dtypes."""
+    """Add the deferred gradients, in one call for each pair of dtypes."""
     waiting = list(_waiting.values())
     _waiting.clear()
     for totals, grads in group_by_dtypes(waiting):

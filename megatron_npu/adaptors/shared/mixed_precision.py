@@ -1,4 +1,4 @@
-"""16-bit training in older Megatrons: conversions at the model's inputs and outputs, the overflow flag."""
+"""16-bit training in older trees: conversions at the model's inputs and outputs, and the overflow flag."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SCHEDULES = (
 
 
 def connect(recorder: Recorder, optimizer: str) -> None:
-    """Record all of it for a tree with ``megatron/schedules.py``.
+    """Record all of these patches for a tree with ``megatron/schedules.py``.
 
     Args:
-        recorder: that of the checkout.
+        recorder: the checkout's recorder.
         optimizer: the class in ``megatron.optimizer.optimizer`` that unscales gradients.
     """
     for convert in (fp32_to_float16, float16_to_fp32):
@@ -41,7 +41,7 @@ def connect(recorder: Recorder, optimizer: str) -> None:
 
 
 def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
-    """Record that the check of the class ``optimizer`` heeds the device's flag."""
+    """Record a patch that makes the check of the class ``optimizer`` also read the device's flag."""
     recorder.around(
         f"megatron.optimizer.optimizer:{optimizer}._unscale_main_grads_and_check_for_nan",
         devices=("npu",),
@@ -50,7 +50,7 @@ def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Convert every fp32 tensor of a nested tuple or list; leave everything else as it is."""
+    """Convert every fp32 tensor of a nested tuple or list; leave everything else unchanged."""
     return _convert(val, (torch.float32,), float16_convertor)
 
 
@@ -69,7 +69,7 @@ def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[...,
 
 
 def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
-    """Make an overflow that only the device's flag knows of visible to upstream's check."""
+    """Make an overflow that only the device's flag reports visible to upstream's check."""
     if devices.current().overflowed():
         # upstream resets its own flag first; these gradients are thrown away in any case
         groups = self.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Mixed-precision optimizers of both Megatrons: loops that copy or cast one parameter at a time."""
+"""Mixed-precision optimizers of both Megatrons: merge loops that copy or cast parameters one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHY = "upstream copies or casts in a launch for each parameter" + LAUNCHES_COUNT
 def copy_together(original: Callable[[Any], None], self: Any) -> None:
     """Collect the copies of upstream's loop, and execute them in one call.
 
-    Gradients outside of a buffer, which upstream frees one by one, are left to it.
+    Gradients outside a buffer, which upstream frees one by one, are left to upstream.
     """
     groups = getattr(self, "float16_groups", ())  # of the optimizer that is not distributed
     if all(hasattr(parameter, "main_grad") for group in groups for parameter in group):

@@ -18,8 +18,8 @@ WHY = (
 def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make new files private (``files.tighten_umask``).
 
-    At the start of a training, evaluation or inference, and not where Megatron is imported: a program that
-    uses it as a library keeps its umask. Processes that the script starts inherit it.
+    This happens at the start of training, evaluation or inference, not when Megatron is imported: a program
+    that uses it as a library keeps its umask. Processes that the script starts inherit it.
     """
     files.tighten_umask()
     return original(*args, **kwargs)
@@ -35,12 +35,12 @@ def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
-    """Record that .bin and .idx files of a checkout's tools are private.
+    """Record patches that make the .bin and .idx files written by a checkout's tools private.
 
     Args:
-        recorder: that of the checkout.
-        module: where its builders of datasets are.
-        builders: their names; a builder opens the .bin when it is made, and the .idx at its end.
+        recorder: the checkout's recorder.
+        module: the module with its dataset builders.
+        builders: their names; a builder opens the .bin file when created, and the .idx file at the end.
     """
     for builder in builders:
         for method in ("__init__", "finalize"):

@@ -1,4 +1,4 @@
-"""``tasks/orqa``: read the answers in a question file, which upstream passes to ``eval``."""
+"""``tasks/orqa``: parse the answers in a question file, which upstream passes to ``eval``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") -> None:
-    """Record that answers are read, and not evaluated.
+    """Record that answers are parsed, not evaluated.
 
     Args:
-        recorder: that of the checkout.
-        module: the one that reads Natural Questions.
-        until: when it may be removed.
-        versions: of upstream, those that have it.
+        recorder: the checkout's recorder.
+        module: the module that reads Natural Questions.
+        until: when the patch may be removed.
+        versions: the upstream versions that have it.
     """
     recorder.replace(
         f"{module}:NQDataset.process_samples_from_single_path",
@@ -32,7 +32,7 @@ def read_questions(filename: str) -> list[dict[str, Any]]:
     """Return the questions of a file of tab-separated values, and the answers of each, written as a list.
 
     Raises:
-        UsageError: a line is not that.
+        UsageError: a line does not have this form.
     """
     with open(filename, encoding="utf-8") as file:
         rows = csv.reader(file, delimiter="\t")

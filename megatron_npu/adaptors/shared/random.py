@@ -23,11 +23,11 @@ OTHER_DEVICE = (
 
 
 def connect(recorder: Recorder, module: str) -> None:
-    """Record that the generator's state is set at once in an older tree.
+    """Record that an older tree sets the generator's state at once.
 
     Args:
-        recorder: that of the checkout.
-        module: where its RNG tracker is.
+        recorder: the checkout's recorder.
+        module: the module with its RNG tracker.
     """
     recorder.replace(
         f"{module}:_set_cuda_rng_state",
@@ -48,16 +48,16 @@ def connect_host(recorder: Recorder) -> None:
 
 
 def build_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the model with the host's generator in force; the RNG tracker's own states are not affected."""
+    """Build the model with the host's generator; the RNG tracker's own states are not affected."""
     with devices.current().host_rng():
         return original(*args, **kwargs)
 
 
 def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Put ``new_state`` (bytes, on the CPU) into the generator of this process's device, now.
+    """Set the generator of this process's device to ``new_state`` (bytes, on the CPU), at once.
 
     Args:
-        device: for upstream's callers, whose only value is the current device.
+        device: for upstream's callers, which always pass the current device.
         graph_safe: for CUDA graphs, in megatron-core.
     """
     devices.current().set_rng_state(new_state)

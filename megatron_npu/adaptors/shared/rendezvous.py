@@ -1,4 +1,4 @@
-"""Default rendezvous address of a run started without a launcher."""
+"""Default rendezvous address for a run started without a launcher."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def provide_address() -> None:
-    """Give a process that is alone the address of its store, which torchrun gives to several.
+    """Set a store address for a single process, as torchrun does for several.
 
-    Stock scripts call ``init_process_group`` with ``env://``; without a launcher they would end there, asking
-    for MASTER_ADDR. Most versions offer no way to hand them a store (megatron-core 0.16 does), so it is the
-    address that is given: with port 0 the system chooses a free one as torch's store binds it, and nobody
-    else needs to know which.
+    Stock scripts call ``init_process_group`` with ``env://``; without a launcher they would fail there
+    because MASTER_ADDR is missing. Most versions offer no way to pass a store (megatron-core 0.16 does), so
+    the address is set instead: with port 0 the system chooses a free one when torch's store binds it, and no
+    other process needs to know it.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" and "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -1,7 +1,8 @@
-"""Resume with another schedule of learning rate and weight decay than the checkpoint's.
+"""Resume with a learning-rate and weight-decay schedule that differs from the checkpoint's.
 
-Training longer is the commonest case: ``--train-iters`` is a part of the schedule. All trees refuse it unless
-a flag says which of the two counts, in an assertion below some eight hundred lines of the script's output.
+The most common case is to train longer: ``--train-iters`` is part of the schedule. All trees reject this
+unless a flag selects one of the two schedules, with an assertion that appears after about 800 lines of the
+script's output.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ def refuse_in_one_line(
     *,
     flags: str = "opt_param-scheduler",
 ) -> float:
-    """Report upstream's comparison of schedules in one line, with the flags that decide.
+    """Report upstream's comparison of schedules as a short error, with the flags that decide.
 
     Args:
         original: upstream's ``_check_and_set``.
         self: the schedule.
-        cls_value: of the command line.
-        sd_value: of the checkpoint.
-        name: upstream's words for it; steps are counted in samples.
-        flags: how the names of the two flags end.
+        cls_value: the command line's value.
+        sd_value: the checkpoint's value.
+        name: upstream's name for the value; steps are counted in samples.
+        flags: the common suffix of the two flags' names.
 
     Raises:
-        UsageError: they differ, and no flag says which counts.
+        UsageError: the values differ, and no flag selects one.
     """
     try:
         return original(self, cls_value, sd_value, name)

@@ -14,11 +14,11 @@ WHY_BOARD = "TensorBoard names a run by its folder, and would show the times as 
 
 
 def connect_old_tree(recorder: Recorder, line: str) -> None:
-    """Record both for a tree with ``megatron/global_vars.py``.
+    """Record both patches for a tree with ``megatron/global_vars.py``.
 
     Args:
-        recorder: that of the checkout.
-        line: what prints the lines of numbers.
+        recorder: the checkout's recorder.
+        line: the function that prints the lines of measurements.
     """
     recorder.around(line, devices=("npu",), condition=on_hardware, why=WHY_LINE)(mark_line)
     recorder.around(
@@ -35,13 +35,13 @@ def on_hardware() -> str | None:
 
 
 def mark_line(original: Callable[..., Any], message: str) -> Any:
-    """Name the device at the end of every line of numbers."""
+    """Name the device at the end of every line of measurements."""
     line = str(message)
     return original(f"{line} {devices.current().title} |" if line.rstrip().endswith("|") else message)
 
 
 def mark_board(original: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Have the curves written into a folder that names the device; other files stay where they belong."""
+    """Write the curves into a folder that names the device; other files stay where they belong."""
     if getattr(args, "tensorboard_dir", None):
         args = argparse.Namespace(**vars(args))
         args.tensorboard_dir = devices.board_folder(args.tensorboard_dir)

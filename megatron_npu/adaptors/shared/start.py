@@ -1,4 +1,4 @@
-"""Start of a run, shared by the stock scripts of both Megatrons."""
+"""Start-up code shared by the stock scripts of both Megatrons."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron``, compile kernels, and let the watchdog watch the ranks that have met.
+    """Call ``initialize_megatron``, compile kernels, and let the watchdog monitor the ranks that have met.
 
-    Rank 0 holds ``--save`` from then on, until the process ends.
+    From then until the process ends, rank 0 holds a lock on ``--save``.
 
     Args:
-        get_args: upstream's.
+        get_args: upstream's function.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
-            files for it; another run writes into ``--save``, or ranks do not see one and the same there.
+        UsageError: torchrun has restarted the run in a way that prevents the ranks from meeting, or the limit
+            on open files is too low for them; another run writes into ``--save``, or not all ranks see the
+            same folder there.
     """
     launchers.settle(("run", sys.argv[0]))
     watchdog.end_with_launcher()
@@ -72,10 +73,10 @@ def _hold_save_folder(args: Any) -> None:
 
 
 def connect_old_tree(recorder: Recorder) -> None:
-    """Record what the trees with ``megatron/initialize.py`` need at their start; its arguments are alike.
+    """Record what the trees with ``megatron/initialize.py``, whose functions are alike, need at start-up.
 
     Args:
-        recorder: that of the checkout.
+        recorder: the checkout's recorder.
     """
     recorder.around(
         "megatron.initialize:initialize_megatron",
@@ -99,13 +100,13 @@ def _watch_old_tree(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Print the ledger's one line on rank 0 before the first step."""
+    """Print the ledger's one-line summary on rank 0 before the first step."""
     banner.before_step()
     return original(*args, **kwargs)
 
 
 def keep_fusers(recorder: Recorder) -> None:
-    """Record that TorchScript's fusers stay as they are."""
+    """Record that TorchScript's fusers keep torch's defaults."""
     recorder.replace(
         "megatron.initialize:set_jit_fusion_options",
         why="it switches TorchScript's own fusers off in favour of nvfuser, which torch 2.2 removed, and "
@@ -114,12 +115,12 @@ def keep_fusers(recorder: Recorder) -> None:
 
 
 def set_jit_fusion_options() -> None:
-    """Leave torch's defaults."""
+    """Do nothing: leave torch's defaults."""
 
 
 def load_no_kernels(args: Any) -> None:
-    """Stand in for ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
+    """Replace ``fused_kernels.load``, which compiles CUDA kernels inside the checkout; do nothing."""
 
 
 def compile_no_helpers() -> None:
-    """Stand in for what compiles the C++ of datasets inside the checkout."""
+    """Replace the function that compiles the dataset helpers inside the checkout; do nothing."""

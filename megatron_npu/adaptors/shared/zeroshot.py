@@ -20,7 +20,7 @@ COUNTS_TWICE = (
 
 
 def keep_the_end(original: Callable[[], Any]) -> Any:
-    """Build the passages of LAMBADA; keep the last tokens of those that are too long, and say how many."""
+    """Build LAMBADA's passages; keep the last tokens of those that are too long, and print how many."""
     dataset = original()
     longer = 0
     for tokens, answer in zip(dataset.tokens, dataset.labels, strict=True):
@@ -43,14 +43,14 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
 
 
 def count_each_once(original: Callable[..., Any], data_loader: Any, model: Any, eval_metric: str) -> Any:
-    """Evaluate, with the examples that the sampler repeats among those that nothing can answer."""
+    """Evaluate, with the examples that the sampler repeats marked so that they never count."""
     return original(_without_repeated(data_loader, eval_metric), model, eval_metric)
 
 
 def _without_repeated(data_loader: Any, eval_metric: str) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the batches; each rank has equally many, because upstream adds up their results one by one.
 
-    A batch has ``text`` [b, s + 1] and ``pad_mask`` [b, s], int64: what of the text is to be found.
+    A batch has ``text`` [b, s + 1] and ``pad_mask`` [b, s], int64, which marks the tokens to predict.
     """
     sampler, examples = data_loader.sampler, len(data_loader.dataset)
     begin = 0

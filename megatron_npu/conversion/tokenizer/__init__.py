@@ -1,1 +1,1 @@
-"""The tokenizer of a converted checkpoint: its files, and a check that it gives the original's ids."""
+"""The tokenizer of a converted checkpoint: its files, and a check that it produces the original's ids."""

@@ -30,7 +30,7 @@ class Chosen:
     """A tokenizer for the built-in trainer.
 
     Attributes:
-        flags: flags for the tokenizer and the size of the model's vocabulary.
+        flags: flags for the tokenizer and the model's vocabulary size.
         said: lines for the user.
     """
 
@@ -50,8 +50,8 @@ def choose(
         source: the Hugging Face folder, for messages.
         folder: folder with copies of its files; missing settings are written to them.
         vocabulary: number of tokens of the model.
-        kind: Megatron's name of the tokenizer; None: determined from the files.
-        end: the end-of-text token; None: from the files.
+        kind: Megatron's name for the tokenizer; None: determined from the files.
+        end: the end-of-text token; None: read from the files.
 
     Raises:
         UsageError: the files are incomplete, or transformers reads another tokenizer from them.
@@ -69,7 +69,7 @@ def choose(
 
 
 def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
-    """Return the NullTokenizer, which ends a text with ``eos_token_id``, else with the last id."""
+    """Return a NullTokenizer, whose end-of-text id is ``eos_token_id``, or else the last id."""
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
     named = [_ends(folder, name) for name in (config.NAME, carried_files.GENERATION)]
     ends = [token for token in (named[0] or named[1]) if 0 <= token < vocabulary]
@@ -85,7 +85,7 @@ def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A tokenizer that has been built, its flags without the vocabulary's size, and lines for the user."""
+    """A tokenizer under consideration, its flags without the vocabulary size, and lines for the user."""
 
     tokenizer: tokenizer_proof.Tokenizer
     flags: list[str]
@@ -106,7 +106,7 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Return whether nothing beside ``vocab.json`` and ``merges.txt`` names other tokens than GPT-2's."""
+    """Return whether the files besides ``vocab.json`` and ``merges.txt`` add no tokens to GPT-2's."""
     added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder")
     tokens = added.values() if isinstance(added, dict) else ()
     contents = [token.get("content") for token in tokens if isinstance(token, dict)]
@@ -134,10 +134,10 @@ def _hugging_face(folder: Path, theirs: Any) -> _Candidate:
 
 
 def _rewritten(folder: Path, theirs: Any) -> list[str]:
-    """Let ``tokenizer.json`` be what transformers makes of all the files; return a line if it was not.
+    """Make ``tokenizer.json`` match what transformers builds from all the files; return a line if it changed.
 
-    Old folders have none. And transformers 5 rebuilds some tokenizers from their vocabulary, with its own
-    rules for the blank before the first word.
+    Old folders have no such file. And transformers 5 rebuilds some tokenizers from their vocabulary, with its
+    own rules for the space before the first word.
     """
     path = folder / hf.FILE
     if theirs is None:
@@ -160,10 +160,10 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
 
 
 def _settle_end(folder: Path, theirs: Any) -> None:
-    """Have the files name the token that ends a text.
+    """Make the files name the end-of-text token.
 
     Raises:
-        UsageError: they leave it open.
+        UsageError: the files do not determine it.
     """
     if hf.special_token(folder, "eos_token") is not None:
         return
@@ -179,19 +179,19 @@ def _settle_end(folder: Path, theirs: Any) -> None:
 
 
 def _ends_of_the_model(folder: Path) -> set[int]:
-    """Return the ids that end a text as ``config.json`` and the settings of generation have it."""
+    """Return the end-of-text ids in ``config.json`` and the generation settings."""
     return {token for name in (config.NAME, carried_files.GENERATION) for token in _ends(folder, name)}
 
 
 def _ends(folder: Path, name: str) -> list[int]:
-    """Return ``eos_token_id`` of one of these files, which may be several."""
+    """Return the ids in a file's ``eos_token_id``, of which there may be several."""
     value = hf.read_object(folder / name).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:
-    """Return a line if the model is told to end its texts with other tokens than the tokenizer."""
+    """Return a line if the model's end-of-text tokens do not include the tokenizer's."""
     ends = _ends_of_the_model(folder)
     if not ends or end in ends:
         return []
@@ -200,7 +200,7 @@ def _other_ends(folder: Path, end: int) -> list[str]:
 
 
 def _name_end(folder: Path, end: str) -> None:
-    """Write the token that ends a text into ``tokenizer_config.json``."""
+    """Write the end-of-text token into ``tokenizer_config.json``."""
     path = folder / hf.CONFIG
     # without a class transformers would guess one by the model, and that may know better than tokenizer.json
     values = hf.read_object(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -222,7 +222,7 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
 
 @contextlib.contextmanager
 def _naming(source: Path, folder: Path) -> Iterator[None]:
-    """Let messages name the folder that the files came from, and not the one that is being written."""
+    """Make errors name the source folder, not the folder that is being written."""
     try:
         yield
     except UsageError as error:
@@ -240,8 +240,8 @@ def copy_from_checkpoint(
 
     Args:
         root: the checkpoint's directory, which contains Hugging Face files if it was converted.
-        args: its flags.
-        tokenizer: the tokenizer that the flags name.
+        args: the checkpoint's flags.
+        tokenizer: the tokenizer that the flags select.
         destination: the folder.
     """
     origin = _hf_folder(root, args)
@@ -261,7 +261,7 @@ def copy_from_checkpoint(
 
 
 def _home(args: Namespace) -> Path | None:
-    """Return the folder that the flags take the tokenizer from; None for the NullTokenizer."""
+    """Return the folder from which the flags load the tokenizer; None for the NullTokenizer."""
     named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
     path = named.get(args.tokenizer_type)
     if path is None:
@@ -282,7 +282,7 @@ def _write_gpt2(args: Namespace, destination: Path) -> None:
 
 
 def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the ids that begin and end a text; what generation was set to do goes by other ones."""
+    """Return the begin-of-text and end-of-text ids; remove the generation settings, whose ids differ."""
     (folder / carried_files.GENERATION).unlink(missing_ok=True)
     begin = hf.special_token(folder, "bos_token")
     known = getattr(tokenizer, "vocabulary", {})
@@ -293,7 +293,7 @@ def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
     """Check that transformers reads the checkpoint's tokenizer from a written folder; yield log lines.
 
     Raises:
-        UsageError: it reads another one.
+        UsageError: transformers reads another tokenizer.
     """
     if not isinstance(tokenizer, GPT2Tokenizer | HuggingFaceTokenizer):
         yield "NullTokenizer: texts are numbers, so no tokenizer was written"
@@ -322,7 +322,7 @@ def model_type(root: Path, args: Namespace) -> str | None:
 
 
 def _hf_folder(root: Path, args: Namespace) -> Path | None:
-    """Return the folder that the tokenizer came with, if it was one of Hugging Face."""
+    """Return the Hugging Face folder that the tokenizer came from, or None."""
     home = _home(args)
     near = [root / checkpoint_files.HF_FOLDER]
     if home is not None:

@@ -25,7 +25,7 @@ def reference(folder: Path) -> Any:
     """Return the tokenizer that transformers creates from a folder, without executing code in it.
 
     Raises:
-        UsageError: transformers cannot.
+        UsageError: transformers cannot create it.
     """
     import transformers
 
@@ -45,10 +45,10 @@ def reference(folder: Path) -> Any:
 
 
 def require_equal(ours: Tokenizer, theirs: Any) -> str:
-    """Check that both tokenizers are equal, and return a log line about it.
+    """Check that both tokenizers agree, and return a log line about it.
 
     Raises:
-        UsageError: they differ; an example is given.
+        UsageError: they differ; the error gives an example.
     """
     found = difference(ours, theirs)
     if found is not None:

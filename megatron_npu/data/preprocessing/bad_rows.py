@@ -18,7 +18,7 @@ FLAG = "--skip-bad-rows"
 
 
 def add_flag(add: Callable[..., Any]) -> None:
-    """Declare the flag."""
+    """Declare ``--skip-bad-rows``."""
     add(
         FLAG,
         type=whole,
@@ -29,10 +29,10 @@ def add_flag(add: Callable[..., Any]) -> None:
 
 
 class Skipped:
-    """The rows that were skipped so far.
+    """The rows skipped so far.
 
     Args:
-        prefix: prefix of the dataset; the list is beside it and ends in ``.skipped.jsonl``.
+        prefix: prefix of the dataset; the list is written beside it and ends in ``.skipped.jsonl``.
         most: maximum number of skipped rows.
     """
 
@@ -44,7 +44,7 @@ class Skipped:
         """Add the skipped rows of a batch.
 
         Raises:
-            UsageError: there are more than the maximum.
+            UsageError: the maximum number of skipped rows is exceeded.
         """
         self._rows += rows
         if len(self._rows) > self._most:

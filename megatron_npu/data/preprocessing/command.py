@@ -33,7 +33,7 @@ _VERIFY = "--verify"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser: the flags of Megatron's own tool, and a few more."""
+    """Return the command's parser, with the flags of Megatron's own tool and a few more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
     result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code (130 after an interrupt, with nothing written).
 
     Raises:
-        UsageError: an input, the tokenizer's files or the output path are invalid.
+        UsageError: an input, a tokenizer file or the output path is invalid.
     """
     if argv[:1] == [_VERIFY]:
         return _verify(argv)
@@ -166,7 +166,7 @@ def preprocess(arguments: argparse.Namespace) -> None:
         arguments: the result of ``parser()``.
 
     Raises:
-        UsageError: an input, the tokenizer's files or the output path are invalid, or the disk is full.
+        UsageError: an input, a tokenizer file or the output path is invalid, or the disk is full.
     """
     keys = tuple(dict.fromkeys(arguments.json_keys))
     recipe = _recipe(arguments, keys)
@@ -218,10 +218,11 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return what the flags ask of the workers, all of it tried once here.
+    """Return the settings of the workers, after trying each of them once in this process.
 
     Raises:
-        UsageError: flags that contradict each other; unfit files of the tokenizer; no model of the sentences.
+        UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is
+            missing.
     """
     tokenizer = tokenizer_files.named_by(arguments)
     if isinstance(tokenizer, tokenizer_files.GPT2Files):
@@ -247,7 +248,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """A bar on a terminal, a line every so many documents elsewhere, and one line at the end."""
+    """Progress display: a bar on a terminal, otherwise a line at regular intervals; and a line at the end."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval
@@ -265,7 +266,7 @@ class _Progress:
             print(self._line(), file=sys.stderr, flush=True)
 
     def watch(self, results: Iterator[Result]) -> Iterator[Result]:
-        """Pass on the results and report progress."""
+        """Yield the results unchanged, and report progress."""
         for result in results:
             yield result
             before, self._documents = self._documents, self._documents + result.documents
@@ -303,7 +304,7 @@ def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM clean up as ctrl-C does; signals can be set in the main thread only."""
+    """Make SIGTERM clean up as Ctrl-C does; outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

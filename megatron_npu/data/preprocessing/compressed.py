@@ -28,8 +28,8 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
     """Return the decompressed stream; the extension selects the method.
 
     Args:
-        path: the name.
-        raw: the file, open.
+        path: name of the file.
+        raw: the open file.
 
     Raises:
         UsageError: no module to read ``.zst`` is available.
@@ -53,7 +53,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
 
 
 def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> bytes:
-    """Return the next ``size`` bytes of a stream, or fewer at its end; -1: all.
+    """Return the next ``size`` bytes of a stream, or fewer at its end; -1 returns all.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -71,7 +71,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 
 @cache
 def zstd_module() -> ModuleType | None:
-    """Return the module for .zst: the standard library's from Python 3.14 on, before that its backport.
+    """Return the module for .zst: the standard library's in Python 3.14 and later, otherwise its backport.
 
     The package ``zstandard`` is not used, because it reads a truncated file without an error.
     """

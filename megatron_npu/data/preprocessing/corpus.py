@@ -23,7 +23,7 @@ class Corpus(Protocol):
     """Documents as JSON lines, always in the same order.
 
     Attributes:
-        size: bytes on disk; None: unknown.
+        size: size on disk in bytes; None: unknown.
     """
 
     @property
@@ -34,11 +34,11 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Files of JSON lines, of plain text, and tables.
+    """Files of JSON lines, plain-text files, and tables.
 
     Attributes:
         paths: the files, in order.
-        keys: the keys that contain text; a plain file is stored under the first.
+        keys: the keys that contain text; the text of a plain-text file is stored under the first.
     """
 
     paths: tuple[str, ...]
@@ -46,7 +46,7 @@ class Files:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """Size on disk in bytes."""
         return sum(Path(path).stat().st_size for path in self.paths)
 
     def batches(self) -> Iterator[jsonl.Batch]:
@@ -96,10 +96,10 @@ def _rows(name: str, config: str | None, split: str, keys: Sequence[str], flag: 
 
 
 def _paths(name: str) -> list[str]:
-    """Return the files that one word of ``--input`` means.
+    """Return the files that one argument of ``--input`` selects.
 
     Raises:
-        UsageError: none.
+        UsageError: it selects no file.
     """
     if Path(name).is_file():
         return [name]
@@ -113,7 +113,11 @@ def _paths(name: str) -> list[str]:
 
 
 def _below(folder: Path) -> list[str]:
-    """Return a folder's files of text, those of its folders included, ordered by name."""
+    """Return the text files in a folder and its subfolders, ordered by name.
+
+    Raises:
+        UsageError: there is no text file.
+    """
     files = sorted(
         os.path.join(place, name)
         for place, _, names in os.walk(folder)

@@ -30,8 +30,8 @@ class Opened:
         prefix: path without ``.bin`` and ``.idx``.
         summary: its summary.
         tokens: all of its tokens.
-        lengths: [S] number of tokens of each sequence.
-        documents: [D + 1] first sequence of each document, and S.
+        lengths: [S] number of tokens in each sequence.
+        documents: [D + 1] first sequence of each document, then S.
     """
 
     prefix: str
@@ -99,7 +99,7 @@ def opened(prefix: str) -> Opened:
     """Return a dataset after checking its files, index and ids.
 
     Raises:
-        UsageError: it does not exist, or is damaged.
+        UsageError: the dataset does not exist, or is damaged.
     """
     prefix = _bare(prefix)
     summary = indexed_dataset.validate(prefix)
@@ -242,7 +242,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield the documents some thousands at a time, as ``Writer.add`` takes them."""
+    """Yield the documents a few thousand at a time, in the form that ``Writer.add`` takes."""
     at = 0
     for first in range(0, part.summary.documents, _PIECE):
         bounds = np.asarray(part.documents[first : first + _PIECE + 1])
@@ -253,7 +253,7 @@ def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
 
 
 def verify(prefixes: Sequence[str]) -> int:
-    """Compare datasets with their checksums; return 1 if one is damaged or has none."""
+    """Compare datasets with their checksums; return 1 if a dataset is damaged or has no checksums."""
     code = 0
     for prefix in prefixes:
         try:

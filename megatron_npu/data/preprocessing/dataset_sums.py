@@ -1,7 +1,7 @@
 """Checksums of a dataset, ``<prefix>.sums.json``: written with it, verified when it is first read.
 
-A flipped bit in a ``.bin`` is another token, which nothing else detects. Checksums detect damage, not
-tampering. Each block of 4 MiB has a 64-bit XXH3, so that a part of a large file can be verified.
+A flipped bit in a ``.bin`` changes a token, which nothing else detects. Checksums detect damage, not
+tampering. Each block of 4 MiB has a 64-bit XXH3 digest, so that a part of a large file can be verified.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _numbers(blocks: int, whole: bool) -> Iterator[int]:
 
 
 def _block(stream: Any) -> bytearray:
-    """Return the next block; what is mapped or cached is read by one call, a file of a network by several."""
+    """Return the next block; network files may need several read calls per block, other files one."""
     block = bytearray(BLOCK)
     view, got = memoryview(block), 0
     while got < BLOCK and (count := stream.readinto(view[got:])):

@@ -35,10 +35,10 @@ _WORDS_CACHED = 200_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a worker, which are small.
+    """The settings of a worker; small enough to be sent to each worker process.
 
     Attributes:
-        tokenizer: tokenizer of the texts.
+        tokenizer: settings of the tokenizer.
         keys: the JSON keys, each of which becomes a dataset.
         append_eod: whether to end every non-empty document with ``eod``.
         dtype: name of the tokens' numpy dtype.
@@ -62,8 +62,8 @@ class Encoded:
 
     Attributes:
         tokens: bytes of the tokens in the dataset's dtype.
-        lengths: [sequences] int32, tokens of each sequence; empty sequences are not counted.
-        sequences: [documents] int64, sequences of each document; 0 for an empty document.
+        lengths: [sequences] int32, number of tokens in each sequence; empty sequences are not included.
+        sequences: [documents] int64, number of sequences in each document; 0 for an empty document.
         unknown: number of unknown tokens.
     """
 
@@ -75,7 +75,11 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one batch: an ``Encoded`` per key, documents, bytes of text and on disk, skipped rows."""
+    """The result of one batch.
+
+    It has an ``Encoded`` per key, the number of documents, the bytes of text and on disk, and the skipped
+    rows.
+    """
 
     keys: tuple[Encoded, ...]
     documents: int
@@ -85,7 +89,7 @@ class Result:
 
 
 class _WordCache(dict[str, bytes]):
-    """Cache from word to token bytes. Words repeat, and a lookup is many times cheaper than the BPE."""
+    """Cache from words to token bytes. Words repeat, and a lookup is many times cheaper than the BPE."""
 
     def __init__(self, tokenizer: WordTokenizer, dtype: np.dtype) -> None:
         super().__init__()
@@ -103,7 +107,7 @@ class _WordCache(dict[str, bytes]):
 def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function: a text -> the bytes of its tokens, with what is put around it if ``special``."""
+    """Return a function that encodes a text to token bytes, including special tokens if ``special``."""
     if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
         encode = gigatoken_bpe.encoder(tokenizer)
         return lambda text: encode(text).astype(dtype).tobytes()
@@ -160,7 +164,7 @@ class Encoder:
         )
 
     def _sequences(self, texts: list[str]) -> list[bytes]:
-        """Return the sequences of a document, those without tokens left out, with ``eod`` at the end."""
+        """Return the non-empty sequences of a document, with ``eod`` at the end of the last one."""
         if self._sentences is not None:
             texts = [sentence for text in texts for sentence in self._sentences(text)]
         sequences = [tokens for text in texts if (tokens := self._bytes_of(text))]
@@ -169,7 +173,7 @@ class Encoder:
         return sequences
 
     def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
-        """Return the documents, each a list of sequences, that a document becomes: itself, or its windows."""
+        """Split a document into documents (itself, or its windows), each a list of sequences."""
         if self._recipe.windows is None or not sequences:
             return [sequences]
         tokens = b"".join(sequences)
@@ -206,7 +210,10 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
 
 @contextlib.contextmanager
 def _holding(number: signal.Signals) -> Iterator[None]:
-    """Let a signal wait until the block ends; of what is forked inside, until that lets it come."""
+    """Block a signal until the end of the block.
+
+    Processes forked inside the block keep the signal blocked until they unblock it.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -225,7 +232,10 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: 
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Fork where there is fork: a worker is there at once, and it never touches torch or a device."""
+    """Return the start method: fork if available, because workers then start at once.
+
+    Forking is safe, because a worker never uses torch or a device.
+    """
     return multiprocessing.get_context(
         "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     )
@@ -235,7 +245,7 @@ _encoder: Encoder | None = None  # of this worker process
 
 
 def _start_worker(recipe: Recipe) -> None:
-    """Get ready; an interrupt is the parent's business, and without a parent there is nothing to do."""
+    """Prepare a worker: it ignores Ctrl-C, which its parent handles, and exits if its parent is gone."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

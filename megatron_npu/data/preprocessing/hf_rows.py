@@ -37,7 +37,7 @@ class Rows:
         rows: the rows from `datasets`, each a mapping of column to value.
         name: name of the dataset and its split, for messages.
         keys: the columns that contain text.
-        flag: the flag that named it, for messages.
+        flag: the flag that names the dataset, for messages.
     """
 
     rows: Any
@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def size(self) -> None:
-        """The size of a stream is unknown."""
+        """None, because the size of a stream is unknown."""
         return None
 
     @classmethod

@@ -8,12 +8,12 @@ uint64                version, 1
 uint8                 code of the token type, see ``CODES``
 uint64                S, the number of sequences
 uint64                D, the number of document boundaries: documents + 1
-int32 [S]             tokens of each sequence
-int64 [S]             where each sequence begins in the ``.bin``, in bytes
-int64 [D]             first sequence of each document, and S; an empty document repeats its number
+int32 [S]             number of tokens in each sequence
+int64 [S]             offset of each sequence in the ``.bin``, in bytes
+int64 [D]             first sequence of each document, then S; an empty document repeats the index
 ====================  =====================================================================
 
-Format of ``megatron/core/datasets/indexed_dataset.py``, unchanged between core 0.12 and 0.16.
+The format is that of ``megatron/core/datasets/indexed_dataset.py``, unchanged from core 0.12 to 0.16.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMEDY = "Create the dataset again with `megatron-npu preprocess`."
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return Megatron's token dtype for a vocabulary: uint16 below 65500 entries, else int32."""
+    """Return Megatron's token dtype for a vocabulary: uint16 below 65500 entries, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
@@ -60,7 +60,7 @@ class Writer:
     Args:
         prefix: path without ``.bin`` and ``.idx``.
         dtype: dtype of the tokens.
-        lazy: write the index of Megatron's ``lazy`` and ``cached``, see ``safe_files.lazy_index``.
+        lazy: write the index in Megatron's ``lazy`` and ``cached`` format, see ``safe_files.lazy_index``.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, *, lazy: bool = False) -> None:
@@ -91,8 +91,8 @@ class Writer:
 
         Args:
             tokens: bytes of the tokens.
-            lengths: [sequences] int32, tokens of each sequence.
-            sequences: [documents] int64, sequences of each document.
+            lengths: [sequences] int32, number of tokens in each sequence.
+            sequences: [documents] int64, number of sequences in each document.
         """
         self._bin.write(tokens)
         self._sums["bin"].add(tokens)
@@ -101,7 +101,7 @@ class Writer:
         self.tokens += len(tokens) // self.dtype.itemsize
 
     def count_shorter(self, length: int) -> int:
-        """Return how many sequences have fewer tokens than ``length``."""
+        """Return the number of sequences with fewer than ``length`` tokens."""
         return int(np.count_nonzero(np.frombuffer(self._sequence_lengths, dtype=np.int32) < length))
 
     def finish(self) -> None:
@@ -163,7 +163,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
-    """Yield, piece by piece, [S] int64: the byte at which each sequence begins."""
+    """Yield the byte offset of each sequence, [S] int64, in chunks."""
     total = 0
     for at in range(0, len(lengths), _CHUNK):
         ends = total + np.cumsum(lengths[at : at + _CHUNK], dtype=np.int64) * itemsize
@@ -193,12 +193,12 @@ class DatasetSummary:
 def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummary:
     """Check a dataset before it is used; the index is read completely.
 
-    Ids are compared with the vocabulary: in a ``.bin`` of up to 256 MiB all of them, in a larger one 256
-    evenly spaced blocks of 256 MiB in total.
+    Ids are compared with the vocabulary: all of them if the ``.bin`` has up to 256 MiB, otherwise those in
+    256 evenly spaced blocks of 256 MiB in total.
 
     Args:
         prefix: path without ``.bin`` and ``.idx``.
-        vocab_size: number of ids of the tokenizer; None: not checked.
+        vocab_size: number of ids of the tokenizer; None: ids are not checked.
 
     Raises:
         UsageError: a file is missing, truncated, of another type, or inconsistent with the other file or the
@@ -224,14 +224,14 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
 
 
 def sequence_lengths(prefix: str | Path) -> np.ndarray:
-    """Return the length of each sequence of a valid dataset, [S] int32, mapped from its index."""
+    """Return the length of each sequence of a valid dataset, [S] int32, memory-mapped from its index."""
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, _ = _read_header(Path(path))
         return np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
 
 
 def document_boundaries(prefix: str | Path) -> np.ndarray:
-    """Return the first sequence of each document of a valid dataset, and S: [D] int64, mapped."""
+    """Return the first sequence of each document of a valid dataset, then S: [D] int64, memory-mapped."""
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, boundaries = _read_header(Path(path))
         at = HEADER.size + 12 * sequences
@@ -245,7 +245,7 @@ def _require(path: Path, found: int, expected: int, what: str) -> None:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return the token type, S and D, having compared the size of the file with them."""
+    """Return the token dtype, S and D, after comparing the size of the file with them."""
     with open(path, "rb") as stream:
         head = stream.read(HEADER.size)
     if not head.startswith(MAGIC):
@@ -263,7 +263,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -> int:
-    """Return the number of tokens after having compared lengths, beginnings and documents."""
+    """Check sequence lengths, offsets and document boundaries; return the number of tokens."""
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     at = HEADER.size
     lengths = raw[at : at + 4 * sequences].view("<i4")
@@ -288,7 +288,7 @@ def _ascends(values: np.ndarray) -> bool:
 
 
 def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[int, bool]:
-    """Return the largest id seen, and whether that is only a sample."""
+    """Return the largest id found, and whether only a sample was checked."""
     tokens = np.memmap(path, dtype=dtype, mode="r")
     blocks, sampled = _blocks(tokens)
     smallest, largest = 0, 0
@@ -304,7 +304,7 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
 
 
 def _blocks(tokens: np.ndarray) -> tuple[Iterator[np.ndarray], bool]:
-    """Return pieces of all tokens or of an even sample, and whether it is a sample."""
+    """Return blocks of all tokens or of an evenly spaced sample, and whether it is a sample."""
     if tokens.nbytes <= _SAMPLE_BYTES:
         return (tokens[at : at + _CHUNK] for at in range(0, len(tokens), _CHUNK)), False
     size = _SAMPLE_BYTES // _SAMPLE_BLOCKS // tokens.itemsize

@@ -60,7 +60,7 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A skipped line: its file, its number, the problem, and its beginning."""
+    """A skipped line: its file, its number, the problem, and the beginning of the line."""
 
     file: str
     line: int
@@ -71,12 +71,12 @@ class BadRow:
 def documents(
     batch: Batch, keys: Sequence[str], bad: list[BadRow] | None = None
 ) -> Iterator[list[list[str]]]:
-    """Yield, line by line, the sequences of each key: ``[keys][sequences]``; a text is one sequence.
+    """Yield for each line the sequences of each key: ``[keys][sequences]``; a text is one sequence.
 
     Args:
         batch: the lines.
         keys: the keys that contain text.
-        bad: receives malformed lines; None: the first one is an error.
+        bad: receives malformed lines; None: reject the first malformed line.
 
     Raises:
         LineError: a line is not UTF-8 or not JSON, lacks a key, or has no text there.
@@ -101,7 +101,7 @@ def documents(
 
 
 class _UnfitError(ValueError):
-    """What is wrong with a line."""
+    """The problem of a malformed line."""
 
 
 def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
@@ -131,7 +131,7 @@ def _texts(document: dict[str, object], key: str) -> list[str]:
 
 
 def _refuse_surrogates(text: str, key: str) -> None:
-    """JSON can write half of a surrogate pair, which no UTF-8 can."""
+    """Reject a lone surrogate, which JSON can express but UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

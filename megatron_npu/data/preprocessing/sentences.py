@@ -56,7 +56,7 @@ def _punkt() -> Any:
 
 
 def _with_blanks(punkt: Any) -> Any:
-    """Return Punkt's rules with blanks and line ends behind a sentence's end counted to the sentence."""
+    """Return Punkt's rules, changed so that whitespace after a sentence belongs to that sentence."""
     usual = punkt.PunktLanguageVars._period_context_fmt
     after, between = "%(SentEndChars)s", r"\s+(?P<next_tok>"
     for part in (after, between):

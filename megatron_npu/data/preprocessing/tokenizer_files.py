@@ -54,7 +54,7 @@ class HuggingFaceFiles:
     """A folder with ``tokenizer.json``.
 
     Attributes:
-        folder: where it is.
+        folder: path of the folder.
         special_tokens: whether to keep the tokens that it adds to every text, such as ``<s>``.
     """
 
@@ -65,18 +65,18 @@ class HuggingFaceFiles:
         """Return the tokenizer.
 
         Raises:
-            UsageError: the files are unfit.
+            UsageError: the files are invalid.
         """
         return HuggingFaceTokenizer(self.folder)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """No files: the text is ids.
+    """A NullTokenizer, which needs no files: the text consists of ids.
 
     Attributes:
-        size: ids, without the end of document.
-        end: the id that ends a document; None: the last one.
+        size: number of ids, without the end-of-document id.
+        end: the end-of-document id; None: the last id.
     """
 
     size: int
@@ -86,13 +86,13 @@ class Numbers:
         """Return the tokenizer.
 
         Raises:
-            UsageError: it has no such end.
+            UsageError: the end-of-document id does not exist.
         """
         return NullTokenizer(self.size, self.end)
 
 
 def shown(files: TokenizerFiles) -> str:
-    """Return the flag that names the file of the vocabulary, and the file."""
+    """Return the flag that specifies the vocabulary, with its value."""
     if isinstance(files, HuggingFaceFiles):
         return f"--tokenizer-model {files.folder}"
     if isinstance(files, Numbers):
@@ -104,7 +104,7 @@ TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles | Numbers
 
 
 def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
-    """Return the files of the tokenizer that the flags name.
+    """Return the files of the tokenizer that the flags select.
 
     Raises:
         UsageError: a flag is missing.

@@ -29,7 +29,7 @@ class Windows:
         """Yield the windows of a document.
 
         Args:
-            tokens: bytes of its tokens.
+            tokens: bytes of the document's tokens.
             itemsize: bytes per token.
         """
         for start in self.starts(len(tokens) // itemsize):

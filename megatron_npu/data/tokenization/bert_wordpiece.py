@@ -1,8 +1,8 @@
 """BERT's WordPiece from ``vocab.txt``: the ids of Megatron's BertWordPieceLowerCase and BertWordPieceCase.
 
 Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
-in Megatron; the tables of the ``tokenizers`` library are of another version. That library then encodes each
-word.
+in Megatron, because the ``tokenizers`` library uses another version of these tables. That library then
+encodes each word.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _IDEOGRAPHS = (
 
 
 class _Cleaned(dict[int, str | None]):
-    """For ``str.translate``: nothing for what has no look, a blank for blanks, ideographs between blanks."""
+    """Table for ``str.translate``: drops control characters, normalizes blanks, puts blanks around
+    ideographs.
+    """
 
     def __missing__(self, code: int) -> str | None:
         self[code] = result = _cleaned(chr(code))
@@ -42,7 +44,7 @@ class _Cleaned(dict[int, str | None]):
 
 
 class _Cut(dict[int, str | None]):
-    """For ``str.translate``: punctuation between blanks; nothing for accents, if they are to be stripped."""
+    """Table for ``str.translate``: puts blanks around punctuation, and drops accents if requested."""
 
     def __init__(self, strip_accents: bool) -> None:
         super().__init__()
@@ -65,14 +67,16 @@ def _cleaned(letter: str) -> str | None:
 
 
 def _is_punctuation(letter: str) -> bool:
-    """Every sign of ASCII that is neither letter nor digit counts, "$" and "+" too."""
+    """Return whether a character is punctuation, including ASCII symbols such as "$" and "+"."""
     return (letter.isascii() and letter.isprintable() and not letter.isalnum() and letter != " ") or (
         unicodedata.category(letter).startswith("P")
     )
 
 
 class BertWordPieceTokenizer:
-    """Text to ids and back. ``[SEP]`` and similar tokens in a text are ordinary characters, as in Megatron.
+    """Converts text to ids and back.
+
+    ``[SEP]`` and similar tokens in a text are ordinary characters, as in Megatron.
 
     Args:
         vocab_file: ``vocab.txt``, one token per line; a token's id is its line number, counted from 0.
@@ -104,7 +108,7 @@ class BertWordPieceTokenizer:
         return text.translate(self._cut).split()
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of one element of ``words()``."""
+        """Return the ids of one word returned by ``words()``."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
@@ -112,15 +116,15 @@ class BertWordPieceTokenizer:
         return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; removed spaces, accents and capitals are not restored."""
+        """Decode ids to text; removed spaces, accents and capitals are not restored."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return the map from tokens to ids of a ``vocab.txt``; for a repeated token the last id counts.
+    """Return the map from tokens to ids of a ``vocab.txt``; a repeated token gets its last id.
 
     Raises:
-        UsageError: it is not a BERT vocabulary.
+        UsageError: the file is not a BERT vocabulary.
     """
     remedy = "Give the vocab.txt of a BERT model with --vocab-file."
     try:

@@ -19,14 +19,14 @@ def add_tokenizer(
     vocab_file_aliases: Sequence[str] = (),
     vocab_file: str = VOCAB_JSON,
 ) -> None:
-    """Add ``--tokenizer-type`` and the files of all tokenizers.
+    """Add ``--tokenizer-type`` and the flags for the files of all tokenizers.
 
     Args:
         add: ``add_argument`` of a parser or group.
         kinds: supported tokenizers, by Megatron's names; the first is the default.
         meaning: help text of ``--tokenizer-type``.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: what the file is, for its help text.
+        vocab_file: description of the file, for the help text.
     """
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
     add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
@@ -56,7 +56,7 @@ def add_gpt2_files(
         add: ``add_argument`` of a parser or group.
         note: the end of the help texts.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: what the file is.
+        vocab_file: description of the file, for the help text.
     """
     add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"{vocab_file}{note}")
     add("--merge-file", metavar="FILE", help=f"GPT-2's merges.txt{note}")

@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE with the package gigatoken, if installed: the ids of ``gpt2_bpe``, faster.
+"""GPT-2's byte-level BPE with the package gigatoken, if installed: the same ids as ``gpt2_bpe``, but faster.
 
-``regex`` and gigatoken use different Unicode tables. The tests encode every character of the planes with
-letters in both, between letters, digits, spaces and itself.
+``regex`` and gigatoken use different Unicode tables. The tests encode with both every character of the planes
+that contain letters: between letters, digits, spaces and copies of itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def version() -> str | None:
 
 
 def is_used() -> bool:
-    """Return whether it is installed in a version that was compared with ours."""
+    """Return whether gigatoken is installed in a version whose ids were compared with ours."""
     installed = version()
     return installed is not None and installed in TRIED
 
 
 def said() -> str:
-    """Return the name of the encoder, and the reason if it is not gigatoken."""
+    """Return a line that names the encoder, with the reason if it is not gigatoken."""
     if is_used():
         return f"GPT-2's tokens by gigatoken {version()}"
     there = f"{version()} is installed" if version() else "it is not installed"
@@ -46,7 +46,7 @@ def encoder(tokenizer: GPT2Tokenizer) -> Callable[[str], np.ndarray]:
     """Return a function that encodes a UTF-8 text to ids, [tokens] uint32.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: gigatoken is not installed.
     """
     import gigatoken
 

@@ -31,13 +31,13 @@ _ASCII_WORDS = re.compile(
 
 
 class GPT2Tokenizer:
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     ``<|endoftext|>`` in a text is encoded as ordinary characters, as in Megatron; only programs add the id
     ``eod``.
 
     Args:
-        vocab_file: ``vocab.json``, token to id. All ids must be below the number of entries.
+        vocab_file: ``vocab.json``, which maps tokens to ids. All ids must be below the number of entries.
         merge_file: ``merges.txt``, a version line followed by one merge per line, highest priority first.
 
     Raises:
@@ -66,11 +66,11 @@ class GPT2Tokenizer:
 
     @staticmethod
     def words(text: str) -> list[str]:
-        """Split a text into words including spaces; joined, they are the text again."""
+        """Split a text into words including spaces; joining them restores the text."""
         return (_ASCII_WORDS if text.isascii() else _WORDS).findall(text)
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of one element of ``words()``."""
+        """Return the ids of one word returned by ``words()``."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
@@ -86,14 +86,14 @@ class GPT2Tokenizer:
             raise
 
     def as_json(self) -> str:
-        """Return the same tokenizer as a ``tokenizer.json`` for texts that are already split into words."""
+        """Return this tokenizer as a ``tokenizer.json`` for texts that are already split into words."""
         whole = Tokenizer(self._tokenizer.model)
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         whole.decoder = decoders.ByteLevel()
         return whole.to_str()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids.
+        """Decode ids to text.
 
         Bytes that are not UTF-8 become U+FFFD; ids beyond the vocabulary, which a model with a padded
         vocabulary can generate, are skipped.
@@ -112,10 +112,10 @@ def _read(path: Path, flag: str) -> str:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Return token to id.
+    """Return the map from tokens to ids.
 
     Raises:
-        UsageError: not a vocabulary of a byte-level BPE.
+        UsageError: the file is not the vocabulary of a byte-level BPE.
     """
     remedy = "Give the vocab.json of a GPT-2 model with --vocab-file."
     try:
@@ -145,10 +145,10 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    """Return the pairs to merge, best first; the first line of the file is its version.
+    """Return the pairs to merge, highest priority first; the first line of the file, its version, is skipped.
 
     Raises:
-        UsageError: a line that is not a pair.
+        UsageError: a line is not a pair.
     """
     merges = []
     for number, line in enumerate(_read(path, "--merge-file").split("\n")[1:], start=2):

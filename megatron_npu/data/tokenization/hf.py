@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         self._before = self._put_before_every_text()
 
     def _put_before_every_text(self) -> list[int]:
-        """Return the special tokens that the tokenizer begins every text with."""
+        """Return the special tokens that the tokenizer adds at the beginning of every text."""
         encoded = self._model.encode("a")
         marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
 
     @property
     def added_tokens(self) -> list[str]:
-        """Added tokens, including special ones, by id."""
+        """The added tokens, including special ones, ordered by id."""
         added = self._model.get_added_tokens_decoder()
         return [added[token].content for token in sorted(added)]
 
@@ -83,7 +83,7 @@ class HuggingFaceTokenizer:
         """Return the ids of a text.
 
         Args:
-            text: any.
+            text: any text.
             special_tokens: include the tokens that the tokenizer adds to every text (``<s>``).
 
         Raises:
@@ -96,14 +96,14 @@ class HuggingFaceTokenizer:
             raise
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids, special tokens included.
+        """Decode ids to text, including special tokens.
 
-        Tokens that ``encode`` adds at the beginning of every text are removed once.
+        The tokens that ``encode`` adds at the beginning of every text are removed once.
         """
         return self._model.decode(self.without_beginning(list(ids)), skip_special_tokens=False)
 
     def without_beginning(self, ids: list[int]) -> list[int]:
-        """Return ids without the special tokens that ``encode`` adds at the beginning of every text."""
+        """Return the ids without the special tokens that ``encode`` adds at the beginning of every text."""
         length = len(self._before)
         return ids[length:] if ids[:length] == self._before else ids
 
@@ -130,7 +130,7 @@ def special_token(folder: Path, role: str) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is none."""
+    """Return the JSON object in a file; empty if there is no file."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

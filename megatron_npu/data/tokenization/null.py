@@ -10,14 +10,15 @@ _SHOWN = 60  # characters of a text in a message
 
 
 class NullTokenizer:
-    """Texts are numbers separated by spaces; the end-of-document token is the last id, or another one.
+    """Converts between ids and texts, which are ids separated by spaces.
 
     Args:
-        size: number of ids; ``vocab_size`` is one larger unless another end-of-document id is given.
-        end: ``--null-tokenizer-eod-id``: the id that ends a document.
+        size: ``--vocab-size``, the number of ids without the default end-of-document id; ``vocab_size`` is
+            one larger.
+        end: ``--null-tokenizer-eod-id``, the end-of-document id; None: the last id, ``size``.
 
     Raises:
-        UsageError: the id does not exist.
+        UsageError: ``end`` is greater than ``size``.
     """
 
     def __init__(self, size: int, end: int | None = None) -> None:
@@ -32,7 +33,7 @@ class NullTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of a text.
+        """Return the ids in a text.
 
         Raises:
             UsageError: a word is not an id.
@@ -48,5 +49,5 @@ class NullTokenizer:
         return [int(word) for word in words]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the numbers as text."""
+        """Return the ids as text."""
         return " ".join(map(str, ids))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
     Attributes:
         vocab_size: number of ids.

@@ -12,7 +12,7 @@ def require(text: str) -> None:
     surrogates too.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the text cannot be encoded.
     """
     try:
         text.encode("utf-8")

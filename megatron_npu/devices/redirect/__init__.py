@@ -4,8 +4,8 @@ Megatron names CUDA in some 750 lines (core 0.16.1), too many to patch, so torch
 Three rules keep this safe: only devices of type cuda are mapped; torch's own code gets real values when it
 probes the hardware (``callers.py``); ``off`` undoes everything.
 
-Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields owner, name and new value
-of every replaced attribute of torch. It sees the replacements of the previous modules.
+Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields the owner, name and new
+value of every attribute of torch to replace. It sees the replacements of the previous modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Redirection:
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection; no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection; this has no effect on the cuda device, or if it is already enabled."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:

@@ -16,7 +16,7 @@ _Translate = Callable[[Any], Any]  # from a device type to the one that it means
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements that map autocast of ``cuda`` to ``device``.
+    """Yield the replacements that map autocast for ``cuda`` to ``device``.
 
     ``torch.amp.custom_fwd`` and ``custom_bwd`` need no replacement, because they look these names up when
     called. So functions decorated before the redirection use it, and those decorated during it stop using it
@@ -46,7 +46,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _state_functions(here: str, translate: _Translate) -> dict[str, Any]:
-    """Return the functions of torch that read and set the state of autocast; their default device is CUDA."""
+    """Return torch's functions that get and set the autocast state; their default device is CUDA."""
     is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
     get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 

@@ -1,7 +1,7 @@
 """All redirected names whose result depends on the calling module, with the reason.
 
 torch, Megatron and other packages call the same function for different purposes. Names that are not listed
-here return the same to all callers.
+here return the same result to all callers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 
 class Callers:
-    """Packages and modules that get another result than all others.
+    """Packages and modules that get a different result than all others.
 
     Attributes:
         names: packages (with their submodules) and modules.
-        why: why they call the function, and why they get another result.
+        why: why they call the function, and why they get a different result.
     """
 
     def __init__(self, *names: str, why: str) -> None:
@@ -29,7 +29,7 @@ class Callers:
         return f"{module}.".startswith(self._prefixes) or self._in_folder(module)
 
     def include(self, folder: Path | None) -> None:
-        """Treat modules below ``folder`` the same way; None: no folder."""
+        """Treat modules below ``folder`` as callers of this kind too; None: no folder."""
         self._folder = f"{folder}{os.sep}" if folder else ""
 
     def _in_folder(self, module: str) -> bool:
@@ -94,7 +94,7 @@ MEAN_THE_DEVICE_GENERATOR = Callers(
 
 
 def caller() -> str:
-    """Return the module name of the caller of the function that calls this."""
+    """Return the name of the module that called the calling function."""
     return sys._getframe(2).f_globals.get("__name__", "")
 
 
@@ -103,7 +103,7 @@ _AROUND_SEEDING = ("torch._compile", "torch._dynamo.eval_frame")
 
 
 def caller_of_seeding() -> str:
-    """Return the same as ``caller``, for ``torch.manual_seed``."""
+    """Return what ``caller`` returns, but for ``torch.manual_seed``, skipping torch._dynamo's wrappers."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _AROUND_SEEDING:
         frame = frame.f_back

@@ -23,7 +23,7 @@ _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements for process groups, and for collectives that need help of the backend."""
+    """Yield the replacements for process groups, and for collectives that need the backend's help."""
     yield dist, "init_process_group", _init_process_group(device)
     yield from _in_both_modules("new_group", _new_group(device))
     for name in version_counters.WITHOUT_BUMP:
@@ -51,7 +51,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:
-    """Yield a function under both its names: torch's own modules use the one of ``distributed_c10d``."""
+    """Yield a function under both of its names: torch's own modules use the one in ``distributed_c10d``."""
     yield dist, name, value
     yield dist.distributed_c10d, name, value
 
@@ -83,7 +83,7 @@ def _new_group(device: Device) -> Callable[..., Any]:
 
 
 def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return the options of a process group as this device takes them."""
+    """Return process-group options that this device accepts."""
     options = {**options}
     if options.get("backend") is not None:
         options["backend"] = _backend_for(options["backend"], device)
@@ -95,7 +95,7 @@ def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
 
 
 def _backend_for(asked: str, device: Device) -> str:
-    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that ``asked`` means here."""
+    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), to use instead of ``asked``."""
     if device.is_host and ("nccl" in asked or ":" in asked):
         return device.backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
     return asked.replace("nccl", device.backend).replace("cuda:", f"{device.name}:")

@@ -1,4 +1,4 @@
-"""Other functions with device arguments: loading, storages, generators, default types, meshes, DDP."""
+"""Other functions with device arguments: loading, storages, generators, default tensor types, meshes, DDP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _restore_location(target: Target) -> Callable[..., Any]:
-    """Every form of ``map_location`` ends here, and so do the tags in a checkpoint written on CUDA."""
+    """Map the locations of loaded storages: any ``map_location``, and the tags in CUDA checkpoints."""
     original = serialization.default_restore_location
 
     @functools.wraps(original)
@@ -39,7 +39,7 @@ def _restore_location(target: Target) -> Callable[..., Any]:
 
 
 def _storage_to(target: Target) -> Callable[..., Any]:
-    """``storage.cuda()`` comes here, that of a typed storage too."""
+    """Map ``UntypedStorage.to``, which ``storage.cuda()`` calls, also for typed storages."""
     original = torch.UntypedStorage.to
 
     @functools.wraps(original)
@@ -50,7 +50,7 @@ def _storage_to(target: Target) -> Callable[..., Any]:
 
 
 def _generator_type(target: Target) -> type:
-    """Return a type in place of ``torch.Generator``: it makes torch's own, which are its instances."""
+    """Return a replacement for ``torch.Generator`` that creates torch's own generators as its instances."""
     original = torch.Generator
 
     class GeneratorType(type):
@@ -67,7 +67,7 @@ def _generator_type(target: Target) -> type:
 
 
 def _default_tensor_type(device: Device) -> Callable[[Any], None]:
-    """torch has no NPU tensor types to set as the default, so dtype and device are set separately."""
+    """Set dtype and device separately, because torch has no NPU tensor types to set as the default."""
     original = torch.set_default_tensor_type
     has_device = False
 

@@ -1,4 +1,4 @@
-"""The names of ``torch.cuda`` itself."""
+"""Replacements for the names in ``torch.cuda`` itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 def _truthful_to(
     asking: callers.Callers, real: Callable[..., Any], redirected: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that answers the modules of ``asking`` with ``real``, others with ``redirected``."""
+    """Return a function that calls ``real`` for the modules in ``asking`` and ``redirected`` for others."""
 
     @functools.wraps(real)
     def probe(*args: Any, **kwargs: Any) -> Any:
@@ -48,10 +48,10 @@ def _truthful_to(
 
 
 def _distinct(value: Any) -> Any:
-    """Return a function object of its own for a function or method, anything else as it is.
+    """Return a new function object for a function or method; return anything else unchanged.
 
-    torch._dynamo keeps its rules by function object: one function under two names of torch.cuda whose
-    rules differ makes its import fail.
+    torch._dynamo keeps its rules per function object: if one function had two names in torch.cuda with
+    different rules, importing torch._dynamo would fail.
     """
     if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
         return lambda *args, **kwargs: value(*args, **kwargs)

@@ -31,7 +31,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _to(original: Callable[..., Any], to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
-    """Return ``to``; ``to_device`` runs where CUDA is named."""
+    """Return a replacement for ``to`` that calls ``to_device`` if the arguments name CUDA."""
 
     @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,9 +74,9 @@ def _then(original: Callable[..., Any], then: Callable[[Any], Any]) -> Callable[
 
 
 def _private_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in memory of this process alone, as on CUDA, where ``to`` copies out of shared memory.
+    """Return a tensor in this process's private memory, as on CUDA, where ``to`` copies out of shared memory.
 
-    ``torch.multiprocessing`` hands tensors to other processes in shared memory. Without the copy, all ranks
+    ``torch.multiprocessing`` passes tensors to other processes in shared memory. Without the copy, all ranks
     of ``mp.spawn(train, args=(model,))`` would train the same weights.
     """
     return tensor.clone() if not torch.compiler.is_compiling() and _is_shared(tensor) else tensor
@@ -95,7 +95,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.type``, which takes the types of torch.cuda, and names them to Megatron."""
+    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types and reports them to Megatron."""
     original = torch.Tensor.type
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 

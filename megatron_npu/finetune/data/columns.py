@@ -16,8 +16,8 @@ def find(
 
     Args:
         there: the columns of each split.
-        roles: the task's roles with their usual column names, most likely first; a role without names is only
-            used if it is given.
+        roles: the task's roles with their usual column names, most likely first; a role without usual names
+            is used only if ``--columns`` names a column for it.
         said: roles and names from ``--columns``.
 
     Raises:

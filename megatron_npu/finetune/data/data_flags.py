@@ -41,13 +41,13 @@ def add_data_flags(add: Callable[..., Any]) -> None:
 
 
 def _roles() -> str:
-    """Return the roles of all tasks' columns as a help text lists them."""
+    """Return the column roles of all tasks, formatted for a help text."""
     *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
     return f"{', '.join(most)} and {last}"
 
 
 def _flags() -> list[Flag]:
-    """Return the flags that tasks declare, each once."""
+    """Return the flags that the tasks declare, without duplicates."""
     found: dict[str, Flag] = {}
     for task in tasks.every().values():
         for flag in task.all_flags():
@@ -57,14 +57,14 @@ def _flags() -> list[Flag]:
 
 
 def _readers() -> dict[str, list[str]]:
-    """Return the names of the values that not every task reads, and the tasks that do."""
+    """Return the names of the values that only some tasks read, each with those tasks."""
     reads = {name: task.all_reads() for name, task in tasks.every().items()}
     values = sorted(set().union(*reads.values()))
     return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
-    """Check that ``--columns`` names each role once, and each column for one role.
+    """Check that ``--columns`` names each role once and each column for one role only.
 
     Otherwise the last of two columns for a role would silently take effect.
 
@@ -85,12 +85,12 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that the task uses every given flag, and run the task's own checks of them.
+    """Check that the task uses every given flag, and run the task's own checks on them.
 
     A user's script may use any flag.
 
     Args:
-        args: the flags, with a ``task`` of ``--task``.
+        args: the flags, with the task in ``task``.
         default: returns the default of a flag.
 
     Raises:

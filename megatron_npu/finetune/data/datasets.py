@@ -1,4 +1,4 @@
-"""Splits of a dataset from the hub's cache, from files or a folder, loaded with ``datasets``."""
+"""Load the splits of a dataset with ``datasets``: from the hub's cache, from files or from a folder."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
     """Return the splits ``train``, ``validation`` and, if it exists, ``test``.
 
     Args:
-        args: ``data_path`` is a file, a folder with a file per split, a folder of ``save_to_disk``, or a name
-            on the hub with the configuration ``data_name``; ``validation_fraction`` and ``seed`` select rows
-            of ``train`` if there is no validation split.
-        skipped: receives malformed rows of files; None: the first one is an error.
+        args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
+            or a name on the hub with the configuration ``data_name``; ``validation_fraction`` and ``seed``
+            select rows of ``train`` if there is no validation split.
+        skipped: receives malformed rows of files; None: reject the first malformed row.
 
     Raises:
         UsageError: the dataset does not exist, a file cannot be read, or a split is missing or empty.
@@ -78,7 +78,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
 def _sound(
     name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
 ) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
-    """Return the rows of files without the bad ones, and their numbers; nothing of it is kept in a cache."""
+    """Return the valid rows of the files, and their row numbers; nothing is kept in a cache."""
     with tempfile.TemporaryDirectory(prefix="megatron-npu-") as folder:
         copies, rows = skipped_rows.copies(files, Path(folder), skipped)
         return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
@@ -100,7 +100,7 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return what each part is called in ``found``."""
+    """Map each split to the name that it has in ``found``."""
     owns: dict[str, str] = {}
     for part, names in _PARTS.items():
         for own in names:
@@ -111,15 +111,15 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _saved(path: Path) -> list[str]:
-    """Return which files of ``save_to_disk`` are in a folder."""
+    """Return the names of the ``save_to_disk`` marker files that a folder contains."""
     return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
 
 
 def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the files of each part; none where the data set is no file and no folder of files.
+    """Return the files of each split; empty if the dataset is neither a file nor a folder of files.
 
     Raises:
-        UsageError: a folder has none.
+        UsageError: the folder has no file for any split.
     """
     if path.is_file():
         return {"train": [path]}
@@ -131,7 +131,7 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
 def _read(
     name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
 ) -> Mapping[str, Dataset]:
-    """Return the rows of each part; ``kept``: where what is read of files is kept, for ``load_dataset``."""
+    """Return the rows of each split; ``kept`` has the cache options for reading files."""
     library = _library()
     if config is not None:
         _require_configurations(name, config)
@@ -145,7 +145,7 @@ def _read(
 
 
 def _require_configurations(name: str, config: str) -> None:
-    """Refuse a configuration of what can have none: a file, or a folder of save_to_disk."""
+    """Reject ``--data-name`` for a file or a ``save_to_disk`` folder, which have no configurations."""
     saved = _saved(Path(name))
     if saved or Path(name).is_file():
         raise UsageError(
@@ -157,7 +157,7 @@ def _require_configurations(name: str, config: str) -> None:
 
 
 def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Return what a folder of save_to_disk holds, or the hub's data set of that name."""
+    """Load a ``save_to_disk`` folder, or the dataset with this name."""
     path = Path(name)
     saved = _saved(path)
     if saved:
@@ -171,7 +171,7 @@ def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset
 
 @contextlib.contextmanager
 def _without_remarks(library: Any) -> Iterator[None]:
-    """Keep ``datasets`` from telling, in lines of its own, what its error says too."""
+    """Silence the log lines of ``datasets``, which repeat what its exceptions say."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.CRITICAL)
     try:
@@ -181,10 +181,10 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Return a data set by its name: prepared already, from the hub, or from a copy in the hub's cache.
+    """Load a dataset by name: already prepared, from the hub, or from a copy in the hub's cache.
 
-    Without a connection ``datasets`` looks for what it has prepared itself, not for what was downloaded
-    (``hf download --repo-type dataset``) and brought here.
+    Without a connection, ``datasets`` finds only datasets that it has prepared itself, not those that were
+    downloaded with ``hf download --repo-type dataset``.
     """
     try:
         with dataset_folders.own_files_alone(name, f"--data-path {name}"):
@@ -200,10 +200,10 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
 
 
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
-    """Return where a folder's rows are prepared, another place after a change of its files; None: the usual.
+    """Return a cache folder for the rows of a local folder, or None for the default.
 
-    Of a folder with configurations ``datasets`` 5.2 takes what it has prepared once, whatever became of the
-    files since.
+    It changes when the files change: for a folder with configurations, ``datasets`` 5.2 would keep using the
+    rows that it prepared first, even after the files have changed.
     """
     if not folder.is_dir():
         return None
@@ -214,7 +214,7 @@ def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
 
 
 def _downloaded(name: str) -> str | None:
-    """Return the folder of a data set in the hub's cache; None: it is not there."""
+    """Return the folder of a dataset in the hub's cache, or None if it is not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -225,10 +225,10 @@ def _downloaded(name: str) -> str | None:
 
 
 def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each part: ``train.csv``, or ``train-00000-of-00002.parquet`` and its like.
+    """Return the files of each split, such as ``train.csv`` or ``train-00000-of-00002.parquet``.
 
-    Of several names of a part the first that there is counts, as in a data set of the hub: a part is not
-    ``validation.csv`` and ``dev.csv`` together, and ``validation_mismatched.csv`` is none of it.
+    If several of a split's names occur, only the first is used, as on the hub: ``validation.csv`` and
+    ``dev.csv`` are not combined, and ``validation_mismatched.csv`` does not belong to ``validation``.
     """
     every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
     parts: dict[str, list[Path]] = {}
@@ -248,7 +248,7 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
 
 
 def _is_of(path: Path, part: str) -> bool:
-    """Return whether a file is a part's, whole or a piece of it, by its name."""
+    """Return whether a file's name marks it as a whole split or as a piece of it."""
     name = path.name.removesuffix(path.suffix)
     return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
@@ -270,7 +270,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
-    """Return the numbers of rows that are left to train on, and of those taken; the same for one seed."""
+    """Return the row numbers for training and for validation, chosen at random by ``seed``."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         raise UsageError(
@@ -308,7 +308,7 @@ def _refused(
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return what was expected in the place of data that cannot be read, and what to do."""
+    """Return the expected input and the remedy for the error about data that cannot be read."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -327,7 +327,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for the files of the part that ``datasets`` names; None: it names none of them."""
+    """Return the error for the split without rows that ``datasets`` names; None if it is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:

@@ -1,4 +1,4 @@
-"""Labels of a dataset: classes as integers or names, or numbers for a regression."""
+"""Labels of a dataset: classes as integers or names, or numbers for regression."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Labels:
     """The labels of a dataset.
 
     Attributes:
-        names: names of the classes, in order; empty for a regression.
+        names: names of the classes, in order; empty for regression.
         numbers: the class number of each label value in the data.
     """
 
@@ -34,7 +34,7 @@ class Labels:
 
     @property
     def regression(self) -> bool:
-        """Whether the task is a regression."""
+        """Whether the labels are numbers for regression."""
         return not self.names
 
     def config(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _classes(
 
 
 def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
-    """Return the first row whose label is a text, with the label."""
+    """Return the first row whose label is a string, and that label."""
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
@@ -165,10 +165,10 @@ def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes of the rows to train on as they are written there, and their names.
+    """Return the classes in the training rows, as written there, and their names.
 
     Raises:
-        UsageError: there are fewer than two, or numbers beside names.
+        UsageError: there are fewer than two classes, or both numbers and names.
     """
     trained = {label for _, label in pairs}
     if len(trained) < 2:
@@ -184,10 +184,10 @@ def _of_trained(
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
-    """Return the numbers of the classes and their names, where the training part has some of the numbers.
+    """Return the class numbers and their names, given the numbers that occur in the training split.
 
     Raises:
-        UsageError: numbers are left out, and the model has no such classes.
+        UsageError: numbers are missing, and the model has no classes for them.
     """
     least, count = min(trained), max(trained) + 1
     if least and (named := _from_above_0(trained, own)):
@@ -211,9 +211,10 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
-    """Return numbers that begin above 0, such as 1 to 5 stars, and themselves as names; None: they are not.
+    """Return consecutive class numbers that start above 0, such as 1 to 5 stars, with themselves as names.
 
-    So a model is saved with them, and so one that has them is trained on.
+    A model is saved with these names, and a model that has them can be trained further. None: the numbers are
+    not of this kind.
     """
     least, count = min(trained), max(trained) + 1
     if {str(label) for label in trained} <= set(own):

@@ -1,10 +1,10 @@
-"""Batches of a dataset for one rank on its device, determined by seed, epoch and number.
+"""Batches of a dataset for one rank on its device, determined by seed, epoch and batch number.
 
 Micro-batch ``m`` of an epoch has the samples ``m * size`` to ``(m + 1) * size`` in the epoch's order, and
 rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
 samples on any number of ranks, and a run that resumes within an epoch gets the remaining ones. Random numbers
-of a collate function depend on the micro-batch's number, for any number of workers, and do not affect the
-generators of dropout; with ``sample_seeds`` they depend on the sample (the masks of ``--task masked_lm``).
+in a collate function depend only on the micro-batch's number, not on the number of workers, and do not affect
+the dropout generators; with ``sample_seeds`` they depend on the sample (the masks of ``--task masked_lm``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Sampling:
     """Assignment of samples to the batches of a rank.
 
     Attributes:
-        size: samples per batch of a rank.
+        size: samples per batch on a rank.
         place: the rank among those that share the data.
-        shuffle: use a new order in each epoch; otherwise the dataset's.
+        shuffle: use a new order in each epoch; otherwise the dataset's order.
         whole: ranks x batches of a complete step; an incomplete step is dropped. 0: each sample occurs once;
             ranks may have smaller batches in the last step, and if samples cannot be distributed evenly the
             last one is repeated (``Loader.remainder``).
@@ -100,7 +100,7 @@ class Loader:
         return batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch from number ``start`` on."""
+        """Yield the batches of an epoch, starting with batch ``start``."""
         for held in self.held(epoch, start):
             yield on_device(held.batch, self.device)
 
@@ -109,7 +109,7 @@ class Loader:
 
         Args:
             epoch, start: see ``batches``.
-            once: leave out repeated samples; a rank without others gets a sample that does not count.
+            once: leave out repeated samples; a rank without samples of its own gets one that is not counted.
         """
         of_epoch = _Batches(self, self._order(epoch), epoch, once)
         loader = DataLoader(
@@ -134,12 +134,12 @@ class Loader:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches endlessly, from the ``start``-th of all epochs on."""
+        """Yield batches endlessly, starting with batch ``start`` counted over all epochs."""
         for held in self.held_forever(start):
             yield on_device(held.batch, self.device)
 
     def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield the same batches in host memory; ``once`` as for ``held``."""
+        """Yield the same batches in host memory; for ``once`` see ``held``."""
         epoch, first = divmod(start, len(self))
         while True:
             yield from self.held(epoch, first, once=once)
@@ -154,7 +154,7 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in an epoch, by number; ``once``: without what is repeated."""
+    """The batches of a rank in an epoch, by number; with ``once``, without repeated samples."""
 
     def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
@@ -162,7 +162,7 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the place in the order of the first sample of a batch; it may be after the last one."""
+        """Return the position of a batch's first sample in the order; it may lie past the end."""
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 
     def _size_of(self, number: int) -> int:
@@ -184,8 +184,7 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return a seed for each sample of the batch being collated, which depends only on its position in the
-    epoch.
+    """Return a seed for each sample of the current batch, determined only by its position in the epoch.
 
     Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
     ``Loader`` the seeds come from torch's generator.
@@ -209,7 +208,7 @@ def require_length(dataset: Any, what: str) -> None:
     """Check that a dataset has a length and can be indexed.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it has no length or cannot be indexed.
     """
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     reason = ""
@@ -227,7 +226,7 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """A batch with a ``to`` method, as custom loops use with Transformers' batches."""
+    """A batch with a ``to`` method, which custom loops call on Transformers' batches."""
 
     def to(self, device: Any) -> Batch:
         """Move the values to a device in place; "cuda" leaves them in place if there is no GPU."""
@@ -237,13 +236,13 @@ class Batch(dict[Any, Any]):
 
 
 def _is_here(device: Any) -> bool:
-    """Return whether a script of a GPU means the device that batches are on already."""
+    """Return whether a script that was written for GPUs requests "cuda" on a machine without a GPU."""
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 
 @functools.cache
 def _staying(kind: type) -> type:
-    """Return a kind of batches, but that one asked to go to a GPU that is not there stays where it is."""
+    """Return a subclass of a batch class that ignores a request to move to a GPU if there is none."""
 
     def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
@@ -252,7 +251,7 @@ def _staying(kind: type) -> type:
 
 
 def _stays(batch: Any) -> Any:
-    """Return a batch of Transformers as one that stays where it is when it is asked to go to a GPU."""
+    """Make a Transformers batch ignore requests to move to a GPU if there is none."""
     if isinstance(batch, UserDict):
         batch.__class__ = _staying(type(batch))
     return batch
@@ -274,7 +273,11 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Return samples as torch puts them together, or say that it cannot."""
+    """Collate samples with torch's default function.
+
+    Raises:
+        UsageError: torch cannot collate them.
+    """
     try:
         return default_collate(rows)
     except (TypeError, RuntimeError, ValueError) as error:
@@ -295,7 +298,7 @@ def _seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Let the host's generators begin at a key inside the block, and be as they were behind it."""
+    """Seed the host's generators from a key inside the block, and restore them afterwards."""
     seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

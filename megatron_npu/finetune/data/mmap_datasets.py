@@ -48,23 +48,23 @@ def build_train_valid_test_datasets_for_huggingface(
 
     Each sample has ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` (-100 where nothing
     is predicted), [s] int64, and with ``binary_head`` a ``next_sentence_label``: 1 if the second part does
-    not follow the first. The sampling is megatron-core's (``BERTMaskedWordPieceDataset``): whole words, up to
-    three together. The vocabulary is that of the run's flags. All ranks must call this.
+    not follow the first. Sampling is megatron-core's (``BERTMaskedWordPieceDataset``): whole words, up to
+    three together. The vocabulary comes from the run's flags. All ranks must call this.
 
     Args:
         data_prefix: one prefix, several, or alternating weights and prefixes.
-        data_impl: ``mmap``, ``lazy``, ``cached`` or ``infer``; the format is detected in any case.
+        data_impl: ``mmap``, ``lazy``, ``cached`` or ``infer``; the format is always detected from the files.
         splits_string: proportions of the documents, such as ``980,20``.
-        train_valid_test_num_samples: number of samples of each split; 0: None is returned for it.
+        train_valid_test_num_samples: number of samples per split; 0: None is returned for it.
         max_seq_length: tokens per sample, [s], including special tokens and padding.
         masked_lm_prob: fraction of the tokens to predict.
         short_seq_prob: fraction of shortened samples.
-        seed: random seed of order and masks.
+        seed: random seed for order and masks.
         skip_warmup: no effect; the operating system prefetches files.
         binary_head: return pairs; otherwise one text per sample.
 
     Raises:
-        UsageError: the data do not exist, are not split into sentences, or use another vocabulary.
+        UsageError: the data does not exist, is not split into sentences, or uses another vocabulary.
     """
     machine.require_megatron_core()
     from megatron.core.datasets.bert_dataset import (
@@ -114,7 +114,7 @@ class MaskedPairs(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample, [s] int64 each."""
+        """Return one sample; its tensors are [s] int64."""
         sample = self.pairs[number]
         tokens = torch.from_numpy(sample["text"])
         # the last separator ends a sample, and nothing behind it equals one: versions pad otherwise
@@ -140,19 +140,19 @@ def build_causal_datasets_for_huggingface(
     seed: int,
     skip_warmup: bool = True,
 ) -> Parts:
-    """Return windows for a causal model of Transformers: training, validation, test.
+    """Return windows for a causal Transformers model: training, validation, test.
 
     Each sample has ``input_ids`` and ``labels``, [s] int64; Transformers models shift the labels themselves,
     so a window starts with the last token of the previous one. With ``--eod-mask-loss`` the label after an
-    end of document is -100. All ranks must call this.
+    end-of-document token is -100. All ranks must call this.
 
     Args:
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
             ``build_train_valid_test_datasets_for_huggingface``.
-        seq_length: tokens of a window, [s].
+        seq_length: tokens per window, [s].
 
     Raises:
-        UsageError: the data do not exist, or use another vocabulary.
+        UsageError: the data does not exist, or uses another vocabulary.
     """
     parts = _windows(
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length - 1, seed
@@ -177,7 +177,7 @@ class CausalWindows(Dataset):
         return len(self.windows)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample, [s] int64 each."""
+        """Return one sample; its tensors are [s] int64."""
         sample = self.windows[number]
         text = _text(sample)
         return {
@@ -201,20 +201,21 @@ def build_train_valid_test_datasets(
 
     Args:
         data_prefix, data_impl, splits_string, train_valid_test_num_samples, seed, skip_warmup: as for
-        ``build_train_valid_test_datasets_for_huggingface``. seq_length: number of input tokens of the model.
+            ``build_train_valid_test_datasets_for_huggingface``.
+        seq_length: number of input tokens of the model.
 
     Raises:
-        UsageError: the data do not exist, or use another vocabulary.
+        UsageError: the data does not exist, or uses another vocabulary.
     """
     parts = _windows(data_prefix, data_impl, splits_string, train_valid_test_num_samples, seq_length, seed)
     return _each(parts, Texts)
 
 
 class Texts(CausalWindows):
-    """megatron-core's GPT windows as one text each, with one token more than the model's input."""
+    """megatron-core's GPT windows as a single token tensor each, one token longer than the model's input."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample, [s + 1] int64."""
+        """Return one sample, [s + 1] int64."""
         return {"text": _text(self.windows[number])}
 
 
@@ -251,7 +252,7 @@ def _windows(
 
 
 def _common(seed: int, length: int, found: Found, weights: list[float] | None, split: str) -> dict[str, Any]:
-    """Return what the configurations of megatron-core's datasets have in common."""
+    """Return the options that the configurations of all megatron-core datasets share."""
     return {
         "random_seed": seed,
         "sequence_length": length,
@@ -262,7 +263,7 @@ def _common(seed: int, length: int, found: Found, weights: list[float] | None, s
 
 
 def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, Found]:
-    """Return weights, or None, and the prefixes, whose files are sound and of this vocabulary."""
+    """Return the blend weights (or None) and the prefixes, after checking their files and vocabulary."""
     if data_impl not in ("mmap", "lazy", "cached", "infer"):
         raise UsageError(
             f"--data-impl {data_impl}",
@@ -277,7 +278,7 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
 
 
 def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> None:
-    """Refuse data in which every document is one sequence: a pair needs two, and upstream looks forever."""
+    """Reject data with one sequence per document: a pair needs two, and upstream would search endlessly."""
     if found.sequences <= found.documents:
         raise UsageError(
             f"{prefix} has {found.documents} documents with one sequence each",
@@ -287,7 +288,7 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
 
 
 def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) -> None:
-    """Refuse a part that is read, has a share and yet no document: upstream looks for its tokens forever."""
+    """Reject a split that is used and has a share but no document: upstream would search it endlessly."""
     shares = split_shares(split)
     for name, share, part, size in zip(PARTS, shares, sizes_of_parts(shares, count), sizes, strict=True):
         if size and share and not part:
@@ -304,20 +305,20 @@ def _require_probability(flag: str, value: float) -> None:
 
 
 def _asked(sample: dict[str, Tensor]) -> Tensor:
-    """Return the tokens of a masked pair as they were before they were masked, [s] int64."""
+    """Return the original tokens of a masked pair, [s] int64."""
     return sample["labels"].where(sample["labels"] != IGNORED, sample["input_ids"])
 
 
 def _warn_of_unknown_tokens(
     part: Any, tokens: Callable[[Any], Tensor], unknown: int | None, around: Iterable[int] = ()
 ) -> None:
-    """Say where most tokens of the first samples are the one of what the vocabulary does not have.
+    """Warn if most tokens of the first samples are unknown to the vocabulary.
 
     Args:
-        part: what is trained on, if anything is.
-        tokens: a sample -> its tokens.
-        unknown: the id of that one.
-        around: ids that stand for no word.
+        part: the training dataset; None: do nothing.
+        tokens: returns the tokens of a sample.
+        unknown: id of the unknown token; None: do nothing.
+        around: ids of special tokens, which are not counted.
     """
     args = state.get_args()
     if part is None or unknown is None or args.rank != 0:

@@ -17,7 +17,7 @@ class Parts(dict[str, Any]):
 
     Args:
         rows: rows of each split.
-        files: files of each split, as named by the user; a split without entry is not from files.
+        files: files of each split, as named by the user; a split without an entry does not come from files.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Parts(dict[str, Any]):
         self._taken: dict[str, tuple[str, Sequence[int]]] = {}
 
     def split(self, part: str, rows: Mapping[str, Sequence[int]]) -> None:
-        """Distribute the rows of one split to several.
+        """Distribute the rows of one split over several splits.
 
         Args:
-            part: the split; it may be one of the several.
-            rows: the row numbers for each of them.
+            part: the split; it may be one of the results.
+            rows: the row numbers for each resulting split.
         """
         whole = self.pop(part)
         source, before = self._taken.pop(part, (part, None))
@@ -41,15 +41,15 @@ class Parts(dict[str, Any]):
             self._taken[name] = source, _of(before, numbers)
 
     def keep(self, part: str, numbers: Sequence[int]) -> None:
-        """Remove rows of a split; ``numbers`` are those to keep."""
+        """Remove all rows of a split except ``numbers``."""
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Set which rows of its files a split has, if some were removed before."""
+        """Record which rows of its files a split has, if rows were removed earlier."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return the file of a row (the split if unknown) and its number there, from 1."""
+        """Return the file of a row (or the split if the file is unknown) and its number there, from 1."""
         source, numbers = self._taken.get(part, (part, None))
         files = self._files.get(source, ())
         place = str(files[0]) if len(files) == 1 else f"part {source!r}"
@@ -79,5 +79,5 @@ class Parts(dict[str, Any]):
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
-    """Return what numbers of rows are in the whole of which those were taken before."""
+    """Map row numbers of a selection to row numbers of the whole from which it was taken."""
     return numbers if before is None else [int(before[number]) for number in numbers]

@@ -13,13 +13,13 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def pad(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return a batch of samples of different lengths, named as by Transformers' ``DataCollatorWithPadding``.
+    """Pad samples of different lengths to a batch named as by Transformers' ``DataCollatorWithPadding``.
 
     Values as long as a sample's ``input_ids`` are padded: tokens with 0, which the batch's ``attention_mask``
     excludes, labels with -100. ``label`` and ``label_ids`` become ``labels``.
 
     Args:
-        samples: mappings with ``input_ids``, of lists, tensors or numbers.
+        samples: mappings with ``input_ids`` whose values are lists, tensors or numbers.
     """
     lengths = [len(sample[_IDS]) for sample in samples]
     names = {"label": "labels", "label_ids": "labels"}

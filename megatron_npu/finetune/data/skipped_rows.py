@@ -1,7 +1,7 @@
-"""``--skip-bad-rows N`` of ``train``: skip unreadable rows, count them, and list them in a file.
+"""``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
 
-These are JSON lines that are not objects, table rows with more or fewer cells than the header, rows that are
-not UTF-8, and rows without a value that the task needs.
+Malformed rows are JSON lines that are not objects, table rows with more or fewer cells than the header, rows
+that are not UTF-8, and rows without a value that the task needs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def copies(
         skipped: receives the skipped rows.
 
     Returns:
-        The copies of each split, and which of its rows they contain, counted from 0 through its files.
+        The copies of each split, and the numbers of the rows that they contain, counted from 0 over the
+        split's files.
     """
     found: dict[str, list[Path]] = {}
     numbers: dict[str, list[int]] = {}
@@ -122,7 +123,7 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return what reads the rows of a file; None for files that have no bad rows but are read or not."""
+    """Return a function that reads the rows of a file; None if the format has no malformed single rows."""
     if path.suffix in _SEPARATORS:
         return _of_a_table
     if path.suffix == ".txt":
@@ -161,7 +162,7 @@ def _no_object(text: str) -> str:
 
 
 def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
-    """Return the head of a table and its rows, which may go on over several lines."""
+    """Return the header of a table and its rows; a row may span several lines."""
     separator = _SEPARATORS[path.suffix]
     text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)

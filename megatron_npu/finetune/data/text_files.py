@@ -1,4 +1,4 @@
-"""Check text files of tasks: UTF-8 and not empty, with a one-line error that gives the position."""
+"""Check a task's text files: UTF-8 and not empty, with a one-line error that gives the position."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PACKED = {
 def require(path: Path) -> None:
     """Check that a file is UTF-8 text.
 
-    Readers of JSON lines accept other encodings and only fail when a row is used.
+    JSON-lines readers accept other encodings and fail only when a row is used.
 
     Raises:
-        UsageError: it is empty or compressed, or a byte is not UTF-8.
+        UsageError: the file is empty or compressed, or a byte is not UTF-8.
     """
     if not path.stat().st_size:
         raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Use another file.")
@@ -58,7 +58,7 @@ def require_head(path: Path, separator: str) -> None:
     """Check that a table's header names each column once; readers would rename the second one.
 
     Raises:
-        UsageError: a name is repeated.
+        UsageError: a name occurs twice.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         head = next(csv.reader(file, delimiter=separator), [])
@@ -72,7 +72,7 @@ def require_head(path: Path, separator: str) -> None:
 
 
 def _first_stranger(path: Path) -> tuple[int, int] | None:
-    """Return line and value of the first byte that UTF-8 does not have there; None: there is none."""
+    """Return the line number and value of the first byte that is not valid UTF-8, or None."""
     lines, rest = 1, b""  # the bytes of a character that continues in the next chunk
     with path.open("rb") as file:
         while True:

@@ -1,6 +1,4 @@
-"""Check the columns of a task: text or word lists in every row, with a one-line error that gives the
-position.
-"""
+"""Check that a task's columns have text or word lists in every row; a one-line error gives the position."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
     Args:
         parts: rows of each split.
-        columns: the column of each role; None: none.
-        every: whether each row needs a text; otherwise a missing one is empty.
+        columns: the column of each role; None: the role has no column.
+        every: whether each row needs a text; otherwise a missing one counts as empty.
 
     Raises:
         UsageError: a column contains something else, or a row has no text.
@@ -33,10 +31,10 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
 
 def require_words(parts: Parts, tokens: str, tags: str) -> None:
-    """Check that each row of a column has a list of words, and the same number of tags.
+    """Check that each row has a list of words and the same number of tags.
 
     Raises:
-        UsageError: it has not.
+        UsageError: a row has no such lists, or their lengths differ.
     """
     for part, rows in parts.items():
         words = getattr(rows.features[tokens], "feature", None)

@@ -1,4 +1,4 @@
-"""Work with a cached result: the first of several processes computes it, the others read it."""
+"""Compute a cached result once: the first of several processes computes it, the others read it."""
 
 from __future__ import annotations
 

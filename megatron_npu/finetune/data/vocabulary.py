@@ -1,6 +1,6 @@
-"""Detect tokens without an embedding before a step uses them, with a one-line error.
+"""Find tokens without an embedding before a step uses them, with a one-line error.
 
-Such a token causes an IndexError in the middle of a step on a CPU, and reads other memory on a device.
+Such a token causes an IndexError in the middle of a step on a CPU, and reads unrelated memory on a device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def require_known(batch: Any, size: int | None) -> None:
 
 
 def require_known_column(dataset: Any, size: int | None, what: str) -> None:
-    """Check all tokens of a dataset of the package ``datasets``; others are not checked.
+    """Check all tokens of a dataset from the package ``datasets``; other datasets are not checked.
 
     Args:
         dataset: a tokenized dataset with a column ``input_ids``.

@@ -16,9 +16,9 @@ class WordPieces:
     """A word-piece vocabulary with the interface that megatron-core's dataset needs.
 
     Attributes:
-        inv_vocab: id to piece; pieces inside a word start with ``##``.
-        cls, sep, mask, pad: ids.
-        unknown: id of the unknown token; None: none.
+        inv_vocab: maps ids to pieces; pieces inside a word start with ``##``.
+        cls, sep, mask, pad: ids of these special tokens.
+        unknown: id of the unknown token, or None.
     """
 
     inv_vocab: dict[int, str]
@@ -76,7 +76,7 @@ def word_pieces(args: Namespace) -> WordPieces:
 
 
 def _of_transformers(args: Namespace) -> Any:
-    """Return the tokenizer of --tokenizer-model, or of the model that is trained."""
+    """Return the tokenizer of --tokenizer-model, or else of the model to train."""
     from transformers import AutoTokenizer
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path

@@ -1,1 +1,1 @@
-"""Prepare a user's model for the switches: sharded, compiled, in 16 bits."""
+"""Prepare a user's model for the switches: sharding, compilation, 16-bit precision and others."""

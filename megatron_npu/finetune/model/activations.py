@@ -34,7 +34,7 @@ def checkpoint_activations(model: nn.Module) -> str:
 
 
 def _transformers_own(model: Any) -> None:
-    """Switch on what Transformers has; the method was renamed in its version 5."""
+    """Enable Transformers' own gradient checkpointing; the method was renamed in version 5."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)({"use_reentrant": False})
@@ -42,7 +42,7 @@ def _transformers_own(model: Any) -> None:
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Return the block's forward pass that keeps its input alone while gradients are wanted."""
+    """Return a forward pass of the block that keeps only its input when gradients are required."""
     forward = block.forward
 
     @wraps(forward)

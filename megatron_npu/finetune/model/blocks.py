@@ -55,7 +55,7 @@ def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_a_stack(module: nn.Module) -> bool:
-    """Return whether a list of modules is one of Transformer blocks."""
+    """Return whether a module list consists of Transformer blocks."""
     if not isinstance(module, _LISTS):
         return False
     items = list(module.children())

@@ -13,11 +13,11 @@ def leave_caches_to_generation(model: nn.Module) -> None:
     """Make a Transformers model use a KV cache only if a call requests it.
 
     By its configuration (``use_cache``, true for decoders) each forward pass would copy all keys and values
-    into an unused cache, and each layer of a compiled model, whose index in the cache differs, would need its
-    own graph. The configuration is not changed: ``generate`` requests the cache itself.
+    into an unused cache, and each layer of a compiled model would need its own graph, because its index in
+    the cache differs. The configuration is not changed: ``generate`` requests the cache itself.
 
     Args:
-        model: a Transformers model, in peft's wrapper or not; others are not changed.
+        model: a Transformers model, possibly wrapped by peft; other models are not changed.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # peft's wrapper
@@ -35,7 +35,7 @@ _CACHES = ("cache", "past_key_values")  # Transformers' name since 5.24, and bef
 def _without_cache(
     place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Say ``use_cache=False`` where the call says nothing, nor brings a cache."""
+    """Set ``use_cache=False`` if the call neither sets it nor passes a cache."""
     if len(args) <= place and all(kwargs.get(name) is None for name in _CACHES):
         kwargs.setdefault("use_cache", False)
     return args, kwargs

@@ -1,8 +1,8 @@
-"""The gradient norm over all ranks, and gradient scaling, for whole and sharded weights.
+"""The gradient norm over all ranks, and gradient scaling, for unsharded and sharded weights.
 
 ``torch.nn.utils.get_total_norm`` is not used because its norm has the gradients' dtype: in fp16 it overflows
-to inf without an infinite gradient, which a loss scale would treat as an overflow; in bf16 it is off by 3e-3,
-and for 38 million fp32 values by 1e-3 on a CPU.
+to inf although no gradient is infinite, which a loss scale would treat as an overflow; in bf16 it is off by
+3e-3, and for 38 million fp32 values by 1e-3 on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
     """Return the L2 norm of all gradients as one vector, over all ranks if they are sharded.
 
-    inf or nan if a gradient has one. ``device`` is where ranks can communicate.
+    The norm is inf or nan if a gradient contains one. ``device`` is where ranks can communicate.
     """
     whole = _squares([gradient for gradient in gradients if not isinstance(gradient, DTensor)], device)
     shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -33,7 +33,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all values, fp32 ``[]`` on ``device``."""
+    """Return the sum of the squares of all values, fp32 ``[]``, on ``device``."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
@@ -42,7 +42,7 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return the factor for gradients with this norm; ``largest`` 0 disables clipping."""
+    """Return the clipping factor for gradients with this norm; ``largest`` 0 disables clipping."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
 
 

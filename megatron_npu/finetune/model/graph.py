@@ -1,4 +1,4 @@
-"""Compile the repeated blocks of a model: one graph for all equal layers."""
+"""Compile the repeated blocks of a model: one graph for all identical layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "att
 def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     """Compile each Transformer block of ``model`` in place; return a log line.
 
-    Blocks only differ in their weights, so inductor compiles the first one and the others use its graph. The
+    Blocks differ only in their weights, so inductor compiles the first one and the others use its graph. The
     rest of the model (embeddings, head, loss) is not compiled. A model without blocks is compiled as a whole.
     Compilation happens in the first forward pass.
 
-    On a CPU, random numbers of a graph come from torch's own kernels, as without graphs. Inductor's code
-    generates one value at a time (torch 2.13), which makes a step of BERT a fifth longer.
+    On a CPU, the random numbers of a graph come from torch's own kernels, as without graphs: inductor's code
+    generates one value at a time (torch 2.13), which makes a BERT step a fifth longer.
 
-    Call it after ``ops.swap`` and after activation checkpointing, whose blocks are compiled inside, and
-    before ``fully_shard`` or DDP, whose hooks stay outside the graphs.
+    Call it after ``ops.swap`` and after activation checkpointing, which is compiled along with the blocks,
+    and before ``fully_shard`` or DDP, whose hooks stay outside the graphs.
 
     Args:
         model: a Transformers model or a user's own.
@@ -61,11 +61,11 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a log line if attention stays outside the graphs; else empty.
+    """Return a log line if attention stays outside the graphs; otherwise an empty string.
 
-    The CPU operation generates dropout masks tile by tile from its own generator, which graphs cannot follow;
-    torch's own attention would be part of the graph but compute all scores. Each block is then two graphs,
-    before and after its attention.
+    The CPU operation generates dropout masks tile by tile from its own generator, which a graph cannot
+    capture; torch's own attention would be part of the graph but compute all scores. Each block then consists
+    of two graphs, before and after its attention.
     """
     configs = [vars(part).get("config") for part in model.modules()]
     drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) with peft: only adapters and a new head are trained."""
+"""Low-rank adapters (Hu et al. 2021) with peft: only the adapters and a new head are trained."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Return the model with adapters of this rank, and a log line.
+    """Add adapters of this rank to the model; return it with a log line.
 
-    They are added where peft's table puts them for this model type, otherwise to every linear layer of the
+    They are added to the layers in peft's table for this model type, otherwise to every linear layer of the
     repeated blocks, or without blocks to every linear layer. A head that no pre-trained model has (such as a
     classifier) is trained fully.
 
@@ -42,7 +42,7 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
 
 
 def _targets(model: nn.Module) -> tuple[list[str], str]:
-    """Return peft's ``target_modules``, and what they are in words."""
+    """Return peft's ``target_modules``, and a description of them."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -57,10 +57,10 @@ def _targets(model: nn.Module) -> tuple[list[str], str]:
 
 
 def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
-    """Check that adapters have fewer weights than what they adapt.
+    """Check that the adapters have fewer weights than the matrices that they adapt.
 
     Raises:
-        UsageError: the rank is that of the matrices, or more.
+        UsageError: the adapters' rank is not smaller than that of the matrices.
     """
     sides = [
         min(part.weight.shape)
@@ -80,7 +80,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the parts of a model of Transformers beside its pre-trained base and its language-model head."""
+    """Return the modules of a Transformers model besides its pre-trained base and its language-model head."""
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):
         return []

@@ -1,4 +1,7 @@
-"""Weights that the optimizer updates instead of the model's: shards (ZeRO-1), or copies on the host."""
+"""Main weights, which the optimizer updates instead of the model's.
+
+They are shards (ZeRO-1), or copies on the host.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _GATHERED = 1 << 20  # values that one collective brings together
 
 @dataclass
 class _Weight:
-    """A parameter of the model, and the part of it that this rank's optimizer steps.
+    """A parameter of the model, and the part of it that this rank's optimizer updates.
 
     Attributes:
-        main: what the optimizer knows: the parameter itself, a shard by rows, or a copy on the host.
-        step: rows of a shard; 0 if it is not sharded.
+        main: the tensor that the optimizer updates: the parameter itself, a row shard, or a copy on the host.
+        step: rows per shard; 0 if it is not sharded.
     """
 
     parameter: nn.Parameter
@@ -33,17 +36,17 @@ class _Weight:
     step: int
 
     def rows(self, rank: int, of: Tensor) -> Tensor:
-        """Return the rows of ``rank`` of a tensor with the parameter's shape: a view."""
+        """Return the rows of ``of`` that belong to ``rank``, as a view; ``of`` has the parameter's shape."""
         return of[rank * self.step : (rank + 1) * self.step] if self.step else of
 
     @property
     def padded(self) -> int:
-        """The values of a shard, the last ones filled up: every rank sends as many."""
+        """The number of values in a shard, including padding: every rank sends the same number."""
         return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
 
 
 class MainWeights:
-    """An optimizer's own view of a model's weights.
+    """The weights that an optimizer updates instead of a model's own.
 
     Before a step each main weight gets its gradient, and after it the model gets the new values; both happen
     in ``optimizer.step()`` after ``follow`` has been called. Sharded ones are DTensors split by rows like
@@ -51,8 +54,8 @@ class MainWeights:
     If a weight has fewer rows than there are ranks, some ranks have none; a scalar is not split.
 
     Args:
-        trained: name -> parameter of the model.
-        mesh: the ranks that shard; None: each rank has all weights.
+        trained: the model's trained parameters by name.
+        mesh: the ranks over which weights are sharded; None: each rank has all weights.
         host: keep main weights and optimizer states in host memory.
     """
 
@@ -64,7 +67,7 @@ class MainWeights:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """Map of parameter names to main weights."""
+        """The main weights by parameter name."""
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +107,7 @@ class MainWeights:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the model's values, which a checkpoint has changed."""
+        """Copy the model's values to the main weights after a checkpoint has changed them."""
         if self.host:
             for weight in self.weights.values():
                 _local(weight.main).copy_(weight.rows(self.rank, weight.parameter))
@@ -120,7 +123,7 @@ class MainWeights:
         return weight
 
     def _like_main(self, weight: _Weight, part: Tensor) -> Tensor:
-        """Return this rank's part of a weight or gradient where and as the optimizer holds it."""
+        """Return this rank's part of a weight or gradient on the optimizer's device and in its layout."""
         if self.host:
             part = part.to("cpu", copy=True)
         if not weight.step or self.mesh is None:
@@ -133,7 +136,7 @@ class MainWeights:
         return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def _bunches(self) -> Iterator[list[_Weight]]:
-        """Yield sharded weights of one dtype and device, as many as one collective is to bring together."""
+        """Yield groups of sharded weights with equal dtype and device; one collective gathers each group."""
         open_: dict[Any, list[_Weight]] = {}
         ranks = self.mesh.size() if self.mesh is not None else 1
         for weight in self.weights.values():
@@ -148,7 +151,7 @@ class MainWeights:
         yield from open_.values()
 
     def _gather(self, bunch: list[_Weight]) -> None:
-        """Bring every rank's rows of these weights to all ranks."""
+        """All-gather the rows of these weights."""
         assert self.mesh is not None
         sizes = [weight.padded for weight in bunch]
         like = bunch[0].parameter

@@ -1,7 +1,7 @@
 """Optimizer settings on resume: those of the current flags, not the checkpoint's.
 
-torch stores them in the parameter groups, which are loaded with the moments, and ``LambdaLR`` stores the
-maximum learning rate of each.
+torch stores the settings in the parameter groups, which are loaded with the moments, and ``LambdaLR`` stores
+each group's maximum learning rate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An optimizer over replaced weights, with its state under the original names for checkpoints.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
-weights, not those of ZeRO-1 and of an offloaded optimizer; it omits weights without a step, which a reader
-then misses; and it counts the step that creates the state of a new optimizer.
+weights, not those of ZeRO-1 and of an offloaded optimizer; it omits weights that have not been stepped, which
+loading then reports as missing; and it counts the step that creates the state of a new optimizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
-    """Return ``{"state": {name: {...}}, "groups": [{...}]}``, tensors as this rank holds them.
+    """Return ``{"state": {name: {...}}, "groups": [{...}]}`` with the tensors of this rank.
 
     Every weight has state afterwards (``make_state``), because reading a checkpoint fills existing tensors.
     """
@@ -61,10 +61,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of weights without a step, by a step that changes nothing.
+    """Create the state of weights that have not been stepped, by a step that changes nothing.
 
-    They get zero gradients and no learning rate, and the step is not counted. torch's ``_init_optim_state``
-    does the same, for an optimizer without any state, but leaves the counts at 1.
+    They get zero gradients and a learning rate of 0, and the step is not counted. torch's
+    ``_init_optim_state`` does the same for an optimizer without any state, but leaves the step counts at 1.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if parameter not in optimizer.state]
@@ -86,7 +86,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a step change no weight; afterwards the groups say what they said before."""
+    """Set the learning rates to 0 inside the block, so that a step changes no weight.
+
+    All group options are restored afterwards.
+    """
     options = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = _zero_like(group["lr"], 0.0)

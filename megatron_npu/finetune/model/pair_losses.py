@@ -1,8 +1,8 @@
-"""Models with a masked-word head and a next-sentence head: one loss that is the sum of two means.
+"""Models with a masked-word head and a next-sentence head, whose loss is the sum of two means.
 
-A batch has one pair of sentences per sample, and another number of masked words, so the two means are
-weighted by different label counts. Transformers models return their sum; the second head's logits give its
-part.
+A batch has one sentence pair per sample but a different number of masked words, so the two means are weighted
+by different label counts. Transformers models return only the sum; the second loss is computed again from the
+logits of the next-sentence head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PairLoss:
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
         """Return the word loss and the next-sentence loss whose sum the last forward pass returned.
 
-        If the second one is not visible (for example for tuple outputs), all counts as word loss.
+        If the second one is not visible (for example with tuple outputs), the whole sum counts as word loss.
         """
         of_pairs, self._last = self._last, None
         return (loss, 0 * loss) if of_pairs is None else (loss - of_pairs, of_pairs)

@@ -1,4 +1,4 @@
-"""Mixed precision: products in 16 bits, weights in fp32, and the loss scale that fp16 needs."""
+"""Mixed precision: matmuls in 16 bits, weights in fp32, and the loss scale that fp16 needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(mixed_precision: str | None) -> torch.dtype:
-    """Return the dtype of matrix products."""
+    """Return the dtype of matmuls."""
     return _DTYPES[mixed_precision]
 
 
@@ -30,8 +30,8 @@ def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.Ab
 class LossScale:
     """The factor that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
 
-    Its rule is that of ``torch.amp.GradScaler``, which only checks the gradients of one rank for inf and has
-    no minimum scale; here the gradient norm over all ranks decides, which a step computes anyway.
+    Its rule is that of ``torch.amp.GradScaler``, which checks only one rank's gradients for inf and has no
+    minimum scale; here the gradient norm over all ranks decides, which a step computes anyway.
 
     Attributes:
         value: the factor.
@@ -60,7 +60,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resume."""
+        """Return the state to save for a resume."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -58,13 +58,13 @@ class Prepared:
     Attributes:
         model: called like the user's own model, with the same attributes.
         module: the user's module inside it, with its original weight names; exports save it.
-        optimizer: of ``weights``.
+        optimizer: the optimizer that updates ``weights``.
         lr_scheduler: the schedule, or None.
         switches: the switches as given.
         device: the device of this rank.
         weights: the tensors that the optimizer updates, under their names in ``module``: its parameters,
             their shards, or copies on the host.
-        main_weights: synchronizes the two if they differ; None if they are the same.
+        main_weights: synchronizes ``weights`` and the module's parameters; None if they are the same.
         clip_grad: maximum gradient norm; 0 disables clipping.
         loss_scale: the loss scale of fp16.
         ledger: one line per switch with its effect.
@@ -85,11 +85,11 @@ class Prepared:
     own_optimizer: bool = False
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for the forward and backward pass of a micro batch.
+        """Return the context for the forward and backward pass of a micro-batch.
 
         Args:
-            last: whether it is the last one before ``step``, in which the ranks reduce gradients if they can
-                wait.
+            last: whether it is the last one before ``step``, in which the ranks reduce gradients if the
+                sharding lets them wait until then.
         """
         return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
@@ -98,7 +98,7 @@ class Prepared:
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of ``loss``, fp32 or 16 bits ``[]``."""
+        """Accumulate the gradients of ``loss``, a scalar ``[]`` in fp32 or 16 bits."""
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
@@ -127,10 +127,10 @@ class Prepared:
         self.module.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, schedule and loss scale, for ``torch.distributed.checkpoint``.
+        """Return the state of model, optimizer, schedule and loss scale for ``torch.distributed.checkpoint``.
 
         Each rank stores its own shards, and weights have their names in ``module``, so a run can resume with
-        another sharding or number of ranks.
+        different sharding or another number of ranks.
         """
         with self._main_weights_alone():
             state = {
@@ -162,7 +162,7 @@ class Prepared:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights and buffers on the host of rank 0; all ranks must call it."""
+        """Return all weights and buffers in host memory on rank 0; all ranks must call this."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
@@ -197,9 +197,9 @@ def prepare(
 
     Args:
         model: changed in place. Create large models on the host; they are moved to the device block by block.
-        optimizer_fn: called with the trained parameters; or an optimizer of the model's parameters. None:
+        optimizer_fn: called with the trained parameters; or an optimizer for the model's parameters. None:
             this project's AdamW, without weight decay for vectors (biases and norms).
-        lr_scheduler_fn: called with the optimizer; or a schedule of it. It steps once per ``Prepared.step``.
+        lr_scheduler_fn: called with the optimizer; or a schedule for it. It steps once per ``Prepared.step``.
         switches: a combination accepted by ``switch_rules.refuse``.
         device: the device of this rank. With several ranks, a process group must exist.
         adam: options of the default optimizer.
@@ -247,7 +247,7 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Apply the switches that change the model itself, in place; return it and one log line each."""
+    """Apply the switches that change the model itself, in place; return it and a log line per switch."""
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
@@ -268,7 +268,7 @@ def optimizer_of(
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained weights; an existing one is rebound to them.
+    """Return the optimizer for the trained weights; an existing one is rebound to them.
 
     Args:
         given: the optimizer, or a function that creates it.
@@ -276,7 +276,7 @@ def optimizer_of(
         weights: the tensors to update.
 
     Raises:
-        UsageError: it has other parameters, or the function returned nothing.
+        UsageError: the optimizer has other parameters, or the function returned nothing.
     """
     if isinstance(given, torch.optim.Optimizer):
         known = {id(parameter) for parameter in before.values()}
@@ -294,10 +294,10 @@ def optimizer_of(
 
 
 def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
-    """Return the optimizer or scheduler that a user's function makes.
+    """Return the optimizer or scheduler that a user's function creates.
 
     Raises:
-        UsageError: it is no function of one thing, or makes something else.
+        UsageError: it is not a function of one argument, or returns something else.
     """
     if not callable(function):
         raise UsageError(
@@ -317,7 +317,7 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
 
 
 def _require_argument(function: Callable[..., Any], what: str) -> None:
-    """Refuse a function that the parameters, or the optimizer, cannot be given to."""
+    """Reject a function that cannot be called with one argument: the parameters or the optimizer."""
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
@@ -337,7 +337,11 @@ def _adam(parameters: Iterable[nn.Parameter], *, options: AdamOptions) -> torch.
 def _distribute(
     model: nn.Module, switches: Switches, device: torch.device
 ) -> tuple[nn.Module, nn.Module, str]:
-    """Return the model to call and the user's own in it, on the device and sharded; and one line."""
+    """Move the model to the device and shard it.
+
+    Returns:
+        The model to call, the user's module in it, and a log line.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:
         line = shard_fully(model, switches, device)
@@ -352,7 +356,7 @@ def _distribute(
 def _main_weights(
     weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
 ) -> tuple[MainWeights | None, str]:
-    """Return what stands between the model and the optimizer, and one line about it; None: nothing does."""
+    """Return the main weights and a log line; None if the optimizer updates the parameters directly."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
         return None, ""

@@ -1,6 +1,6 @@
 """Load a model's configuration, tokenizer and weights from a folder or the hub's cache.
 
-Transformers is only imported when one of them is requested, so flags and help texts of tasks do not need it.
+Transformers is imported only when one of them is requested, so task flags and help texts do not need it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return the configuration of a model, without regard to its heads.
+    """Return the configuration of a model, regardless of its heads.
 
     Args:
         name: a folder, or a name on the hub.
@@ -45,7 +45,7 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def has_head(config: Any, head: str) -> bool:
-    """Return whether a model of this configuration has the head that an Auto class adds."""
+    """Return whether a model with this configuration has the head of the given Auto class."""
     return type(config) in _auto(head)._model_mapping
 
 
@@ -56,7 +56,7 @@ def sees_all(config: Any) -> bool:
 
 
 def class_names(name: str) -> tuple[str, ...]:
-    """Return the names of a model's classes by number.
+    """Return the class names of a model, ordered by number.
 
     Raises:
         UsageError: the model does not exist.
@@ -93,7 +93,7 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
 
 
 def _require_as_downloaded(name: str) -> None:
-    """Compare the weights of a folder or of the hub's cache with the hub's checksums, where there are any."""
+    """Compare the weights of a folder or of the hub's cache with the hub's checksums, if there are any."""
     from transformers.utils import cached_file
 
     if os.environ.get("RANK", "0") != "0":
@@ -115,7 +115,7 @@ def _require_as_downloaded(name: str) -> None:
 
 
 def _looked_at(name: str, model: T) -> T:
-    """Return a model; say on rank 0 which of its weights cannot be a trained one's."""
+    """Return the model; on rank 0, warn about weights with values that no trained model has."""
     if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
         stranger_weights.tell_of_implausible(name, model.named_parameters())
     return model
@@ -125,7 +125,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     """Return the tokenizer of a model; without a padding token, its end token is used for padding.
 
     Raises:
-        UsageError: it does not exist, has no tokens, or more than the model.
+        UsageError: the tokenizer does not exist, has no tokens, or has more tokens than the model.
     """
     from transformers import AutoTokenizer
 
@@ -150,8 +150,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
 
 
 def model(name: str, head: str, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with its weights in fp32; a head that is not stored is newly
-    initialized.
+    """Return a model of an Auto class with its weights in fp32; a head without stored weights is initialized.
 
     Raises:
         UsageError: there are no weights.
@@ -175,12 +174,13 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
     Args:
         name: name of the model.
         tokenizer: the model's tokenizer, which usually has a limit.
-        config: the model's configuration, with the number of positions if it is limited.
+        config: the model's configuration, with its number of positions if that is limited.
         asked: value of ``--seq-length``.
         otherwise: the default if there is no limit.
 
     Raises:
-        UsageError: more tokens are requested than the model supports, or not more than the special tokens.
+        UsageError: the requested number exceeds what the model supports, or leaves no room beyond the special
+            tokens.
     """
     around = tokenizer.num_special_tokens_to_add(pair=False)
     if asked and asked <= around:
@@ -199,7 +199,7 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
 
 
 def _refuse_endless(name: str, config: Any) -> None:
-    """Refuse so many layers that making them would take all memory before the first weight is read."""
+    """Reject a layer count so large that building the model would exhaust memory."""
     for key in _LAYERS:
         count = getattr(config, key, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
@@ -209,7 +209,7 @@ def _refuse_endless(name: str, config: Any) -> None:
 
 
 def _auto(head: str) -> Any:
-    """Return the Auto class of this name."""
+    """Return the Transformers Auto class with this name."""
     import transformers
 
     return getattr(transformers, head)
@@ -231,14 +231,14 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 
 
 def _reason_of(name: str, error: Exception) -> str:
-    """Return why a model could not be loaded, in a line."""
+    """Return the reason why a model could not be loaded, in a single line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
         return "it is neither a folder nor in the hub's cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
 def _was_not_asked(error: BaseException) -> bool:
-    """Return whether the hub, or what huggingface_hub knows of it, was not there to be asked."""
+    """Return whether the hub could not be reached and its cache has no copy."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     reasons: list[BaseException] = [error]
@@ -248,10 +248,10 @@ def _was_not_asked(error: BaseException) -> bool:
 
 
 def _require_own_shards(name: str, index: Path) -> None:
-    """Check that the files with weights that an index names are in its folder.
+    """Check that the weight files named by an index are in the same folder.
 
     Raises:
-        UsageError: one is not, or it is no index.
+        UsageError: a file is elsewhere, or the file is not an index.
     """
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

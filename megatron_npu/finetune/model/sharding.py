@@ -1,4 +1,4 @@
-"""Shard over data-parallel ranks with torch's DDP and FSDP2 (``fully_shard``)."""
+"""Data-parallel sharding with torch's DDP and FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Return a model whose ranks reduce gradients; a batch may leave parts of the model unused."""
+    """Wrap a model in DDP; a batch may leave parts of the model unused."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
@@ -49,7 +49,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
 
 
 def mesh_of(device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks."""
+    """Return a device mesh of all ranks."""
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
@@ -57,7 +57,7 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
     """Shard parameters, gradients and optimizer states in place, block by block; return a log line.
 
     Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free it afterwards and
-    gather it again for its backward pass; ``zero-2`` keeps it in between. Everything outside the blocks is
+    gather it again for its backward pass; ``zero-2`` keeps it in between. Everything outside the blocks forms
     one more unit, which stays gathered from forward to backward. A model on the host is moved to the device
     block by block.
     """
@@ -83,15 +83,15 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
 def silence_views() -> None:
     """Silence ``fully_shard``'s warning about models whose outputs are views.
 
-    In-place writes to such an output would lose its hook (torch 2.13). Our own tasks only read outputs; a
-    script may write to them, and a model to those of its blocks, for which torch still warns.
+    In-place writes to such an output would lose its hook (torch 2.13). Our own tasks only read outputs; for a
+    script that writes to outputs, and a model that writes to those of its blocks, torch still warns.
     """
     whole = r"FSDP2-wrapped module \(FSDP\w+(For\w+|HeadModel)\) returned a view"
     warnings.filterwarnings("ignore", whole, UserWarning)
 
 
 def _precision(switches: Switches) -> MixedPrecisionPolicy:
-    """Return what is gathered in 16 bits; gradients are added up over the ranks in fp32."""
+    """Return the mixed-precision policy: gather weights in 16 bits, reduce gradients in fp32."""
     if switches.mixed_precision is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -100,9 +100,9 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does at its start.
+    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does when it is constructed.
 
-    ``fully_shard`` would use each rank's own values.
+    ``fully_shard`` would keep each rank's own values.
     """
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -114,10 +114,10 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce gradients as required during the forward and backward pass of a micro batch.
+    """Reduce gradients as required during the forward and backward pass of a micro-batch.
 
-    DDP reduces them only in the last micro batch of a step, ``fully_shard`` in each one, because no gradient
-    stays whole; gathered weights stay until the last one with ``keep_gathered`` (zero-2).
+    DDP reduces them only in the last micro-batch of a step. ``fully_shard`` reduces them in each one, because
+    no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered until the last one.
     """
     if isinstance(model, DataParallel) and not last:
         with model.no_sync():

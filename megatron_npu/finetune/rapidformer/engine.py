@@ -42,11 +42,11 @@ class RapidformerEngine:
         args: the flags.
         device: the device of this process.
         switches: the enabled switches.
-        prepared: the model prepared by ``compose`` or a template; None before.
-        vocabulary: the model's number of tokens; None before, and if unknown.
+        prepared: the model prepared by ``compose`` or a template; None before that.
+        vocabulary: the model's number of tokens; None before that, or if unknown.
         shifts_labels: whether the model compares labels with the previous outputs.
-        pairs: splits the loss of a model with a next-sentence head; else None.
-        used: whether it has data, a model, or a template that trains.
+        pairs: splits the loss of a model with a next-sentence head; otherwise None.
+        used: whether the engine has data, a model, or a template that trains.
 
     Raises:
         UsageError: there are no flags, or the device is not available.
@@ -77,7 +77,7 @@ class RapidformerEngine:
 
     @property
     def place(self) -> ranks.Ranks:
-        """The position of this process among those that share the data."""
+        """The position of this process among those over which the data is distributed."""
         return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
 
     def compose(
@@ -93,8 +93,9 @@ class RapidformerEngine:
 
         Args:
             model_obj: the model.
-            optimizer_fn: creates an optimizer from parameters; None: fused AdamW with the flags' values.
-            lr_scheduler_fn: creates a scheduler from an optimizer; None: the flags' schedule.
+            optimizer_fn: creates an optimizer from parameters; None: fused AdamW with the values from the
+                flags.
+            lr_scheduler_fn: creates a scheduler from an optimizer; None: the schedule from the flags.
 
         Raises:
             UsageError: a switch needs a template, or the model is invalid.
@@ -121,12 +122,13 @@ class RapidformerEngine:
 
         Args:
             model: the model.
-            optimizer: an optimizer, a function that creates one from parameters, or None for the flags'.
-            lr_scheduler: a scheduler, a function that creates one from an optimizer, or None for the flags'.
-            plan: the training plan, whose length the schedule uses; None: the flags'.
+            optimizer: an optimizer, a function that creates one from parameters, or None for the default one.
+            lr_scheduler: a scheduler, a function that creates one from an optimizer, or None for the schedule
+                from the flags.
+            plan: the training plan, whose length the schedule uses; None: the length from the flags.
 
         Raises:
-            UsageError: an argument is invalid, or invalid with these switches.
+            UsageError: an argument is invalid, or cannot be combined with these switches.
         """
         self.used = True
         args = self.args if plan is None else plan.settled(self.args)
@@ -160,7 +162,7 @@ class RapidformerEngine:
         """Return the tensors of all ranks, concatenated. All ranks must call this.
 
         Samples repeated in a loader's last batch are removed, so each sample of the dataset occurs once, in
-        order. For different lengths see ``gathering.gather``.
+        order. For tensors of different lengths see ``gathering.gather``.
         """
         together = gathering.gather(tensor, self.args.world_size)
         for loader in self._loaders:
@@ -180,9 +182,9 @@ class RapidformerEngine:
 
         Args:
             dataset: a dataset with a length.
-            collate_fn: creates a batch from a list of samples; None: for tokenized samples the padding of the
-                tokenizer of ``--pretrained-model-name-or-path`` (``plain_padding`` without one), else torch's
-                default.
+            collate_fn: creates a batch from a list of samples; None: tokenized samples are padded by the
+                tokenizer of ``--pretrained-model-name-or-path`` (``plain_padding`` without one), others use
+                torch's default.
             shuffle: use a new order in each epoch.
             repeats: use the same random numbers in each pass, as for evaluations.
 
@@ -214,7 +216,7 @@ class RapidformerEngine:
         )
 
     def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
-        """Let batches of tokens have few lengths (``--dynamic-shape``); say which, once."""
+        """Pad token batches to a few lengths (``--dynamic-shape``); log the lengths once."""
         first = dataset[0] if len(dataset) else None
         if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
             return collate
@@ -251,7 +253,7 @@ def made() -> int:
 
 
 def used() -> int:
-    """Return the number of engines with data or a model."""
+    """Return the number of engines that are in use: with data, a model, or a template that trains."""
     run = state.run()
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
@@ -300,7 +302,7 @@ def leave() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, and the generators of host and device, the same on all ranks."""
+    """Seed Python, numpy, and the host and device generators, identically on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device = devices.current()

@@ -1,6 +1,6 @@
-"""Names that scripts of 2022 import from datasets and transformers and that these have removed.
+"""Names that scripts from 2022 import from datasets and transformers, and that have since been removed.
 
-They are added only if a script names them and only if they are missing.
+They are added only if a script uses them and the installed version lacks them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_npu.finetune.rapidformer.script_metrics import load_metric
 
 
 class AdamW(torch.optim.Optimizer):
-    """Transformers' AdamW of before version 5, with identical steps.
+    """The AdamW that Transformers had before version 5, with identical steps.
 
     Args:
         params: parameters or groups.

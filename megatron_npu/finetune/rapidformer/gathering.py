@@ -10,17 +10,17 @@ from megatron_npu.finetune.data.labels import IGNORED
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated in the first dimension. All ranks must call this.
+    """Return the tensors of all ranks, concatenated along the first dimension. All ranks must call this.
 
     Ranks may have different lengths. In other dimensions shorter ones are padded: integers with ``IGNORED``,
-    floating-point numbers with 0. A scalar gives one value per rank, [world_size].
+    floating-point values with 0. A scalar gives one value per rank, [world_size].
 
     Args:
-        tensor: this rank's tensor, of the same dtype and number of dimensions on all.
+        tensor: this rank's tensor; dtype and number of dimensions must be the same on all ranks.
         world_size: number of ranks.
 
     Raises:
-        UsageError: it is not a tensor.
+        UsageError: ``tensor`` is not a tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"gather of a {type(tensor).__name__}", "a tensor", "Pass torch.tensor(...) of it.")

@@ -54,7 +54,7 @@ def is_megatron(module: nn.Module) -> bool:
 
 
 def _names_megatron(template: PreTrainer) -> bool:
-    """Return whether the file of a template has a model of megatron-core's among its names."""
+    """Return whether a template's file defines or imports a megatron-core model."""
     core = sys.modules.get("megatron.core.transformer.module")
     for value in list(template.model_optimizer_lr_scheduler_provider.__globals__.values()):
         if getattr(value, "__module__", None) == _SCRIPTS and value.__name__.startswith("megatron_"):
@@ -93,7 +93,7 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace) -> Namespace:
-    """Return the built-in trainer's flags for those of ``train``, which have the same names.
+    """Convert the flags of ``train`` to those of the built-in trainer, which have the same names.
 
     Args:
         args: the flags of ``train``, including its ranks.
@@ -108,7 +108,7 @@ def driver_flags(args: Namespace) -> Namespace:
 
 
 def _check_tokenizer(args: Namespace) -> None:
-    """Check what is known of the data: the tokenizer. The data themselves are the template's."""
+    """Check the tokenizer; the data itself is provided by the template."""
     data_checks.tokenizer(args)
     derive.data(args, there=True)
 
@@ -162,7 +162,7 @@ def train(
 
 
 def _complete(args: Namespace, config: TransformerConfig) -> None:
-    """Give a template's configuration what the flags say of precision, recomputation and stages."""
+    """Set precision, recomputation and pipeline options from the flags in a template's configuration."""
     ours = gpt.transformer_config(args)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
         own, asked = getattr(config, name), getattr(ours, name)
@@ -177,7 +177,7 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
 
 
 class _Journal(training_log.Log):
-    """The log of the built-in trainer, which keeps losses and norms besides."""
+    """The built-in trainer's log, which also collects losses and gradient norms."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -185,40 +185,43 @@ class _Journal(training_log.Log):
         self.norms: list[float | None] = []
 
     def training(self, iteration: int, steps: training_log.Steps, **more: Any) -> None:
-        """Keep them, and log them."""
+        """Collect losses and norms, and log them."""
         self.losses += steps.losses
         self.norms += steps.interval.norms
         super().training(iteration, steps, **more)
 
 
 def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:
-    """Return the driver's trainer with the data and the loss of a template."""
+    """Return the built-in trainer with the data and the loss of a template."""
 
     class TemplateTrainer(training_loop.Trainer):
-        """Trains what a template has filled in."""
+        """Trains a template's model with the template's data and loss."""
 
         goes_on = ""  # ``train`` has no flag for it
 
         def training_batches(self) -> data.Batches:
-            """Return micro batches of the template's training data."""
+            """Return the micro-batches of the template's training data."""
             return self.batches(self.datasets.train, self.position.train_samples)
 
         def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
-            """Return micro batches on every rank: a template asks for them on each stage."""
+            """Return micro-batches on every rank, because a template requests them on each stage."""
             if dataset is None:
                 return None
             order = RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
             return [data.micro_batches(self.plan.flags, dataset, consumed, order, datasets.collate_fn)]
 
         def forward_step(self, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-            """Run one micro batch through this stage."""
+            """Run one micro-batch through this stage."""
             return _forward_step(template, batches, chunk)
 
     return TemplateTrainer
 
 
 class _StageEnds(BaseException):
-    """What ``model(...)`` raises on a stage before the last; no ``except Exception`` of a user's takes it."""
+    """Raised by ``model(...)`` on stages before the last, to leave ``run_forward_step``.
+
+    It is a BaseException, so that a user's ``except Exception`` does not catch it.
+    """
 
     def __init__(self, output: Tensor) -> None:
         super().__init__("a pipeline stage before the last ends here")
@@ -226,11 +229,11 @@ class _StageEnds(BaseException):
 
 
 class _Stage:
-    """A stage of the model as ``run_forward_step`` calls it.
+    """A pipeline stage of the model, as ``run_forward_step`` calls it.
 
     Args:
-        chunk: the stage in its wrappers, whose other attributes are there too.
-        last: whether it is the last one, whose output comes back.
+        chunk: the stage in its wrappers, whose other attributes are accessible too.
+        last: whether it is the last stage, whose output is returned to the caller.
     """
 
     def __init__(self, chunk: nn.Module, last: bool) -> None:
@@ -247,7 +250,7 @@ class _Stage:
 
 
 def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-    """Return the output of a micro batch and what computes its loss, as megatron-core asks for them."""
+    """Return a micro-batch's output and the function that computes its loss, as megatron-core expects."""
     last = gpt.at_ends()[1]
     counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
     batches = batches if counts is None else counts
@@ -266,11 +269,11 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
 
 
 class _Counts:
-    """The batches of a loss; counts the labels that it is the mean over.
+    """Iterates over batches and counts the labels over which the loss is a mean.
 
     Args:
-        template: which says how many a batch has.
-        batches: of this stage.
+        template: its ``label_counts`` returns the number of labels in a batch.
+        batches: the batches of this stage.
     """
 
     def __init__(self, template: PreTrainer, batches: Iterator[Any]) -> None:
@@ -292,9 +295,9 @@ class _Counts:
         return batch
 
     def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum over the labels, their number (int32), and both for the log, [2] fp32.
+        """Return the summed loss over the labels, their number (int32), and both for the log, [2] fp32.
 
-        megatron-core divides the gradients by the number of all micro-batches and ranks.
+        megatron-core divides the gradients by the label count of all micro-batches and ranks.
         """
         labels = torch.tensor(self._labels, dtype=torch.int, device=loss.device)
         whole = loss * self._labels
@@ -302,7 +305,7 @@ class _Counts:
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a loss, which megatron-core averages over micro batches and ranks, and for the log [2]."""
+    """Return the loss, which megatron-core averages over micro-batches and ranks, and the log values, [2]."""
     log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 

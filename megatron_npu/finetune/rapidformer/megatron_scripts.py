@@ -1,4 +1,4 @@
-"""Imports for scripts of Megatron models: the model from the flags, tokenizer, masks."""
+"""Functions that scripts for Megatron models import: the model from the flags, tokenizer, masks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def megatron_config() -> TransformerConfig:
     """Return megatron-core's configuration from the flags, for a custom model.
 
     Raises:
-        UsageError: called outside train() of a template with megatron-core's sizes in its flags.
+        UsageError: it is called outside ``train()`` of a template whose flags give megatron-core's sizes.
     """
     return gpt.transformer_config(megatron_models.flags())
 
 
 def megatron_gpt() -> GPTModel:
-    """Return this stage of megatron-core's GPT from the flags.
+    """Return this pipeline stage of megatron-core's GPT model, configured by the flags.
 
     Raises:
         UsageError: see ``megatron_config``.
@@ -37,7 +37,7 @@ def megatron_gpt() -> GPTModel:
 
 
 def get_tokenizer() -> Any:
-    """Return the tokenizer for the flags, with ``eod`` and ``vocab_size``.
+    """Return the tokenizer that the flags select, with ``eod`` and ``vocab_size``.
 
     Raises:
         UsageError: one of its files is missing.
@@ -55,7 +55,7 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return attention mask, loss mask and positions of a left-to-right batch.
+    """Return attention mask, loss mask and positions for a left-to-right batch.
 
     The name and arguments are those of Megatron-LM.
 

@@ -45,7 +45,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return the names to define in a script: its undefined ones that the document's scripts use."""
+    """Return definitions for the names that a script lacks, as far as the document's scripts use them."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

@@ -1,6 +1,6 @@
 """Check the return values of a template's methods.
 
-The methods are the user's: errors name the class, the method and what was expected.
+Users write these methods, so errors name the class, the method and the expected value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
         collates: whether a fourth value is required; otherwise it is optional.
 
     Raises:
-        UsageError: it returns something else, or a method has another signature.
+        UsageError: the method returns something else, or a method has another signature.
     """
     _require_signatures(template, given)
     method = template.train_valid_test_datasets_provider
@@ -58,7 +58,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
 
 
 def model(template: Any) -> tuple[nn.Module, Any, Any]:
-    """Call ``model_optimizer_lr_scheduler_provider``; the last two of its values may be None.
+    """Call ``model_optimizer_lr_scheduler_provider``; the last two values that it returns may be None.
 
     Raises:
         UsageError: it returns something else.
@@ -81,7 +81,7 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
     """Return the result of ``run_forward_step`` if it is a loss.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the result is not a loss.
     """
     method = template.run_forward_step
     if not isinstance(returned, torch.Tensor):
@@ -120,10 +120,10 @@ def losses(
 
 
 def metrics(template: Any, returned: Any) -> dict[str, float]:
-    """Return the result of ``run_compute_metrics`` as numbers by name.
+    """Return the result of ``run_compute_metrics`` as a dictionary of numbers.
 
     Raises:
-        UsageError: it is neither a dictionary of numbers, nor a number, nor None.
+        UsageError: the result is neither a dictionary of numbers, nor a number, nor None.
     """
     method = template.run_compute_metrics
     if returned is None:
@@ -161,7 +161,7 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
     """Return a function that creates the user's scheduler; None: no scheduler.
 
     Raises:
-        UsageError: it is an existing scheduler of another optimizer.
+        UsageError: the user passed a scheduler that was created for another optimizer.
     """
     if given is None or not is_scheduler(given):
         return given
@@ -187,7 +187,7 @@ def missing(template: Any, name: str, returns: str) -> UsageError:
 
 
 def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
-    """Check, before any of them runs, that the methods of a template take what they are called with."""
+    """Check, before the first call, that a template's methods accept the arguments that they will get."""
     calls: dict[str, tuple[Any, ...]] = {
         "train_valid_test_datasets_provider": given,
         "model_optimizer_lr_scheduler_provider": (),
@@ -209,7 +209,7 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
 
 
 def _require_one_argument(method: Any, collate: Any) -> None:
-    """Check that a collate function takes a list of samples, and asks for nothing else."""
+    """Check that a collate function can be called with a list of samples and nothing else."""
     try:
         inspect.signature(collate).bind([])
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""``load_metric``, which ``datasets`` removed in version 3."""
+"""``load_metric``, which ``datasets`` removed in version 3, for scripts that still use it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load_metric(path: str | None = None, name: str | None = None) -> Metric:
 
 
 def _classes() -> int | None:
-    """Return how many classes the model of this run tells apart; None: there is none, or it does not say."""
+    """Return the number of classes of this run's model, or None if it is unknown."""
     run = state.run()
     prepared = [engine.prepared for engine in run.engines if engine.prepared is not None] if run else []
     config = getattr(prepared[-1].module, "config", None) if prepared else None

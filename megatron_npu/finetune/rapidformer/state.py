@@ -50,10 +50,10 @@ class Run:
 
     Attributes:
         args: its flags.
-        for_scripts: the same as seen by scripts; created on request.
+        for_scripts: the same flags as seen by scripts; created on request.
         engines: engines created in it; a script without any trains nothing.
         driver: flags of the built-in trainer while it trains a Megatron model.
-        tokenizer: tokenizer for the flags; created on request.
+        tokenizer: tokenizer selected by the flags; created on request.
     """
 
     args: Namespace
@@ -64,7 +64,7 @@ class Run:
 
 
 class _Process:
-    """This process: the run that it is in, for all of its threads; and its timers."""
+    """State of this process: its current run, shared by all threads, and its timers."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -75,7 +75,7 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Start a run with these flags if there is none; None ends the run."""
+    """Start a run with these flags if there is none; with None, end the run."""
     run = _process.run
     if args is None:
         _process.run = None
@@ -116,7 +116,7 @@ def get_args() -> ScriptArgs:
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger to stderr, from ``--log-level`` on for rank 0, and for warnings on other ranks.
+    """Return a logger to stderr: rank 0 logs from ``--log-level`` on, other ranks only warnings.
 
     Args:
         name: appended to the logger's name.

@@ -21,7 +21,7 @@ from megatron_npu.finetune.run.run_plan import RunPlan
 
 
 class Template:
-    """What both templates share.
+    """Code that both templates share.
 
     Args:
         engine: the engine of this process.
@@ -37,8 +37,8 @@ class Template:
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
         """Return model, optimizer and scheduler.
 
-        The last two are objects, functions that create them (from parameters, from an optimizer), or None:
-        fused AdamW and the flags' schedule.
+        Optimizer and scheduler are objects, functions that create them (from parameters, from an optimizer),
+        or None: fused AdamW and the schedule from the flags.
         """
         raise providers.missing(
             self, "model_optimizer_lr_scheduler_provider", "model, optimizer, lr_scheduler"
@@ -59,10 +59,11 @@ class Template:
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
         """Return the number of labels over which the loss of a batch is the mean, which is its weight.
 
-        By default these are the integer ``labels`` other than -100 (for causal Transformers models without
-        the first one of each text), or one per sample without labels. For a model with a next-sentence head,
-        whose loss is the sum of two means, it is a tuple: these, and the pairs. If ``run_forward_step``
-        returns a tuple of losses, whose sum is trained on, return one number per loss.
+        By default this counts the integer ``labels`` other than -100 (for causal Transformers models without
+        the first label of each text), or one per sample if there are no labels. For a model with a
+        next-sentence head, whose loss is the sum of two means, it is a tuple: this count, and the number of
+        pairs. If ``run_forward_step`` returns a tuple of losses, whose sum is trained on, return one number
+        per loss.
 
         Args:
             batch: the result of the collate function, in host memory.
@@ -73,7 +74,7 @@ class Template:
         return words, len(batch[pair_losses.LABEL])
 
     def _require_engine(self) -> None:
-        """Check that the template has an engine, which ``__init__`` of a subclass may have kept to itself."""
+        """Check that the template has an engine; a subclass's ``__init__`` may not have passed it on."""
         engine = getattr(self, "engine", None)
         if not hasattr(engine, "args"):
             raise UsageError(
@@ -107,28 +108,28 @@ class Template:
         return loader
 
     def _require_known_tokens(self, data: providers.Datasets) -> None:
-        """Check the tokens of data sets that have columns; those of others are looked at batch by batch."""
+        """Check the tokens of datasets that have columns; other datasets are checked batch by batch."""
         for what, dataset in (("training", data.train), ("validation", data.valid), ("test", data.test)):
             vocabulary.require_known_column(dataset, self.engine.vocabulary, f"the {what} data")
 
 
 class Finetuner(Template):
-    """Fine-tunes a model for epochs, with metrics after each.
+    """Fine-tunes a model for a number of epochs, with metrics after each epoch.
 
     A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
-    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; test data with
-    labels are evaluated once, at the end); ``model_optimizer_lr_scheduler_provider``;
+    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; a test set with
+    labels is evaluated once, at the end); ``model_optimizer_lr_scheduler_provider``;
     ``run_forward_step(batch, model)``; and ``run_compute_metrics(model, eval_dataloader)``.
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return metrics by name for the validation or test data; None: none.
+        """Return metrics by name for the validation or test data, or None.
 
-        All ranks call it, and ``self.gather`` joins their results.
+        All ranks call this, and ``self.gather`` concatenates their results.
 
         Args:
-            model: a list that contains the model in evaluation mode (Megatron's interleaved stages would be
-                several).
+            model: a list that contains the model in evaluation mode (a list, because Megatron's interleaved
+                schedule has several model chunks).
             eval_dataloader: batches on the device; every sample occurs once (``RapidformerEngine.gather``).
         """
         return None
@@ -177,7 +178,7 @@ class Finetuner(Template):
 
 
 class PreTrainer(Template):
-    """Pre-trains a model for iterations, with a validation loss at intervals.
+    """Pre-trains a model for a number of iterations, with a validation loss at intervals.
 
     A subclass has three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``, which
     returns three datasets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
@@ -203,7 +204,7 @@ class PreTrainer(Template):
     def _train(
         self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
     ) -> Outcome:
-        """Train a model that every process holds."""
+        """Train a model that is not split by model parallelism."""
         engine, args = self.engine, self.engine.args
         plan = RunPlan.of(args, len(batches))
         prepared = engine.prepare(model, optimizer, scheduler, plan)
@@ -228,11 +229,11 @@ class PreTrainer(Template):
         return self.train()
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return the number of labels over which the loss of a batch is the mean; see
-        ``Template.label_counts``.
+        """Return the number of labels over which the loss of a batch is the mean.
 
-        For Megatron's windows (``text``, [b, s + 1]) with --eod-mask-loss, these are the tokens other than
-        end-of-document tokens, as in the loss mask of ``get_ltor_masks_and_position_ids``.
+        See ``Template.label_counts``. For Megatron's windows (``text``, [b, s + 1]) with --eod-mask-loss,
+        these are the tokens other than end-of-document tokens, as in the loss mask of
+        ``get_ltor_masks_and_position_ids``.
         """
         text = batch.get("text") if isinstance(batch, Mapping) else None
         if not self.engine.args.eod_mask_loss or not isinstance(text, torch.Tensor):
@@ -242,17 +243,16 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return whether batches of a Megatron model with equal sizes may have different numbers of
-        labels."""
+        """Return whether a Megatron model's batches of equal size may have different numbers of labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 
     def _samples(self) -> list[int]:
-        """Return how many samples of training, validation and test are needed (as Megatron computes them).
+        """Return the number of training, validation and test samples, computed as in Megatron.
 
         Raises:
-            UsageError: --train-iters is missing, without which nobody knows; or --epochs is there for a model
-                that is cut, whose stages go round and round.
+            UsageError: --train-iters is missing; or --epochs is given for a model-parallel model, which
+                trains by iterations only.
         """
         args = self.engine.args
         if args.epochs is not None and layout.is_cut(args):

@@ -21,7 +21,7 @@ class Timer:
         self._since: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Start; with ``barrier``, after all ranks have arrived."""
+        """Start; with ``barrier``, wait until all ranks have arrived."""
         if self._since is not None:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         _wait(barrier)
@@ -43,8 +43,8 @@ class Timer:
         """Return the seconds so far; a running timer continues.
 
         Args:
-            reset: reset the time.
-            barrier: wait for all ranks first.
+            reset: whether to reset the time.
+            barrier: whether to wait for all ranks first.
         """
         running = self._since is not None
         if running:
@@ -58,16 +58,16 @@ class Timer:
 
 
 class Timers:
-    """Timers by their names."""
+    """Timers by name."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return a timer; it is created for a new name.
+        """Return the timer with this name, creating it if needed.
 
         Args:
-            name: the timer's.
+            name: name of the timer.
             log_level: accepted for compatibility; all timers are kept.
         """
         return self._timers.setdefault(name, Timer(name))

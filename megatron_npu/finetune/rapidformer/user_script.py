@@ -1,7 +1,7 @@
 """``--user-script FILE``: run a file like ``python FILE``.
 
-It supplies names that the document's scripts use without importing them, or that newer packages have removed.
-``from megatron import mpu`` imports a stub if Megatron no longer has the module.
+The script gets names that the document's scripts use without importing them, and names that newer packages
+have removed. ``from megatron import mpu`` imports a stub if Megatron no longer has the module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(script: str) -> None:
     """Run the file to its end.
 
     Raises:
-        UsageError: it raised an exception, or trained nothing.
+        UsageError: the script raised an exception, or trained nothing.
     """
     from megatron_npu.finetune.rapidformer import engine
 
@@ -79,7 +79,7 @@ def stand_in() -> None:
 
 
 def _supplied(path: Path) -> dict[str, Any]:
-    """Supply what a script of the document's kind lacks, say so, and return the names that it begins with."""
+    """Supply and log the names that a script lacks; return those to define before it starts."""
     from megatron_npu.finetune.rapidformer import former_names, missing_imports
 
     text = path.read_bytes()
@@ -100,7 +100,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return the error in one line, if the user's own code has raised it; else the error itself."""
+    """Return a one-line error if the user's own code raised it; otherwise the error itself."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
@@ -114,9 +114,9 @@ def _told(path: Path, error: BaseException) -> BaseException:
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
-    """Return what a model's embedding was asked for that it has not; None: it is another error.
+    """Describe an embedding lookup that is out of range; None for other errors.
 
-    torch says no more than that an index is out of range: a token, or a position of a text that is too long.
+    torch reports only that an index is out of range, for a token as well as for a position past the maximum.
     """
     if not isinstance(error, IndexError):
         return None
@@ -129,7 +129,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """Return the last frame of the user's files, if none of this project's comes behind it."""
+    """Return the last stack frame in the user's files, or None if a frame of this project follows it."""
     found = None
     for frame in traceback.extract_tb(trace):
         file = Path(frame.filename).resolve()

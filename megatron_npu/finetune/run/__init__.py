@@ -1,1 +1,1 @@
-"""A run of ``megatron-npu train``: command, ranks, loop, checkpoints, export."""
+"""Parts of a ``megatron-npu train`` run: command, ranks, loop, checkpoints, export."""

@@ -78,7 +78,7 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
     """Set this process's ranks in ``args``, and check that they divide the batch.
 
     Raises:
-        UsageError: they do not.
+        UsageError: the number of ranks does not divide the batch.
     """
     args.rank, args.local_rank, args.world_size = place.rank, place.local_rank, place.world_size
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -114,7 +114,7 @@ def _derive(args: argparse.Namespace) -> None:
 
 
 def _require_folders(args: argparse.Namespace) -> None:
-    """Check that flags of checkpoints come with the folder that they speak of."""
+    """Check that checkpoint flags are given together with the folder that they need."""
     if args.load_last_good and not args.load:
         raise UsageError("--load-last-good", "--load DIR with it", "Add --load.")
     if args.save_interval and not args.save:
@@ -171,7 +171,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 
 def _refuse_blanks(argv: Sequence[str]) -> None:
-    """Refuse what a shell makes of a backslash that something stands behind: a word of one blank."""
+    """Reject a blank argument, which a shell passes if a backslash is not the last character of its line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
             "a backslash with a blank or a comment behind it",
@@ -181,7 +181,7 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """Refuse what a shell makes of a variable that is not set: ``--save "$RUNS"``, and nothing is saved."""
+    """Reject empty values, as from an unset variable: with ``--save "$RUNS"`` nothing would be saved."""
     for name, value in vars(args).items():
         if name != "source_prefix" and value in ("", [""]):
             raise UsageError(

@@ -1,8 +1,8 @@
 """Checkpoints with ``torch.distributed.checkpoint``: bitwise identical resume, also within an epoch.
 
 Each is written to a hidden folder and renamed when every rank is done; then the tracker is updated, as in
-Megatron. Weight names are those of the user's module, so a run can resume with another sharding or number of
-ranks; random states are restored if that number is the same.
+Megatron. Weight names are those of the user's module, so a run can resume with different sharding or another
+number of ranks; random states are restored if that number is the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
     """Write the checkpoint of an iteration; return its folder. All ranks must call this.
 
     Raises:
-        UnsavedError: it could not be written.
+        UnsavedError: the checkpoint could not be written.
     """
     try:
         with checkpoint_folder.writing(args.save, iteration) as part:
@@ -86,11 +86,11 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 def require_there(args: Namespace) -> None:
     """Check that ``--load`` has a checkpoint, before anything is loaded.
 
-    A first run may name its own ``--save``; and without a model's name, the folder that a script passes to
-    ``from_pretrained`` may be one of Transformers.
+    The first run may pass its own ``--save`` folder, which is still empty; and without a model name, the
+    folder may be a Transformers model that a script passes to ``from_pretrained``.
 
     Raises:
-        UsageError: there is none, or the path is a file.
+        UsageError: there is no checkpoint, or the path is a file.
     """
     if not args.load:
         return
@@ -109,13 +109,15 @@ def require_there(args: Namespace) -> None:
 
 @watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
-    """Load the newest (with --load-last-good: undamaged) checkpoint of ``--load``. All ranks call this.
+    """Load the newest checkpoint of ``--load`` (with --load-last-good, the newest undamaged one).
+
+    All ranks must call this.
 
     Returns:
         The iteration to resume from (0 without a checkpoint), and log lines.
 
     Raises:
-        UsageError: it is damaged, or of another model or other data.
+        UsageError: the checkpoint is damaged, or belongs to another model or other data.
     """
     whole = checksums.newest_whole(args.load) if args.load_last_good else None
     place = checkpoint_files.newest(args.load, whole)
@@ -143,10 +145,10 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
 
 
 def _description(place: Path) -> dict[str, Any]:
-    """Return what the run has written about itself.
+    """Return the description that the run saved in the checkpoint.
 
     Raises:
-        UsageError: nothing that can be read.
+        UsageError: the description cannot be read.
     """
     path = place / DESCRIPTION
     try:
@@ -190,10 +192,10 @@ def _plain(value: Any) -> Any:
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
-    """Compare names and shapes with what was saved, of which torch minds only what is missing.
+    """Compare weight names and shapes with the checkpoint; torch itself reports only missing weights.
 
     Raises:
-        UsageError: naming the first that differs.
+        UsageError: a weight differs; the error names the first one.
     """
     metadata, prefix = reader.read_metadata().state_dict_metadata, "train.model."
     saved = {
@@ -217,10 +219,10 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Let a checkpoint be read inside the block, without running what is in it.
+    """Guard the reading of a checkpoint inside the block, so that no code in it is executed.
 
     Raises:
-        UsageError: it is broken, or names something that is not to be built.
+        UsageError: the checkpoint is damaged, or contains an object that must not be created.
     """
     guards = not settings.TRUST_FILES.enabled() and not torch_readers.guarding()
     if guards:
@@ -277,7 +279,7 @@ _LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: it
 
 
 def _bytes(value: Any) -> torch.Tensor:
-    """Return a value as the bytes of its JSON, uint8 [_LENGTH]."""
+    """Return a value as JSON bytes in a tensor, uint8 [_LENGTH]."""
     text = json.dumps(value).encode().ljust(_LENGTH)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input, raised on one of the ranks.
+        UsageError: bad input, found on one of the ranks.
     """
     args = arguments.parse(argv)
     if not ranks.launched():
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: Namespace) -> int:
-    """Be one rank."""
+    """Run training on this rank; return the exit code."""
     try:
         train(args)
     except KeyboardInterrupt:
@@ -91,11 +91,11 @@ def train(args: Namespace) -> None:
 
 
 def _refuse(args: Namespace, *, tells: bool = False) -> None:
-    """Say in one line, before anything is loaded, which switches do not go together.
+    """Reject switches that cannot be combined, with a one-line error, before anything is loaded.
 
     Args:
-        args: the flags; a switch that means another one here becomes that one.
-        tells: whether to say so.
+        args: the flags; a switch that stands for another one on this device is replaced by it.
+        tells: whether to print such replacements.
     """
     device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
     if not args.user_script:

@@ -1,9 +1,9 @@
-"""The balancing loss of Transformers' mixtures of experts, over the tokens of a global batch.
+"""The balancing loss of Transformers' mixture-of-experts models, over the tokens of a global batch.
 
-With E experts it is E * sum of f_e * P_e: how often expert e is chosen, and its mean probability, over the
-tokens of a batch. A product of two means is not the mean over micro-batches. But f_e has no gradient, so once
-the choices of the whole global batch are counted, each micro-batch contributes its part of P_e. If a rank has
-several micro-batches, they run through the model once more for this, before the first backward pass.
+With E experts it is E * sum of f_e * P_e: the fraction of choices of expert e, and its mean probability, over
+the tokens of a batch. A product of two means is not the mean over micro-batches. But f_e has no gradient, so
+once the choices of the whole global batch are counted, each micro-batch contributes its part of P_e. If a
+rank has several micro-batches, they run through the model once more for this, before the first backward pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
 
 class ExpertBalance:
-    """Replaces the balancing loss of a mixture of experts during training.
+    """Replaces the balancing loss of a mixture-of-experts model during training.
 
     Args:
         names: names in the module of the model.
@@ -93,7 +93,9 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def step(self, divisor: Callable[[], float]) -> Iterator[None]:
-        """Provide the loss of a global batch; without ``counting`` before, it has one micro-batch per rank.
+        """Provide the loss of a global batch.
+
+        Without a preceding ``counting``, the global batch has one micro-batch per rank.
 
         Args:
             divisor: returns the divisor of the current micro-batch's loss.
@@ -111,7 +113,7 @@ class ExpertBalance:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Return the part of a micro-batch, times what it will be divided by; 0 outside of a step."""
+        """Return the micro-batch's share of the loss, multiplied by its later divisor; 0 outside a step."""
         if not isinstance(gate_logits, tuple):
             return 0  # as Transformers' own
         nothing = gate_logits[0].new_zeros((), dtype=torch.float32)
@@ -148,7 +150,7 @@ def asked_for(model: nn.Module) -> bool:
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return the replacement for a model's balancing loss; None: it has none, or another kind."""
+    """Return the replacement for a model's balancing loss, or None if it has none or an unsupported one."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

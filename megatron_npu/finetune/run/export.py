@@ -1,5 +1,4 @@
-"""Export the trained model as a folder for ``from_pretrained``: weights, configuration, tokenizer, model
-card.
+"""Export the trained model as a folder for ``from_pretrained``, with tokenizer and model card.
 
 A model that is not from Transformers is written as ``model.safetensors`` with the card.
 """
@@ -63,7 +62,7 @@ def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
 
 
 def _first_of_each(weights: dict[str, Any]) -> list[str]:
-    """Return the names of weights, of those that share their memory the first."""
+    """Return the names of the weights; of those that share memory, only the first."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in weights.items():
         key = (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), ())
@@ -72,7 +71,7 @@ def _first_of_each(weights: dict[str, Any]) -> list[str]:
 
 
 def _tokenizer(args: Namespace) -> Any:
-    """Return the tokenizer of the model that the run began with; None where it has none."""
+    """Return the tokenizer of the initial model, or None if it has none."""
     name = args.pretrained_model_name_or_path
     if name is None:
         return None

@@ -44,7 +44,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
     Args:
         batch: a mapping whose integer ``labels``, [b] or [b, s], are ``IGNORED`` where there is none; or
             another object.
-        shifted: the model compares each label with the output before it, and so none with the first.
+        shifted: the model compares each label with the preceding output, so the first label does not count.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
@@ -69,7 +69,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the samples of a batch, by its first tensor; 1 where it has none."""
+    """Return the number of samples in a batch, taken from its first tensor; 1 without tensors."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     if isinstance(batch, Mapping):
@@ -130,7 +130,7 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Repeat the batches read inside this block afterwards."""
+        """Replay the batches read inside this block afterwards."""
         self._rehearsed = []
         try:
             yield
@@ -144,11 +144,11 @@ class MicroBatches:
             self._ahead.append(self._next())
 
     def divisors(self) -> list[float]:
-        """Return the divisor of each loss of the last micro-batch: inf without labels.
+        """Return the divisor of each loss of the last micro-batch; inf for a loss without labels.
 
         The sum of the divided losses over micro-batches, averaged over the ranks, is the mean over all labels
         of the global batch. All ranks call this after each forward pass; if all micro-batches have the same
-        number of labels, it is the number of micro-batches.
+        number of labels, the divisor is the number of micro-batches.
 
         Raises:
             UsageError: a template used another number of batches for this loss than before.
@@ -158,7 +158,7 @@ class MicroBatches:
         return found
 
     def coming_divisors(self) -> list[float]:
-        """Return the coming result of ``divisors`` while the micro-batch is in the model."""
+        """Return what ``divisors`` will return, while the model still processes the micro-batch."""
         number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
             self._totals = self._all_labels(number, counts)
@@ -178,11 +178,11 @@ class MicroBatches:
         return counts
 
     def _all_labels(self, number: int, first: Counts) -> Counts:
-        """Return the labels of the whole global batch: those of the first micro-batch, and of all to come.
+        """Count the labels in the whole global batch: in the first micro-batch and in all later ones.
 
         Args:
-            number: batches of the first micro-batch.
-            first: its labels.
+            number: number of batches in the first micro-batch.
+            first: its label counts.
         """
         self._each = number
         coming = (self._micro_batches - 1) * self._each

@@ -50,7 +50,7 @@ def machines() -> int:
     """Return the number of machines.
 
     Raises:
-        UsageError: there are several and no address of the first one, or this one is not among them.
+        UsageError: there are several machines but no address of the first one, or NODE_RANK is out of range.
     """
     count = from_environment("NNODES", 1, least=1)
     from_environment("NODE_RANK", 0, most=count - 1)
@@ -111,10 +111,10 @@ def start(argv: Sequence[str], processes: int) -> int:
 
 
 def _silence_agent() -> None:
-    """Keep the agent from telling of each rank that ends, in a page: the rank itself has said why in a line.
+    """Silence the elastic agent's page of output for each failed rank; the rank has already logged one line.
 
-    And the ranks from what torch says in C++ of a model whose parameters have all been used, which is as it
-    should be; TORCH_CPP_LOG_LEVEL=WARNING shows it.
+    Also silence the C++ warning of the ranks about a model whose parameters have all been used, which is the
+    normal case; TORCH_CPP_LOG_LEVEL=WARNING shows it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in list(logging.root.manager.loggerDict):
@@ -123,17 +123,17 @@ def _silence_agent() -> None:
 
 
 def _no_logs() -> Any:
-    """Return that ranks print where this process does, and have no folder for logs.
+    """Return log settings with which ranks print to this process's output, without a log folder.
 
-    By default the agent makes one for each run and leaves it behind, empty.
+    By default the agent creates a folder for each run and leaves it behind, empty.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
     class NoLogs(DefaultLogsSpecs):
-        """Names no file."""
+        """Log settings without files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            """Leave out the threads that would look for lines in /dev/null, ten times a second."""
+            """Disable the threads that would poll /dev/null for lines ten times a second."""
             found = super().reify(envs)
             found.tee_stdouts.clear()
             found.tee_stderrs.clear()
@@ -143,7 +143,7 @@ def _no_logs() -> Any:
 
 
 def _meeting() -> dict[str, Any]:
-    """Return where the ranks meet: where the variables say; else, on one machine, at a port that is free."""
+    """Return the rendezvous settings: from the environment, or else a free port on this machine."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not port:
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
@@ -156,7 +156,7 @@ def _meeting() -> dict[str, Any]:
 
 
 def _exit_code(failed: object) -> int:
-    """Return that of the rank that failed first; of one that a signal ended, as a shell says it."""
+    """Return the exit code of the first rank that failed; for a signal 128 + its number, as in a shell."""
     first = min(failed.failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code = first.exitcode
     if code == -signal.SIGKILL:

@@ -8,12 +8,12 @@ from megatron_npu.base.errors import UsageError
 
 
 def is_cut(args: Namespace) -> bool:
-    """Return whether they request it."""
+    """Return whether the flags request model parallelism."""
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
 
 
 def cannot_be_cut(args: Namespace, what: str) -> UsageError:
-    """Return the error for model parallelism of another kind of model.
+    """Return the error for model parallelism with a model that does not support it.
 
     Args:
         args: the flags.

@@ -1,4 +1,4 @@
-"""The loop of both templates: one step, one evaluation, and when to log, evaluate, save and end."""
+"""The training loop of both templates: one step, one evaluation, and when to log, evaluate, save and stop."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Evaluate = Callable[[], Evaluation]
 
 
 class Evaluations(NamedTuple):
-    """The evaluations of a training.
+    """The evaluations during and after training.
 
     Attributes:
-        valid: evaluates the validation data; None: there are none.
-        test: the same for the test data, once, at the end.
+        valid: evaluates the validation data; None: there is none.
+        test: evaluates the test data, once, at the end; None: there is none.
     """
 
     valid: Evaluate | None
@@ -55,7 +55,7 @@ class Loop:
     Args:
         template: the template.
         prepared: the prepared model.
-        plan: the length of the training.
+        plan: the length of the training run.
         batches: training batches.
         forward: processes the next micro-batch and returns its loss or losses.
         evaluations: evaluations of validation and test data.
@@ -107,7 +107,7 @@ class Loop:
         return self.outcome
 
     def _load(self) -> list[str]:
-        """Go on from the newest checkpoint of --load, if there is one; return what there is to say."""
+        """Resume from the newest checkpoint of --load, if there is one; return log lines."""
         if self.args.load is None:
             return []
         self.iteration, said = checkpoint.load(self.args, self.prepared)
@@ -115,7 +115,7 @@ class Loop:
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
-        """Train one iteration; log, evaluate and save if it is time."""
+        """Train one iteration; log, evaluate and save when due."""
         args = self.args
         self._step(batches)
         self.report.tick()
@@ -134,7 +134,7 @@ class Loop:
         self._tokens += tokens_in(batch)
 
     def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
-        """Add up the gradients of the loss of a global batch; return this rank's part of that loss."""
+        """Accumulate the gradients of a global batch's loss; return this rank's part of that loss."""
         prepared, count = self.prepared, self.plan.micro_batches
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         batches.begin(count)
@@ -153,9 +153,9 @@ class Loop:
 
     @contextlib.contextmanager
     def _balanced(self, batches: MicroBatches) -> Iterator[None]:
-        """Let a loss of experts' balance be over the tokens of the whole global batch.
+        """Compute the experts' balancing loss over the tokens of the whole global batch.
 
-        Of several micro-batches the choices are counted first, with the same dropout as afterwards.
+        With several micro-batches, their choices are counted in advance, with the same dropout as afterwards.
         """
         if self.balance is None:
             yield
@@ -200,10 +200,10 @@ class Loop:
         return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
 
     def _overflowed(self, scale: float) -> None:
-        """Tell of an update that was left out; end a run that the smallest loss scale does not help.
+        """Log a skipped update; end the run if the gradient overflows even with the smallest loss scale.
 
         Raises:
-            DivergedError: it was that.
+            DivergedError: the gradient overflowed with the smallest loss scale.
         """
         self.report.say(f" iteration {self.iteration}: the gradient overflowed, update skipped")
         if scale <= SMALLEST:
@@ -218,7 +218,7 @@ class Loop:
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
 
     def _require_gradients(self) -> None:
-        """Refuse, at the first step, a loss that no weight of the model has a part in."""
+        """Reject, at the first step, a loss that does not depend on the model's weights."""
         if next(self._gradients(), None) is None:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not "
@@ -232,7 +232,7 @@ class Loop:
         return ((name, p.grad) for name, p in named if p.grad is not None)
 
     def _report(self) -> None:
-        """Log what was gathered since the last time."""
+        """Log the iterations since the last report."""
         if not self._losses:
             return
         seconds = self.clock.lap()
@@ -272,7 +272,7 @@ class Loop:
         self.report.test(self.iteration, found.loss, found.metrics)
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
-        """Evaluate, outside the time of training, and leave the random generators as they are."""
+        """Evaluate, with the training clock paused and the random generators unchanged afterwards."""
         model = self.prepared.model
         with (
             watchdog.phase("evaluating"),
@@ -309,7 +309,7 @@ class Loop:
         return True
 
     def _finish(self) -> None:
-        """Log the rest; evaluate and export at the true end; save what is not saved yet."""
+        """Log the remaining iterations; evaluate and export if training is complete; save if necessary."""
         self._report()
         complete = self.iteration >= self.plan.iterations
         if complete:
@@ -346,7 +346,7 @@ def untouched_generators() -> Iterator[None]:
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the number of tokens of a batch, including padding; 0 if it is not text."""
+    """Return the number of tokens in a batch, including padding; 0 if it is not text."""
     for name in ("input_ids", "text", "tokens"):
         tokens = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
@@ -383,7 +383,7 @@ def losses_of(
 
 
 def mean_loss(template: Template, forward: Forward, held: Iterable[Held], count: int) -> float:
-    """Return the mean loss over the labels of the given number of micro-batches per rank, over all ranks."""
+    """Return the mean loss over the labels of a number of micro-batches per rank, over all ranks."""
     batches = micro_batches(template, held)
     sums: dict[int, torch.Tensor] = {}  # of each loss, over its labels, and how many these are
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""Evaluation metrics, computed here: GLUE's, entities, answers and overlaps.
+"""Evaluation metrics, computed here: GLUE's, entities, answers and text overlap.
 
-They are formulas of a few lines, tested against scikit-learn, seqeval and others if installed. The hub's
-``evaluate`` is not used, because it downloads and executes a program per metric.
+They are short formulas, tested against scikit-learn, seqeval and others if installed. The hub's ``evaluate``
+is not used, because it downloads and executes a program per metric.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def f1(predictions: np.ndarray, references: np.ndarray, positive: int = 1) -> fl
 
 
 def f1_macro(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean F1 of all classes that are predicted or correct anywhere."""
+    """Return the mean F1 of all classes that occur among the predictions or the references."""
     classes = np.union1d(predictions, references)
     return float(np.mean([f1(predictions, references, one) for one in classes]))
 
@@ -96,14 +96,14 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ranks(numbers: np.ndarray) -> np.ndarray:
-    """Return the rank of each number [n]; equal ones share the mean of theirs."""
+    """Return the rank of each value [n]; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((last - counts + 1 + last) / 2)[inverse]
 
 
 def _entities_of_rows(rows: Sequence[Sequence[str]]) -> set[tuple[Any, ...]]:
-    """Return the entities of all rows, each with the number of its row."""
+    """Return the entities of all rows, each with its row number."""
     return {(row, *one) for row, tags in enumerate(rows) for one in entities(tags)}
 
 
@@ -120,8 +120,8 @@ Entity = tuple[str, int, int]  # its type, its first and its last token
 def entities(tags: Sequence[str]) -> list[Entity]:
     """Return the entities of a row of tags, as CoNLL's script and seqeval's default mode do.
 
-    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode an ``I`` with another
-    type than the previous tag starts an entity.
+    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode an ``I`` whose type
+    differs from the previous tag's starts an entity.
     """
     found: list[Entity] = []
     before, kind_before, first = "O", "", 0
@@ -153,7 +153,7 @@ def _begins(before: str, mark: str, kind_before: str, kind: str) -> bool:
 
 
 def are_entity_tags(names: Sequence[str]) -> bool:
-    """Return whether tags mark entities, by their spelling; part-of-speech tags do not."""
+    """Return whether tags have the spelling of entity tags, unlike part-of-speech tags."""
     return all(name == "O" or re.match(r"[BIES]-.", name) for name in names)
 
 
@@ -187,13 +187,13 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
 
 
 def normal_answer(text: str) -> str:
-    """Return a text in lower case, without punctuation, articles and extra spaces."""
+    """Return a text in lower case, without punctuation, articles and extra spaces, for comparison."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return exact match and word F1 in percent, each for the best of the true answers.
+    """Return exact match and word F1 in percent, each computed with the best-matching true answer.
 
     Args:
         predictions: one text per question; empty: no answer.
@@ -245,7 +245,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to a mean loss in nats; inf if it overflows."""
+    """Return the perplexity of a mean loss in nats, e to the loss; inf if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

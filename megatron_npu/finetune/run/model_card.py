@@ -30,9 +30,9 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
 
     Args:
         folder: folder of the model.
-        args: flags of its training.
+        args: flags of its training run.
         prepared: the model.
-        outcome: outcome of the training.
+        outcome: outcome of the training run.
     """
     of_transformers = hasattr(prepared.module, "save_pretrained")
     task = tasks.every().get(args.task or "") if of_transformers else None
@@ -55,7 +55,7 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
 def _pipeline(task: type[Declaration] | None) -> str | None:
     """Return the pipeline that runs a model of the task, if the installed Transformers has it.
 
-    Version 5 has left some out, such as ``question-answering``.
+    Version 5 has removed some, such as ``question-answering``.
     """
     if task is None or task.pipeline is None:
         return None
@@ -77,12 +77,12 @@ def _use(head: str, pipeline: str | None) -> list[str]:
 
 
 def _kind(module: Any) -> str:
-    """Return the name of the model's class; ``fully_shard`` makes one of its own of it, ``FSDP…``."""
+    """Return the name of the model's class, without the subclass ``FSDP…`` that ``fully_shard`` creates."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _origin(args: Namespace) -> str:
-    """Return what it began with; of a folder its name, not where it was on the machine."""
+    """Return a phrase that names the initial model; for a folder, only its name, not its path."""
     name = args.pretrained_model_name_or_path
     if name is None:
         return ""
@@ -103,7 +103,7 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
 
 
 def _as_prepared(prepared: Prepared) -> Iterator[str]:
-    """Yield what was done to the model: fused operations in one line, the rest as the ledger has it."""
+    """Yield the lines about what was done to the model; fused operations are combined into one line."""
     fused = [line for line in prepared.ledger if line.startswith(FUSED_OPS)]
     operations = {line.rpartition(": ")[2].partition(",")[0] for line in fused if " stays: " not in line}
     if operations:

@@ -1,4 +1,4 @@
-"""The result of a training, for model cards and callers of a template."""
+"""The result of a training run, for model cards and callers of a template."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Evaluation:
 
 @dataclass
 class Outcome:
-    """The outcome of a training.
+    """The outcome of a training run.
 
     Attributes:
         iteration: the last iteration.
         losses: training loss of each iteration of this process, averaged over all ranks and samples.
         grad_norms: gradient norm of each iteration; None if the update was skipped.
         evaluations: results by iteration.
-        test: result on the test data; None without.
-        checkpoint: the last one written; None without.
-        exported: the folder for ``from_pretrained``; None without.
-        plot: the plot of the run; None without.
+        test: result on the test data, or None.
+        checkpoint: the last checkpoint written, or None.
+        exported: the folder for ``from_pretrained``, or None.
+        plot: the plot of the run, or None.
         ended_by: ``iterations``, ``exit-interval`` or ``signal``.
     """
 

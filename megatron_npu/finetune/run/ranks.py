@@ -41,7 +41,7 @@ def require_as_many(asked: int | None) -> None:
     """Check that the number of ranks started here equals ``--nproc-per-node``, if given.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the numbers differ.
     """
     there = os.environ.get("LOCAL_WORLD_SIZE")
     if asked is not None and there is not None and there != str(asked):
@@ -53,10 +53,10 @@ def require_as_many(asked: int | None) -> None:
 
 
 def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
-    """Return a number exported by a launcher or user.
+    """Return a number from a launcher's or user's environment variable.
 
     Raises:
-        UsageError: it is not a number, or out of range.
+        UsageError: the value is not a number, or out of range.
     """
     text = os.environ.get(name, "").strip()
     if not text:

@@ -1,7 +1,7 @@
-"""Log output of a training: lines like Megatron's, JSON lines and TensorBoard curves.
+"""Log output of a training run: lines like Megatron's, JSON lines and TensorBoard curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``pretrain.report.history`` reads both), with samples
-per second besides tokens, and metrics besides the loss of an evaluation.
+per second in addition to tokens, and evaluation metrics in addition to the loss.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_npu.pretrain.report.sinks import Sinks
 
 @dataclass(frozen=True)
 class Steps:
-    """Iterations as reported.
+    """The iterations covered by one report.
 
     Attributes:
         losses: loss of each, averaged over all ranks.
         norms: gradient norm of each; None if the update was skipped.
         seconds: total time without evaluation and saving.
         learning_rate: learning rate of the next iteration.
-        tokens: tokens of all ranks in all of them; 0: unknown.
+        tokens: tokens of all iterations on all ranks; 0: unknown.
         scale: the loss scale; 1 without fp16.
     """
 
@@ -76,7 +76,7 @@ class Report(Sinks):
         """Report the iterations since the last call: a log line, a JSON object and TensorBoard curves.
 
         Args:
-            iteration: the last of them, counted from 1 since the start of the run.
+            iteration: number of the last iteration, counted from 1 since the start of the run.
             steps: the iterations.
         """
         if not self.on_rank_0:
@@ -130,7 +130,7 @@ class Report(Sinks):
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console's line for one log event: Megatron's fields where there is one."""
+    """Return the console line for one log event, with Megatron's field names where it has them."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

@@ -1,4 +1,4 @@
-"""The length of a training, computed once when its data are loaded."""
+"""The length of a training run, computed once when its data is loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of one training of a template; a script that trains several times has several plans.
+    """The length of one training run of a template; a script that trains several times has several plans.
 
     Attributes:
-        iterations: iterations of the training, unless it ends earlier.
+        iterations: iterations of the run, unless it ends earlier.
         epoch: iterations per epoch.
         micro_batches: micro-batches per rank and iteration.
         samples: number of fine-tuning samples; None in pre-training, which samples as many as needed.
@@ -26,7 +26,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, args: Namespace, batches: int, samples: int | None = None) -> RunPlan:
-        """Return the plan of a training, which ends at the earlier of --epochs and --train-iters.
+        """Return the plan of a training run, which ends at --epochs or --train-iters, whichever comes first.
 
         Args:
             args: the flags with ranks.
@@ -46,6 +46,6 @@ class RunPlan:
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:
-        """Return the flags with the plan's lengths, for logs, checkpoints and model cards."""
+        """Return the flags with the lengths from the plan, for logs, checkpoints and model cards."""
         lengths = {"train_iters": self.iterations, "epoch_iters": self.epoch, "train_samples": self.samples}
         return Namespace(**{**vars(args), **lengths})

@@ -44,7 +44,7 @@ def warmup_iterations(args: Namespace) -> int:
 
 
 def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
-    """Return a function that creates the flags' scheduler for an optimizer.
+    """Return a function that creates the scheduler that the flags select, given an optimizer.
 
     Args:
         args: the flags, with ``train_iters``.

@@ -32,7 +32,7 @@ class BlocksOfText(Task):
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:
-        """Check that the column contains text; a row without text adds nothing."""
+        """Check that the column contains text; rows without text are allowed and add nothing."""
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
@@ -65,7 +65,9 @@ class BlocksOfText(Task):
         return blocks
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the predicted tokens, and the perplexity, e to the loss."""
+        """Return the loss over the predicted tokens, and the perplexity, which is the exponential of the
+        loss.
+        """
         loss = mean_loss(self.evaluated(model, eval_dataloader, self.read))
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 

@@ -36,7 +36,7 @@ class CausalLM(BlocksOfText):
             )
 
     def require_fit(self, config: Any) -> None:
-        """Also reject encoders."""
+        """Reject encoders, in addition to the base class's checks."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
@@ -48,7 +48,7 @@ class CausalLM(BlocksOfText):
             )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return blocks [b, s] with themselves as labels, which the model shifts."""
+        """Return blocks [b, s] that are also their own labels; the model shifts the labels."""
         tokens = stacked(examples, "input_ids")
         batch = {"input_ids": tokens, "labels": tokens.clone()}
         if EXAMPLE in examples[0]:

@@ -24,7 +24,7 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """The name of its value among the arguments."""
+        """The name of its value in the parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
@@ -35,7 +35,7 @@ class Declaration:
         name: value of ``--task``.
         template: which of the two templates it implements.
         head: the Transformers Auto class to train; None: depends on the model.
-        pipeline: the Transformers pipeline for the trained model; None: none.
+        pipeline: the Transformers pipeline for the trained model, or None.
         roles: roles of its columns, each with its usual names, most likely first.
         flags: its own flags; those of its base classes are added.
         reads: values of other flags (``micro_batch_size``) that not every task uses; inherited like
@@ -66,6 +66,6 @@ class Declaration:
 
     @classmethod
     def all_reads(cls) -> set[str]:
-        """Return the names of the values that it uses and not every task does."""
+        """Return the names of the values that this task uses but not every task does."""
         of_classes = {name for kind in cls.__mro__ for name in vars(kind).get("reads", ())}
         return of_classes | {flag.attribute for flag in cls.all_flags()}

@@ -83,7 +83,10 @@ class MaskedLM(BlocksOfText):
         return {"loss": losses, "counted": counted}
 
     def _masked(self, tokens: Tensor, special: Tensor, seed: int, draws: int) -> tuple[Tensor, Tensor]:
-        """Return tokens [1, s] and labels [1, s] of an example; of several draws the first that asks."""
+        """Return masked tokens [1, s] and labels [1, s].
+
+        If no token was masked, masking is repeated, up to ``draws`` times.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for _ in range(draws):

@@ -57,7 +57,7 @@ class PreTraining(Declaration):
         self.args = engine.args
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: Any) -> Any:
-        """Return masked sentence pairs for a BERT, windows for a causal model."""
+        """Return masked sentence pairs for BERT, or windows for a causal model."""
         args = self.args
         self._require_every_token()
         common = {
@@ -79,10 +79,10 @@ class PreTraining(Declaration):
         )
 
     def _require_every_token(self) -> None:
-        """Check that the model knows the ids of the vocabulary that the flags name.
+        """Check that the model has an embedding for every id of the vocabulary that the flags select.
 
         Raises:
-            UsageError: it has fewer.
+            UsageError: the model has fewer embeddings.
         """
         vocabulary = word_pieces(self.args) if self._masked else DatasetTokenizer(tokenizers.build(self.args))
         known = self._config[0].get_text_config().vocab_size
@@ -95,7 +95,7 @@ class PreTraining(Declaration):
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return the model, with the weights of its folder if they fit, else with new ones."""
+        """Return the model: with the weights in its folder if they fit, otherwise with new weights."""
         import transformers
 
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
@@ -106,12 +106,12 @@ class PreTraining(Declaration):
         return pretrained.loaded(name, auto, config), None, None
 
     def run_forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> Tensor:
-        """Return the model's loss: with two heads, the sum of both."""
+        """Return the model's loss; for a model with two heads, the sum of both losses."""
         return model(**next(data_iterator)).loss
 
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
-        """The configuration, and what of it the flags have changed."""
+        """The configuration, and descriptions of the values that flags have changed in it."""
         from transformers import AutoConfig
 
         args = self.args
@@ -137,7 +137,7 @@ class PreTraining(Declaration):
 
     @property
     def _masked(self) -> bool:
-        """Whether the model sees the whole text and is asked for masked words."""
+        """Whether the model sees the whole text and predicts masked words."""
         config = self._config[0]
         causal = pretrained.has_head(config, "AutoModelForCausalLM")
         masked = pretrained.has_head(config, "AutoModelForMaskedLM")

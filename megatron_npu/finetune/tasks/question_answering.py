@@ -29,9 +29,9 @@ _NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
 class QuestionAnswering(Task):
     """Fine-tune an ``AutoModelForQuestionAnswering``.
 
-    Columns: a question, a context and its answers, as in SQuAD (texts and their start positions in the
-    context; none: no answer), or one text, which is searched. A context that is too long becomes several
-    overlapping windows. Metrics: exact match and F1 in percent, as in SQuAD's evaluation.
+    Columns: a question, a context and its answers, either as in SQuAD (texts and their start positions in the
+    context; none: no answer), or as one text, which is searched for. A context that is too long becomes
+    several overlapping windows. Metrics: exact match and F1 in percent, as in SQuAD's evaluation.
     """
 
     name = "question_answering"
@@ -53,7 +53,7 @@ class QuestionAnswering(Task):
     )
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return that windows are padded on the right, so that token positions do not change."""
+        """Return tokenizer options that pad windows on the right, so that token positions do not change."""
         return {"padding_side": "right"}
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class QuestionAnswering(Task):
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns of question and context; a question may have no answer."""
+        """Return the question and context columns; a question may have no answer."""
         found = columns.find(there, self.roles, self.args.columns)
         return [found["question"], found["context"]]
 
@@ -90,7 +90,7 @@ class QuestionAnswering(Task):
         )
 
     def _stride(self, rows: Any, part: str) -> int:
-        """Return how many tokens windows share: as asked for, or half of what a question leaves."""
+        """Return the overlap of windows in tokens: --doc-stride, or less if questions are long."""
         questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
@@ -135,11 +135,11 @@ class QuestionAnswering(Task):
 
     @functools.cached_property
     def _may_have_none(self) -> bool:
-        """Whether the data have questions without an answer, as SQuAD 2.0 has."""
+        """Whether the data contains questions without an answer, as SQuAD 2.0 does."""
         return any(not _answers(row, self.columns)[0] for rows in self.parts.values() for row in rows)
 
     def _part(self, number: int) -> str:
-        """Return the part that an example is of."""
+        """Return the split to which an example belongs."""
         firsts = {part: windows[0][EXAMPLE] for part, windows in self.examples.items() if part != "train"}
         return max((first, part) for part, first in firsts.items() if first <= number)[1]
 
@@ -199,7 +199,7 @@ def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tupl
 
 
 def _nowhere(tokens: Tensor, tokenizer: Any) -> Tensor:
-    """Return the token of each window [b] that stands for no answer: CLS, or the first."""
+    """Return the position of the token that means "no answer" in each window [b]: CLS, or the first token."""
     if tokenizer.cls_token_id is None:
         return torch.zeros_like(tokens[:, 0])
     return (tokens == tokenizer.cls_token_id).int().argmax(1)
@@ -246,7 +246,7 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return where in the context each token of a window is; ``_NOWHERE`` for one of the question."""
+    """Return the position of each token of a window in the context; ``_NOWHERE`` for other tokens."""
     kinds = tokens.sequence_ids(window)
     return [place if kind == 1 else _NOWHERE for place, kind in zip(offsets, kinds, strict=True)]
 
@@ -259,7 +259,7 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer, if the window has all of it."""
+    """Return the first and last token of the first true answer, if the window contains all of it."""
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -272,10 +272,10 @@ def _place(
 
 
 def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """Return the true answers of a row, and where in the context they begin.
+    """Return the true answers of a row, and their start positions in the context.
 
     Raises:
-        UsageError: an answer is not there, or they are written otherwise.
+        UsageError: an answer is not at its position in the context, or the answers have an unknown format.
     """
     context, given = row[columns["context"]], row[columns["answers"]]
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
@@ -299,7 +299,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
 
 
 def _as_written(given: Any, context: str) -> tuple[Any, Any]:
-    """Return the answers and their places as a table or one text gives them; neither where it is neither."""
+    """Return the answers and their positions from a table or a single text; None for other formats."""
     if isinstance(given, dict):
         return given.get("text") or [], given.get("answer_start") or []
     if isinstance(given, str) or given is None:

@@ -45,7 +45,7 @@ class Seq2Seq(Task):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject --num-beams without generated outputs."""
+        """Reject --num-beams if no outputs are generated."""
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams without --predict-with-generate",
@@ -55,14 +55,14 @@ class Seq2Seq(Task):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each split; nested columns are expanded if a flag names one."""
+        """The rows of each split; nested columns are expanded if a flag refers to one."""
         parts = super().parts
         if any("." in name for _, name in self.args.columns):
             return parts.changed(lambda rows: rows.flatten())
         return parts
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each source, and those of its target as labels."""
+        """Return the tokens of each source, with the tokens of its target as labels."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,

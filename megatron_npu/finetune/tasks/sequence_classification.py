@@ -31,7 +31,7 @@ class SequenceClassification(Task):
     """Fine-tune an ``AutoModelForSequenceClassification``.
 
     Columns: a text, optionally a second one, and a label: a class number or name, or a number to predict.
-    Metrics: accuracy, F1 and Matthews' correlation; for a regression Pearson's and Spearman's correlation;
+    Metrics: accuracy, F1 and Matthews' correlation; for regression, Pearson's and Spearman's correlation;
     for GLUE tasks, GLUE's metrics.
     """
 

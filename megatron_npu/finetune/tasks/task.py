@@ -73,7 +73,7 @@ class Task(Declaration):
         raise NotImplementedError
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the changes of the model's configuration that the data require.
+        """Return the changes to the model's configuration that the data requires.
 
         A missing or invalid column is reported here, before the model is loaded.
         """
@@ -84,7 +84,7 @@ class Task(Declaration):
         """Check the contents of the columns.
 
         Raises:
-            UsageError: a column is missing or has no text, or a row has none.
+            UsageError: a column is missing or has no text, or a row has no text.
         """
         texts.require(self.parts, self.columns)
 
@@ -96,7 +96,7 @@ class Task(Declaration):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each split; with --skip-bad-rows without those that lack required values."""
+        """The rows of each split; with --skip-bad-rows, without rows that lack required values."""
         if not self.args.skip_bad_rows:
             return load(self.args)
         skipped = skipped_rows.Skipped(self.args)
@@ -107,7 +107,7 @@ class Task(Declaration):
         return found
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns in which each row needs a value, of those that all splits have."""
+        """Return the columns that exist in all splits and need a value in each row."""
         return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
@@ -131,7 +131,7 @@ class Task(Declaration):
         """Check that a model supports the head to train.
 
         Raises:
-            UsageError: it does not.
+            UsageError: the model does not support it.
         """
         if not pretrained.has_head(config, self.head):
             name = self.args.pretrained_model_name_or_path
@@ -147,7 +147,7 @@ class Task(Declaration):
             )
 
     def own_labels(self) -> tuple[str, ...]:
-        """Return the model's class names; without a head, two classes without names."""
+        """Return the model's class names; a model without a head has two unnamed classes."""
         return pretrained.class_names(self.args.pretrained_model_name_or_path)
 
     @functools.cached_property
@@ -177,7 +177,7 @@ class Task(Declaration):
         return found
 
     def _warn_of_unknown_tokens(self, examples: Any) -> None:
-        """Say where most tokens of the first examples are the one of what the vocabulary does not have."""
+        """Warn if most tokens of the first examples are unknown to the tokenizer."""
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         if self.args.rank != 0 or unknown in (None, self.tokenizer.eos_token_id):
             return
@@ -190,7 +190,7 @@ class Task(Declaration):
             print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
-        """Let one rank tokenize into the cache of ``datasets``, and the others read what it has made."""
+        """Let one rank tokenize into the cache of ``datasets`` first; the others then read its result."""
         import datasets
 
         args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
@@ -201,7 +201,7 @@ class Task(Declaration):
         return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
-        """Return the examples of each split (None: missing), and the collate function."""
+        """Return the examples of each split (None if it is missing), and the collate function."""
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
@@ -216,7 +216,7 @@ class Task(Declaration):
         """Return a batch of tokens [b, s] padded to the longest example.
 
         Args:
-            examples: results of the tokenizer, with further columns.
+            examples: results of the tokenizer, with additional columns.
             numbers: columns with one number per example, [b].
             rows: columns with one number per token, [b, s], padded with -100.
         """
@@ -236,7 +236,7 @@ class Task(Declaration):
         """Reject tokenizers that do not return token positions.
 
         Raises:
-            UsageError: it is a Python tokenizer.
+            UsageError: the tokenizer is implemented in Python.
         """
         if not self.tokenizer.is_fast:
             raise UsageError(
@@ -256,7 +256,7 @@ class Task(Declaration):
         read: Callable[[Batch, Any], Mapping[str, Tensor]],
         forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the values read from every example of all ranks, each once and in order.
+        """Return the values read from every example on all ranks, each once and in order.
 
         Ranks process an example twice if the total cannot be divided evenly.
 
@@ -281,7 +281,7 @@ class Task(Declaration):
 
 
 def _be_quiet() -> None:
-    """Leave the bars and remarks of the libraries to rank 0."""
+    """Silence the libraries' progress bars and log messages, on ranks other than 0."""
     import transformers
 
     _draw_no_bars()
@@ -289,7 +289,7 @@ def _be_quiet() -> None:
 
 
 def _draw_no_bars() -> None:
-    """Draw no progress bars of the libraries: in a file each step of one is a line."""
+    """Disable the libraries' progress bars: in a log file each of their steps is a line."""
     import datasets
     import transformers
 
@@ -298,7 +298,7 @@ def _draw_no_bars() -> None:
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return the model's inputs in a batch."""
+    """Return those values of a batch that the model takes as inputs."""
     return {name: value for name, value in batch.items() if name != EXAMPLE}
 
 
@@ -316,7 +316,7 @@ def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
-    """Return the mean over all labels of ``loss`` and ``counted`` from ``label_losses``."""
+    """Return the mean loss over all labels, from the ``loss`` and ``counted`` of ``label_losses``."""
     return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
 
 

@@ -101,7 +101,7 @@ def _encode(
 
 
 def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
-    """Return the label of each token: that of its word if it is the word's first, else none."""
+    """Return the label of each token: the word's label for its first token, otherwise none."""
     return [
         IGNORED if word is None or word == before else int(labels.number(tags[word]))
         for before, word in zip([None, *words], words, strict=False)

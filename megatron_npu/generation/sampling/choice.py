@@ -21,7 +21,7 @@ def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch
     Args:
         logits: [b, vocabulary], fp32 on the host.
         options: sampling options.
-        draws: [b], fp64, a random number in [0, 1) per row, which determines the selected token.
+        draws: [b], fp64, one random number in [0, 1) per row, which determines the selected token.
     """
     if options.greedy:
         tokens = logits.argmax(-1)
@@ -37,7 +37,10 @@ def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch
 
 
 def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the tokens that may be drawn, [b, n] (None: all, in their order), and their weights, [b, n]."""
+    """Return the candidate tokens, [b, n], and their weights, [b, n].
+
+    Instead of tokens, None stands for the whole vocabulary in its order.
+    """
     if options.top_k:
         values, order = logits.topk(min(options.top_k, logits.size(-1)))
         weights = values.softmax(-1)
@@ -53,24 +56,24 @@ def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | 
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the weights, likeliest first, with 0 for those past the first that reach ``top_p`` together."""
+    """Zero the weights, sorted by size, that follow the smallest prefix whose sum reaches ``top_p``."""
     before = weights.cumsum(-1) - weights
     return weights.masked_fill(before >= top_p, 0.0)
 
 
 def _last_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Return the last place of each row with a weight above 0, [b, 1]."""
+    """Return the last position with a weight above 0 in each row, [b, 1]."""
     places = torch.arange(weights.size(-1))
     return torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
 
 
 def _checked(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the tokens, [b], with ``NO_NUMBER`` where the values that they follow from, [b], are none."""
+    """Return the tokens, [b], replaced by ``NO_NUMBER`` where their ``values``, [b], are not finite."""
     return tokens.masked_fill(~torch.isfinite(values), NO_NUMBER)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Return the model's own log-probabilities of the selected tokens, without temperature and limits.
+    """Return the model's own log-probabilities of the selected tokens, without temperature, top-k and top-p.
 
     Args:
         logits: [b, vocabulary], fp32 on the host.

@@ -1,7 +1,7 @@
 """Compute the next-token logits for a batch of texts, over all stages and ranks of a model.
 
 There are three ways, depending on the model's layout: with a KV cache (fast), without it (``--recompute``),
-and whole texts as in training, for models whose sequence is partitioned over ranks.
+and on whole texts as in training, for models whose sequence is partitioned over ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Forward(ABC):
 
 
 class _Cached(Forward):
-    """Keeps keys and values of the past in megatron-core's static context."""
+    """Processes only the new tokens; keeps past keys and values in megatron-core's static context."""
 
     def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
         super().__init__(chunks, batch, longest)
@@ -78,7 +78,7 @@ class _Cached(Forward):
 
 
 class _Recomputed(_Cached):
-    """Begins with an empty context each time."""
+    """Recomputes the whole text for every token, with an empty context each time."""
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         self.context = self._new_context()
@@ -86,9 +86,9 @@ class _Recomputed(_Cached):
 
 
 class _Whole(Forward):
-    """Reads whole texts as training does, padded on the right so that the ranks' parts are equal.
+    """Processes whole texts as in training, padded on the right so that the ranks' parts are equal.
 
-    What stands behind a token has no influence on it: the attention is causal.
+    Padding does not influence the tokens before it, because attention is causal.
     """
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -116,7 +116,7 @@ class _Whole(Forward):
 
 
 def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
-    """Return the logits at every token of a batch, [b, s, padded vocabulary], on the device.
+    """Return the logits for every token of a batch, [b, s, padded vocabulary], on the device.
 
     All ranks of the model must call this. None on ranks without the output layer. Not supported if the
     sequence is partitioned over ranks.
@@ -131,9 +131,10 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
 
 
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
-    """Return the context-parallel rank that has a token of a text, and the token's place there.
+    """Return the context-parallel rank that has a token of a text, and the token's index on that rank.
 
-    The text is cut into two parts for each rank; rank r has the parts r and, from the end, r.
+    The text is split into two parts per rank: rank r has part r, counted from the start, and part r, counted
+    from the end.
     """
     if ranks == 1:
         return 0, token
@@ -147,13 +148,13 @@ def _through_stages(
 ) -> Tensor | None:
     """Run a batch through this process's chunks; return the logits, [b, s or 1, padded vocabulary], or None.
 
-    Chunk after chunk goes once around the ring of pipeline stages, as in the interleaved schedule.
+    Each chunk passes once through all pipeline stages before the next one, as in the interleaved schedule.
 
     Args:
-        chunks: of ``forward_of``.
+        chunks: see ``forward_of``.
         tokens, positions: [b, s] on the device.
-        per_rank: tokens of a text whose activations this rank has between two stages.
-        context: of inference, or None.
+        per_rank: number of tokens per text whose activations this rank has between two stages.
+        context: inference context, or None.
     """
     output = None
     for gpt in chunks:
@@ -166,7 +167,7 @@ def _through_stages(
 
 
 def _received(config: Any, length: int, batch: int) -> Tensor:
-    """Return what the stage before sends, [s, b, h]."""
+    """Receive the previous stage's output, [s, b, h]."""
     from megatron.core import parallel_state
 
     kind = torch.float32 if config.fp32_residual_connection else config.params_dtype
@@ -178,7 +179,7 @@ def _received(config: Any, length: int, batch: int) -> Tensor:
 
 
 def _send(hidden: Tensor) -> None:
-    """Send what this stage has made, [s, b, h], to the next one."""
+    """Send this stage's output, [s, b, h], to the next one."""
     from megatron.core import parallel_state
 
     after = parallel_state.get_pipeline_model_parallel_next_rank()

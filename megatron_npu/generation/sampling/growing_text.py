@@ -13,11 +13,11 @@ _WINDOW = 8  # tokens that are decoded again with a new one: what joins or separ
 class GrowingText:
     """The text generated after a prompt.
 
-    A single token has no definite text: a character may consist of several tokens, and some tokenizers insert
-    spaces between two. So a few tokens are decoded together, with and without the new one.
+    A single token cannot be decoded on its own: a character may consist of several tokens, and some
+    tokenizers insert spaces between two. So a few tokens are decoded together, with and without the new one.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         prompt: ids before the text.
     """
 

@@ -1,4 +1,4 @@
-"""Memory layout of weights that is fastest for generation on a CPU."""
+"""Change the memory layout of weights to the one that is fastest for generation on a CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 def lay_out_for_vectors(gpt: Any) -> None:
     """Store the weights of a GPTModel's linear layers by columns; their shapes do not change.
 
-    Generating one token is a product of a matrix and a vector, whose time is that of reading the matrix. With
-    fp32 on one core this layout halves it, because each row of the transposed matrix is added to the result.
-    It temporarily needs a copy of one matrix. Not for training.
+    Generating one token is a matrix-vector product, whose time is that of reading the matrix. In fp32 on one
+    core this layout halves it, because each row of the transposed matrix is added to the result. It
+    temporarily needs a copy of one matrix. Not for training.
 
     Args:
         gpt: the model, on the host.

@@ -22,7 +22,7 @@ class Leader:
     """The sampler of rank 0, whose requests the other ranks execute too.
 
     Args:
-        sampler: this rank's.
+        sampler: this rank's sampler.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -69,14 +69,14 @@ class Leader:
         self._tell(None)
 
     def follow(self) -> None:
-        """Execute rank 0's requests until it ends. Call it on the other ranks."""
+        """Execute rank 0's requests until rank 0 stops. Call it on the other ranks."""
         while (task := self._tell(None)) is not None:
             name, arguments = task
             with contextlib.suppress(UsageError):  # of the model's numbers: rank 0 tells it
                 getattr(self.sampler, name)(*arguments)
 
     def _tell(self, task: Any) -> Any:
-        """Return rank 0's task."""
+        """Receive rank 0's next request."""
         if self._group is None:
             return task
         box = [task]
@@ -86,7 +86,10 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(sampler: Sampler) -> Iterator[Leader | None]:
-    """Return a Leader to rank 0 inside the block; the other ranks follow it here and get None."""
+    """Provide a Leader on rank 0 inside the block.
+
+    The other ranks first execute all of its requests here, and then get None.
+    """
     leader = Leader(sampler)
     if dist.get_rank() > 0:
         leader.follow()

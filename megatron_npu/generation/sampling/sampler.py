@@ -1,4 +1,4 @@
-"""The Sampler generates text with a GPT in memory, for commands, the server and during training."""
+"""The Sampler generates text with a GPT model in memory, for commands, the server and during training."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ Watch = Callable[[int, Sample], bool]
 class Sampler:
     """Generates text with a model in this process and others.
 
-    It works in any layout: tensor, sequence, context and pipeline parallelism, interleaved or not. Every rank
-    creates one and calls ``sample`` with the same arguments; every rank gets the same texts, including
+    It works with any layout: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
+    rank creates one and calls ``sample`` with the same arguments; every rank gets the same texts, including
     data-parallel replicas.
 
     Args:
@@ -141,7 +141,7 @@ class Sampler:
         """Check that the tokens of a text can be scored.
 
         Raises:
-            UsageError: it is empty, too long, or has unknown ids.
+            UsageError: the text is empty, too long, or has unknown ids.
         """
         self._require_known(text)
         if len(text) > self.positions + 1:
@@ -169,7 +169,7 @@ class Sampler:
         """Check that a prompt can be continued.
 
         Raises:
-            UsageError: it is empty, has unknown ids, or leaves no position free.
+            UsageError: the prompt is empty, has unknown ids, or leaves no position free.
         """
         self._require_known(prompt)
         if len(prompt) >= self.positions:
@@ -181,15 +181,15 @@ class Sampler:
 
 
 class _Batch:
-    """Texts that are drawn together.
+    """Texts that are generated together.
 
-    They stand left-aligned in one tensor. The part that all prompts have is read at once; then token follows
-    token, and a prompt that is longer gives its own.
+    They are left-aligned in one tensor. The prefix as long as the shortest prompt is processed at once, then
+    one token at a time; while a longer prompt lasts, its own tokens are used instead of generated ones.
 
     Args:
-        sampler: whose model is asked.
-        samples: by the places of their prompts.
-        options, watch: of ``Sampler.sample``.
+        sampler: the sampler whose model is used.
+        samples: the samples by prompt index.
+        options, watch: see ``Sampler.sample``.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Batch:
         self.generators = [torch.Generator().manual_seed(options.seed + place) for place in self.places]
 
     def run(self) -> None:
-        """Fill the samples."""
+        """Generate the tokens of all samples."""
         forward = self._forward()
         for length in range(min(len(s.prompt) for s in self.samples), self.tokens.size(1)):
             if not any(self.open):
@@ -217,7 +217,7 @@ class _Batch:
         return forward_of(self.sampler.chunks, len(self.samples), self.tokens.size(1), self.options.recompute)
 
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
-        """Choose the tokens at place ``length``, the same on all ranks, and note them."""
+        """Select the tokens at position ``length``, the same on all ranks, and record them."""
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
         if not due:  # the short ones have ended, and the long ones are still read
             return
@@ -238,17 +238,17 @@ class _Batch:
 
     @property
     def _details(self) -> int:
-        """Numbers that ``choice.log_probabilities`` returns for a token; 0: it is not asked."""
+        """Number of values per token from ``choice.log_probabilities``; 0 if none are requested."""
         count = self.options.alternatives
         return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
 
     def _draws(self, due: Sequence[int]) -> torch.Tensor:
-        """Return one number from 0 to 1 for each of the rows, [b], each from the row's own generator."""
+        """Return a random number from 0 to 1 for each of the rows, [b], from the row's own generator."""
         draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
         return torch.stack(draws)
 
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
-        """Write down a row's token at place ``length``, or that it has ended."""
+        """Record a row's token at position ``length``, or that the text has ended."""
         sample = self.samples[row]
         if details:
             logprob, *rest = details
@@ -263,7 +263,7 @@ class _Batch:
         sample.tokens.append(token)
 
     def _ask(self, rows: Sequence[int]) -> None:
-        """Have ``watch`` see the new tokens of the rows, and end those that it ends."""
+        """Call ``watch`` with the new tokens of the rows, and end the texts that it stops."""
         if self.watch is None:
             return
         some = [row for row in rows if not self.samples[row].finished]
@@ -282,7 +282,7 @@ def _unwrapped(module: Any) -> Any:
 
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have the chunks in evaluation mode inside the block, and as they were after it."""
+    """Put the chunks into evaluation mode inside the block, and restore their mode afterwards."""
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -295,7 +295,7 @@ def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _from_first_rank(answers: list[bool]) -> list[bool]:
-    """Return the answers of rank 0."""
+    """Return rank 0's answers on all ranks."""
     if dist.get_world_size() == 1 or not answers:
         return answers
     shared = torch.tensor(answers, dtype=torch.int32, device=devices.current().torch_device())

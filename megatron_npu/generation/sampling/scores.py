@@ -17,11 +17,11 @@ _MOST_LOGITS = 1 << 28  # numbers that one batch may have: 1 GiB in fp32
 
 @dataclass
 class Score:
-    """The log-likelihoods of the tokens of a text, from a given position.
+    """The log-likelihoods of the tokens of a text, from a given position on.
 
     Attributes:
         first: that position.
-        logprobs: log-probability of each token from there, given the tokens before it.
+        logprobs: log-probability of each token from there on, given the tokens before it.
         greedy: for each token, whether it is the most likely one.
         alternatives: for each position, the requested number of most likely tokens with their
             log-probabilities.
@@ -35,12 +35,12 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """What the model reads once, and the texts that are this and one more token.
+    """A model input, and the texts that consist of this input and one more token.
 
     Attributes:
         inputs: ids.
-        texts: places of the texts.
-        first: place of the first token that any of them asks for.
+        texts: indices of the texts.
+        first: position of the first token that any of them scores.
     """
 
     inputs: tuple[int, ...]
@@ -84,8 +84,10 @@ class Scoring:
             rows = rows[size:]
 
     def _details(self, rows: list[_Row], texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> Tensor:
-        """Return for each token that is asked for its log probability, whether it is the likeliest one, the
-        ids of the likeliest and theirs, [n, 2 + 2 alternatives], fp32 on the host.
+        """Return the scores of all requested tokens, [n, 2 + 2 alternatives], fp32 on the host.
+
+        Each row has the token's log-probability, whether it is the most likely one, the ids of the most
+        likely tokens, and their log-probabilities.
         """
         longest = len(rows[0].inputs)
         tokens = torch.tensor([[*row.inputs, *[self.padding] * (longest - len(row.inputs))] for row in rows])
@@ -109,7 +111,7 @@ class Scoring:
 
 
 def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
-    """Return what is to be read, longest first: texts that differ in their last token alone are one row."""
+    """Return the model inputs, longest first; texts that differ only in their last token share one."""
     same: dict[tuple[int, ...], list[int]] = {}
     for place, text in enumerate(texts):
         if firsts[place] < len(text):

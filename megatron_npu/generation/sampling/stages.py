@@ -1,4 +1,4 @@
-"""Broadcast results of the last pipeline stage's logits to all ranks of a model."""
+"""Broadcast results computed from the last pipeline stage's logits to all ranks of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megatron_npu.base.errors import UsageError
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Return the last pipeline stage's value on all ranks; its tensor-parallel ranks have the same."""
+    """Return the last pipeline stage's value on all ranks.
+
+    All tensor-parallel ranks of that stage must have the same value.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:

@@ -1,4 +1,4 @@
-"""A GPT without its multi-token prediction layers, which are used only in training."""
+"""A GPT model without its multi-token prediction layers, which are used only in training."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def bert_pretraining(job: Job, meter: Meter) -> int:
 
 
 def bert_finetuning(job: Job, meter: Meter) -> int:
-    """Train a sentence classification; return the number of parameters."""
+    """Train sentence classification; return the number of parameters."""
     from transformers import BertConfig, BertForSequenceClassification
 
     def batch() -> Batch:
@@ -55,7 +55,7 @@ def bert_finetuning(job: Job, meter: Meter) -> int:
 
 
 def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callable[[], Batch]) -> int:
-    """Train; return the parameters. Weights are drawn alike on all ranks, tokens by each for itself."""
+    """Train with equal weights but different tokens on each rank; return the number of parameters."""
     rank, device = int(os.environ["RANK"]), devices.current()
     device.set_current(int(os.environ["LOCAL_RANK"]))
     engine.join(Namespace(world_size=job.ranks, distributed_timeout_minutes=10))
@@ -89,7 +89,7 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Fail if torch.compile has compiled nothing, which it does not report."""
+    """Raise an error if torch.compile has compiled nothing, which it does not report."""
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:
@@ -110,12 +110,12 @@ def _bert(job: Job, config: Callable[..., object], **options: int) -> object:
 
 
 def _tokens(job: Job) -> Tensor:
-    """Return random tokens, [b, s]."""
+    """Return random tokens ``[b, s]``."""
     return torch.randint(job.size.vocabulary, (job.micro_batch_size, job.size.seq_length))
 
 
 def _of_a_pair(tokens: Tensor) -> Batch:
-    """Return the inputs of BERT for two sentences that share the length, none of it padding."""
+    """Return BERT's inputs for two sentences of equal length that fill the sequence, without padding."""
     kinds = torch.zeros_like(tokens)
     kinds[:, tokens.shape[1] // 2 :] = 1
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": kinds}

@@ -1,4 +1,4 @@
-"""Megatron's GPT with the built-in trainer: tensor, pipeline, data parallel and sharded, on random tokens."""
+"""Megatron's GPT with the built-in trainer on random tokens: tensor, pipeline, data parallel and sharded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flags(job: Job) -> list[str]:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the switches of the row, which are words of the document."""
+    """Return the row's switches, under the document's names."""
     scheme = job.scheme
     words = [f"--{job.mixed_precision}"] if scheme.mixed else []
     if scheme.sharding != "none":

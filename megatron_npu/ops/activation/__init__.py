@@ -1,7 +1,7 @@
-"""Activations of the MLP, with the bias of the layer before them: GELU, SwiGLU and GEGLU.
+"""Activations of the MLP, with the bias of the preceding layer: GELU, SwiGLU and GEGLU.
 
-No implementation saves more for backward than its inputs. ``native`` serves cpu, and cuda where Triton has no
-kernel of ours; ``cpu`` has what is faster on processors, ``npu`` the NPU kernels; ``reference`` defines the
+No implementation saves more for backward than its inputs. ``native`` serves cpu, and cuda if there is no
+Triton kernel; ``cpu`` holds what is faster on processors, ``npu`` the NPU kernels; ``reference`` defines the
 results.
 """
 
@@ -33,13 +33,13 @@ def gelu(input: Tensor) -> Tensor:
 
 
 def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(input + bias)``, tanh form (Hendrycks and Gimpel 2016), as upstream's fused kernel.
+    """Return ``gelu(input + bias)``, tanh form (Hendrycks and Gimpel 2016), like upstream's fused kernel.
 
     Args:
         input: ``[..., h]``, fp32, bf16 or fp16.
         bias: ``[h]``, or None.
 
-    The tanh form is what upstream trains with; the exact (erf) form would change the model silently.
+    Upstream trains with the tanh form; the exact (erf) form would change the model silently.
     """
     return reference.bias_gelu(input, bias)
 
@@ -58,7 +58,7 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    """Return the gradient of ``swiglu``: ``[..., h]`` and the forward's ``[..., 2h]`` to ``[..., 2h]``.
+    """Return the gradient of ``swiglu``, ``[..., 2h]``, from ``[..., h]`` and the input ``[..., 2h]``.
 
     For upstream's autograd functions, which save the input themselves.
     """
@@ -71,7 +71,7 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as ``swiglu``."""
+    """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as for ``swiglu``."""
     return reference.geglu(input, bias)
 
 

@@ -24,7 +24,7 @@ _CUBIC = _LINEAR * reference.C
 
 
 class BiasGelu(torch.autograd.Function):
-    """GELU of ``input + bias``, tanh form; saves the derivative, in the memory of the input.
+    """GELU of ``input + bias``, tanh form; saves the derivative in the memory of the input.
 
     torch's CPU kernels compute tanh in forward and again in backward, which takes most of their time: on an
     EPYC with AVX512 they need up to 1.5 times as long in bf16. The derivative is rounded like the output. In

@@ -19,7 +19,7 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """``F.gelu`` of ``input + bias``; backward recomputes the sum."""
+    """``F.gelu`` of ``input + bias``, whose backward recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,5 +85,5 @@ def torch_swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
 
 @reference.geglu.on("cpu", note="`F.gelu`")
 def torch_geglu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return GEGLU of the sum by torch's kernels."""
+    """Return the GEGLU of the sum, computed by torch's kernels."""
     return Gated.apply(input, bias, "gelu")

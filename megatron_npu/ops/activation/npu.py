@@ -19,7 +19,7 @@ from megatron_npu.ops.products.bias_gradient import bias_gradient
 
 
 class _Gelu(torch.autograd.Function):
-    """``npu_gelu``, told the exact form."""
+    """``npu_gelu`` in its exact form."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ reference.gelu.on("npu", note="`npu_gelu`")(_Gelu.apply)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """``npu_gelu``: which form ``aten::gelu`` has on an NPU depends on the CANN.
+    """``npu_gelu``, because the form of ``aten::gelu`` on an NPU depends on the CANN version.
 
-    The sum is kept, not the input, which nothing else needs: the same memory, and a launch less.
+    The sum is saved instead of the input, which nothing else needs: the same memory, and one launch fewer.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ reference.bias_gelu.on("npu", note="`npu_gelu`")(_BiasGelu.apply)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``npu_swiglu`` of the sum, which backward forms again."""
+    """``npu_swiglu`` of the sum, which backward computes again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +93,7 @@ reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits=
 
 
 class _GEGLU(torch.autograd.Function):
-    """``npu_gelu`` of the left half; ``npu_geglu`` has no reference that it could be proven against."""
+    """``npu_gelu`` of the left half; there is no reference to verify ``npu_geglu`` against."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,15 +10,16 @@ from megatron_npu.ops.attention.spec import PackedSequences, Window
 
 
 def head_counts(query: Tensor, key: Tensor, layout: str, num_heads: int | None) -> tuple[int, int]:
-    """Return the number of heads of the queries and of the keys.
+    """Return the number of query heads and the number of key heads.
 
     Args:
         query, key: in ``layout``.
         layout: one of ``layouts.LAYOUTS``.
-        num_heads: of the queries; needed by a layout that joins heads and head size.
+        num_heads: number of query heads; needed for layouts that merge heads and head size.
 
     Raises:
-        ValueError: an unknown layout, a wrong number of dimensions, or heads that do not divide.
+        ValueError: the layout is unknown, the number of dimensions is wrong, or the key heads do not divide
+            the query heads.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, given {layout!r}")
@@ -46,15 +47,15 @@ def _headless(query_size: int, key_size: int, layout: str, heads: int | None) ->
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int, key_heads: int) -> None:
-    """Check that query, key and value have one dtype, and shapes that fit.
+    """Check that query, key and value have one dtype, and compatible shapes.
 
     Args:
         query, key, value: in ``layout``; ``value`` may have another head size.
         layout: one of ``layouts.LAYOUTS``.
-        heads, key_heads: of the queries, and of keys and values, as ``head_counts`` returns them.
+        heads, key_heads: numbers of query heads and of key heads, as ``head_counts`` returns them.
 
     Raises:
-        ValueError: they differ in dtype, dimensions, batch, head size, or keys from values.
+        ValueError: dtypes, dimensions, batches or head sizes differ, or keys and values do not match.
     """
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
@@ -67,7 +68,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
 
 
 def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
-    """Raise ValueError for a negative window, a mask that is not boolean, a probability outside [0, 1)."""
+    """Raise a ValueError for a negative window, a non-boolean mask, or a probability outside [0, 1)."""
     if any(limit is not None and limit < 0 for limit in window):
         raise ValueError(f"window must not be negative (None means no limit), given {window}")
     if mask is not None and (mask.dtype is not torch.bool or mask.dim() > 4):
@@ -77,7 +78,7 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
 
 
 def check_sink(sink: Tensor | None, heads: int) -> None:
-    """Raise ValueError for a sink that is not one number for each of the query's heads."""
+    """Raise a ValueError for a sink that does not hold one value per query head."""
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ValueError(
             f"a sink has the shape ({heads},), one score for each head, given {tuple(sink.shape)}"
@@ -85,7 +86,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Raise ValueError unless TND comes with ``packed``, and ``packed`` without another mask."""
+    """Raise a ValueError unless TND comes with ``packed``, and ``packed`` without another mask."""
     if packed is None:
         if layout == "TND":
             raise ValueError("layout TND needs packed, the lengths of its sequences")
@@ -99,7 +100,7 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Raise ValueError unless the sequences cover the tokens."""
+    """Raise a ValueError unless the sequences cover the tokens."""
     if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
         raise ValueError("a sequence has a negative length")
     if sum(packed.query_lengths) != queries or sum(packed.key_lengths) != keys:

@@ -1,9 +1,9 @@
 """Attention on CUDA: cuDNN or flash-attn, else torch's SDPA; FlexAttention for windows and packing.
 
-On Hopper and later cuDNN's kernel is the fastest for what it takes, a triangle or everything, in 16 bits.
+On Hopper and later, cuDNN's kernel is the fastest for what it supports: causal or full attention, in 16 bits.
 
-cuDNN's kernel and torch's others have run on an H100; flash-attn and FlexAttention have not: which of them is
-chosen and what masks it is given are tested (docs/reference/attention.md).
+cuDNN's kernel and torch's others have run on an H100; flash-attn and FlexAttention have not: only their
+selection and the masks passed to them are tested (docs/reference/attention.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CUDNN_FIRST = (3, 1, 2, 0, 4)
 
 
 class Kernel(enum.Enum):
-    """Which kernel computes a call."""
+    """The kernel that computes a call."""
 
     CUDNN = "cuDNN's, through torch's scaled_dot_product_attention"
     FLASH_ATTN = "flash-attn"
@@ -55,11 +55,11 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True)
 class CudaCall:
-    """The kernel of a call, and what flash-attn is told.
+    """A call's kernel, and the arguments for flash-attn.
 
     Attributes:
-        window: (window_left, window_right) with the last query at the last key.
-        max_seqlens: of packed sequences, the most queries and the most keys.
+        window: (window_left, window_right) with the last query aligned with the last key.
+        max_seqlens: for packed sequences, the maximum numbers of queries and keys.
     """
 
     kernel: Kernel
@@ -70,7 +70,7 @@ class CudaCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> CudaCall | Unsupported:
-    """Return the kernel for ``spec``, or why there is none; reads no tensor's values."""
+    """Return the kernel for ``spec``, or why there is none, without reading values of tensors."""
     # cuDNN adds up gradients in any order
     cudnn = _has_cudnn() and not torch.are_deterministic_algorithms_enabled()
     return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed(), cudnn)
@@ -78,7 +78,7 @@ def plan_call(
 
 @lru_cache(maxsize=1)
 def _has_cudnn() -> bool:
-    """Return whether cuDNN's attention is worth asking for on the GPU of this process."""
+    """Return whether to try cuDNN's attention on this process's GPU."""
     if not hasattr(torch._C, "_set_sdp_priority_order"):  # before torch 2.6
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_SINCE
@@ -94,7 +94,7 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """As ``plan_call``, from shapes in the layout of ``spec``, dtype, and whether the two are there."""
+    """Do what ``plan_call`` does, from shapes in the layout of ``spec``, dtype and available packages."""
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -133,13 +133,13 @@ def _head_sizes(
 
 
 def _is_simple(segment: Segment) -> bool:
-    """Return whether a segment is one query, or all that limits it is the triangle."""
+    """Return whether a segment has a single query, or no limit other than the causal triangle."""
     triangle = segment.window_left is None and segment.window_right in (None, 0)
     return triangle or segment.q1 - segment.q0 == 1
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the call of flash-attn, if it takes it: ``sizes`` are those of the heads."""
+    """Return the call of flash-attn, or None if it does not support it; ``sizes``: head sizes."""
     window = window_from_end(spec.segments)
     if window is None or any(limit is not None and limit < 0 for limit in window):
         return None
@@ -172,7 +172,7 @@ def attend(
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, plan: CudaCall) -> Tensor:
-    """flash-attn 2: ``[b, s, n, d]`` or packed ``[t, n, d]``; -1 is its "no limit"."""
+    """Call flash-attn 2 on ``[b, s, n, d]`` or packed ``[t, n, d]``; -1 is its value for "no limit"."""
     import flash_attn
 
     options: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, 
 
 @lru_cache_tensors(maxsize=16)  # the same batch comes back at every layer
 def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where sequences begin and the last one ends, queries and keys: two int32 ``[sequences + 1]``."""
+    """Return the sequence boundaries of queries and keys: two int32 tensors ``[sequences + 1]``."""
     queries, keys = [0, *(s.q1 for s in segments)], [0, *(s.k1 for s in segments)]
     as_int32 = partial(torch.tensor, dtype=torch.int32, device=device)
     return as_int32(queries), as_int32(keys)
@@ -203,7 +203,7 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
 def _order_of(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> Iterator[None]:
-    """Let torch's SDPA take cuDNN's kernel inside, if that is the kernel; else what it takes by itself."""
+    """In the block, make torch's SDPA use cuDNN's kernel if it is chosen and supports the call."""
     if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
         yield
         return
@@ -216,7 +216,7 @@ def _order_of(
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return what torch says: whether this cuDNN takes the call."""
+    """Return whether torch reports that this cuDNN supports the call."""
     causal, grouped = spec.segments[0].window_right == 0, spec.heads != spec.key_heads
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, spec.dropout_p, causal, grouped)
     if torch.backends.cuda.can_use_cudnn_attention(asked):
@@ -226,7 +226,7 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """torch picks its flash, cuDNN or memory-efficient kernel. ``[b, n, s, d]`` throughout."""
+    """Call torch's SDPA, which picks its flash, cuDNN or memory-efficient kernel; all ``[b, n, s, d]``."""
     segment = spec.segments[0]
     options: dict[str, Any] = {
         "dropout_p": spec.dropout_p,
@@ -250,7 +250,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: 
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """FlexAttention skips the blocks of 128 × 128 pairs in which nothing is visible."""
+    """Call FlexAttention, which skips blocks of 128 × 128 pairs in which nothing is visible."""
     blocks = _block_mask(spec.segments, query.size(2), key.size(2), query.device)
     grouped = spec.heads != spec.key_heads
     return _compiled("flex_attention")(
@@ -277,9 +277,9 @@ def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[
 
 @lru_cache(maxsize=2)
 def _compiled(name: str) -> Callable[..., Any]:
-    """Return a function of FlexAttention compiled; torch compiles it again for each new class of shapes.
+    """Return a compiled FlexAttention function; torch compiles it again for each new class of shapes.
 
-    Uncompiled, both would build all ``[sq, sk]`` pairs.
+    Uncompiled, both functions would build all ``[sq, sk]`` pairs.
     """
     from torch.nn.attention import flex_attention
 

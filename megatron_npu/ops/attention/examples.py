@@ -1,4 +1,4 @@
-"""Calls of attention that ``megatron-npu doctor`` checks."""
+"""Example calls of attention that ``megatron-npu doctor`` checks."""
 
 from __future__ import annotations
 

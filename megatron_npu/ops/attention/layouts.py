@@ -1,4 +1,4 @@
-"""Convert between the layouts of a call and ``[b, n, s, d]``; these are views unless stated otherwise."""
+"""Convert between a call's layout and ``[b, n, s, d]``; results are views unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
 def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int, int, int]:
-    """Return the shape that ``to_bnsd`` gives a tensor of ``shape``."""
+    """Return the shape that ``to_bnsd`` gives a tensor of shape ``shape``."""
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     if layout in HEADLESS:
@@ -35,7 +35,7 @@ def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
-    """Undo ``to_bnsd``. SBH and BSH copy where the memory does not lie in their order."""
+    """Undo ``to_bnsd``. SBH and BSH copy if the memory is in another order."""
     if layout == "TND":
         return tensor.squeeze(0).transpose(0, 1)
     if layout in HEADLESS:

@@ -1,7 +1,7 @@
 """Attention on the NPU: ``torch_npu.npu_fusion_attention``, and the table from specs to its arguments.
 
-What is checked is what torch_npu's own documentation of the operation states (torch_npu 2.13.0,
-``_op_plugin_docs.py``): a call outside it may be wrong without an error, so it is refused beforehand.
+The checks are the limits that torch_npu's own documentation states for the operation (torch_npu 2.13.0,
+``_op_plugin_docs.py``): a call outside them may be wrong without an error, so it is rejected beforehand.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class NpuCall:
     """The arguments of ``npu_fusion_attention`` that are neither tensors nor masks.
 
     Attributes:
-        input_layout: SBH, BSH, BSND, BNSD or TND; SBND is handed over as SBH, which is the same memory.
+        input_layout: SBH, BSH, BSND, BNSD or TND; SBND is passed as SBH, which has the same memory layout.
         sparse_mode: 0 none, 1 full mask, 2 causal from the top left, 3 from the bottom right, 4 band.
         pre_tockens: with the band, window_left counted from the diagonal that ends at the bottom right.
         next_tockens: likewise, window_right.
-        inner_precise: 2 makes the operation look for queries that see no key, and give zeros for them.
-        cu_seqlens: of TND, where each sequence ends: queries and keys, counted from the first token.
+        inner_precise: 2 makes the operation check for queries that see no key, and return zeros for them.
+        cu_seqlens: for TND, the end of each sequence, for queries and for keys, counted from the first token.
     """
 
     input_layout: str
@@ -55,7 +55,7 @@ class NpuCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> NpuCall | Unsupported:
-    """Return the call for ``spec``, or why the operation does not take it; reads no tensor's values."""
+    """Return the call for ``spec``, or why the operation does not support it, without reading values."""
     return npu_call(query.shape, key.shape, value.shape, query.dtype, spec)
 
 
@@ -63,7 +63,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """As ``plan_call``, from shapes and dtype."""
+    """Do what ``plan_call`` does, from shapes and dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode
@@ -86,7 +86,7 @@ def npu_call(
 
 
 def _mode_without_band(segments: Sequence[Segment]) -> int | None:
-    """Return the mode of segments that nothing limits, or the triangle alone; None: they have a window."""
+    """Return the sparse mode if the segments have no limit or only the causal one, else None."""
     if any(s.window_left is not None for s in segments):
         return None
     if all(s.window_right is None for s in segments):
@@ -118,7 +118,7 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
 
 
 def _band_meets(window_left: int, window_right: int, queries: int, keys: int) -> bool:
-    """Whether a band with a negative limit is one that the operation documents."""
+    """Return whether a band with a negative limit is among those that the operation documents."""
     if window_left < 0:
         return window_right >= -window_left and -window_left < queries
     return window_right >= 0 or (window_left >= -window_right and -window_right < keys)
@@ -127,7 +127,7 @@ def _band_meets(window_left: int, window_right: int, queries: int, keys: int) ->
 def _limits(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> str | None:
-    """Return which documented limit of the operation the shapes exceed."""
+    """Return which documented limit of the operation the shapes exceed, or None."""
     if reason := unsupported_dtype("npu_fusion_attention", dtype):
         return reason
     if key != value:
@@ -157,7 +157,7 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
 
 
 def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where the sequences end, as the operation has it: no leading 0, empty ones left out."""
+    """Return the ends of the sequences in the operation's form: no leading 0, and no empty sequences."""
     there = [s for s in spec.segments if s.q0 < s.q1 or s.k0 < s.k1]
     return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
@@ -173,9 +173,9 @@ def attend(
     plan: NpuCall,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Hand the tensors over in their own layout; nothing is permuted, no ``[b, 1, s, s]`` is built.
+    """Pass the tensors in their own layout; nothing is permuted, and no ``[b, 1, s, s]`` is built.
 
-    A ``sink``, fp32 ``[n]``, is handed over only if it is there: older torch_npu have no such argument.
+    A ``sink``, fp32 ``[n]``, is passed only if it is given: older torch_npu versions have no such argument.
     """
     import torch_npu
 
@@ -204,9 +204,9 @@ def attend(
 
 
 def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three contiguous where they interleave in one tensor, as a joint projection leaves them.
+    """Make query, key and value contiguous if they interleave in one tensor, as from a joint projection.
 
-    In one copy, where one by one they would take three.
+    This takes a single copy instead of three.
     """
     first, second, third = (t.storage_offset() for t in (query, key, value))
     step = second - first
@@ -221,7 +221,7 @@ def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 class _ContiguousQKV(torch.autograd.Function):
-    """Copies of three tensors that lie ``step`` values from each other in one memory."""
+    """Copies of three tensors that are ``step`` values apart in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -234,13 +234,13 @@ class _ContiguousQKV(torch.autograd.Function):
 
 
 def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
-    """Return the atten_mask of the call, True where masked: none, the shared triangle, or all of it.
+    """Return the atten_mask of the call, True where masked: None, the shared triangle, or the full mask.
 
     Args:
-        call: what the mask is for.
+        call: the call that the mask is for.
         query: in the layout of the call.
-        spec: what is asked for.
-        mask: the caller's, four dimensions.
+        spec: the requested attention.
+        mask: the caller's mask, with four dimensions.
     """
     if mask is None:
         return shared_mask(call.sparse_mode, query.device)
@@ -251,12 +251,12 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
 
 def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
-    """Return the atten_mask for a call without a mask of its own."""
+    """Return the atten_mask for a call without a mask from the caller."""
     return None if sparse_mode == NONE else _compressed_mask(device)
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
-    """Return ``mask`` and the window in one of the documented shapes: SS, B1SS or BNSS."""
+    """Combine ``mask`` and the window in one of the documented shapes: SS, B1SS or BNSS."""
     forbidden = forbidden_pairs(segment, mask.device)
     mask = mask if forbidden is None else mask | forbidden
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)
@@ -267,5 +267,5 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """The one mask of sparse modes 2, 3 and 4 on a device: 4 MiB, whatever the length of the sequence."""
+    """Return a device's single mask for sparse modes 2, 3 and 4: 4 MiB, whatever the sequence length."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)

@@ -12,7 +12,7 @@ def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
     """Return the lengths of the packed sequences that a causal mask allows, row by row of the batch.
 
     Megatron builds its masks itself and passes s² booleans even for plain causal attention. A mask that only
-    says "causal, within these sequences" is recognised here, so no kernel has to read it: with
+    says "causal, within these sequences" is recognized here, so no kernel has to read it: with
     ``--reset-attention-mask`` each document is a sequence, without it each row is one.
 
     Args:
@@ -20,7 +20,7 @@ def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
             device; the result is cached on the tensor until the tensor is written to.
 
     Returns:
-        The lengths in tokens, starting with the first row of the batch; None if the mask says anything else.
+        The lengths in tokens, starting with the first row of the batch; None if the mask hides anything else.
     """
     return cache_on_tensor(mask, "sequence_lengths", lambda: _read(mask))
 

@@ -50,7 +50,7 @@ def unfused(
 def _softmax(
     query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None, sink: Tensor | None
 ) -> Tensor:
-    """``[b, n, sq, d]`` and ``[b, n, sk, d]`` to ``[b, n, sq, sk]``; fully masked rows are zero."""
+    """Return weights ``[b, n, sq, sk]`` for queries and keys ``[b, n, s, d]``; fully masked rows are zero."""
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(precise) * scale
     if forbidden is not None:

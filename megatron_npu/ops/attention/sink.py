@@ -1,4 +1,4 @@
-"""Attention with a sink: one more score per head, which takes probability and has no value.
+"""Attention with a sink: one extra score per head, which takes a share of the weights and has no value.
 
 It lets a query attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which adds one to
 the divisor; gpt-oss has a learned sink. Given the lse without it, the sink scales the output by exp(lse) /
@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """As ``reference.unfused``, with ``sink`` ``[n]`` among the scores of each query."""
+    """Do what ``reference.unfused`` does, with ``sink`` ``[n]`` among the scores of each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -54,7 +54,7 @@ def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Return the gradient of the sink, ``[n]``: it takes weight from every key and adds no value.
 
     Args:
-        grad, output: of the attention with the sink, ``[s, b, n, d]``.
+        grad, output: gradient and output of the attention with the sink, ``[s, b, n, d]``.
         lse: with the sink, ``[b, n, s]``.
         sink: ``[n]`` in fp32.
     """
@@ -64,7 +64,7 @@ def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Absorbed(torch.autograd.Function):
-    """Attention over all keys as over one block, ``[s, b, n, d]``, and the sink absorbed."""
+    """Attention ``[s, b, n, d]`` over all keys as a single block, with the sink absorbed."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """As ``npu.plan_call``: the operation accepts a sink with everything else it accepts."""
+    """Do what ``npu.plan_call`` does: the operation accepts a sink in every call that it supports."""
     return npu.plan_call(query, key, value, spec, mask)
 
 

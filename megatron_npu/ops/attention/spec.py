@@ -30,7 +30,7 @@ class PackedSequences(NamedTuple):
 class Segment(NamedTuple):
     """Queries ``[q0, q1)`` over keys ``[k0, k1)``: the whole call, or one of its packed sequences.
 
-    Query i, counted from q0, sees key j, counted from k0, when ``i - window_left <= j <= i + window_right``;
+    Query i, counted from q0, sees key j, counted from k0, if ``i - window_left <= j <= i + window_right``;
     None means no limit. ``causal``, ``window`` and ``offset`` all reduce to these two numbers, which an
     offset may make negative: plain causal attention is (None, 0), as in flash-attn.
     """
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """Keys minus queries: the diagonal on which the last query meets the last key."""
+        """Number of keys minus number of queries: the diagonal on which the last query meets the last key."""
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
     def sees_all_keys(self) -> bool:
@@ -75,7 +75,7 @@ class Segment(NamedTuple):
     def part(self, first: int, last: int) -> Segment | None:
         """Return queries ``[first, last)``, counted from q0, with the keys that any of them sees.
 
-        A window limit that hides nothing there is None. Returns None if no key is seen.
+        A window limit that hides nothing there becomes None. Returns None if no key is seen.
         """
         begin, end = self.visible_keys(first, last)
         if first >= last or begin >= end:
@@ -93,9 +93,7 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all pairs are visible, or those of a square causal mask: what kernels without windows
-        compute.
-        """
+        """Whether kernels without windows can compute the segment: all pairs, or a square causal mask."""
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
 
@@ -128,7 +126,7 @@ class AttentionSpec:
 def dense_segments(
     queries: int, keys: int, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the one segment of a call that is not packed."""
+    """Return the single segment of a call that is not packed."""
     return tuple(_limited([(0, queries, 0, keys)], causal, window, offset))
 
 
@@ -193,7 +191,7 @@ def _forbidden_pairs(
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
     """Return all segments' window relative to the last query at the last key; None if they differ.
 
-    This is how flash-attn and torch_npu's band mode describe a window. A limit is negative where the band
+    flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band
     lies entirely on one side of that diagonal.
     """
     windows = {
@@ -210,8 +208,7 @@ def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
 
 
 def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return for each query the first key it sees and the end of its keys, two ``[queries]`` int32
-    tensors."""
+    """Return two ``[queries]`` int32 tensors: the first key that each query sees, and the end of its keys."""
     begins, ends = [], []
     for s in segments:
         position = torch.arange(s.q1 - s.q0, dtype=torch.int32)

@@ -1,9 +1,9 @@
 """Compiled CPU kernels that do in one pass over memory what torch does in several.
 
-``kernels.cpp`` has them; ``products`` has the matrix products and ``attention`` all of attention.
-``building`` compiles where g++ is installed, and ``abi`` calls the kernels and checks their arguments. The
-functions here may be called where ``usable`` is true; elsewhere, and with ``MEGATRON_NPU_COMPILED=0``,
-operations use torch's own functions. The two differ by rounding.
+``kernels.cpp`` contains them; ``products`` covers matmuls and ``attention`` whole attention calls.
+``building`` compiles if g++ is installed, and ``abi`` calls the kernels and checks their arguments. The
+functions here may be called if ``usable`` is true; otherwise, and with ``MEGATRON_NPU_COMPILED=0``,
+operations use torch's own functions. Results differ only by rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return whether the kernels take these tensors: all fp32 or all bf16, contiguous, on a CPU."""
+    """Return whether the kernels support these tensors: all fp32 or all bf16, contiguous, on a CPU."""
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
@@ -40,12 +40,12 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Replace values by ``exp(values - reference)``, and add the sums of the rows to ``sums``, unrounded.
+    """Replace values with ``exp(values - reference)``, and add the row sums to ``sums``, unrounded.
 
     Args:
         values: ``[n, m]``, usable; changed in place.
         reference: ``[n]``, fp32, contiguous.
-        sums: the same.
+        sums: like ``reference``.
     """
     abi.exponentials(values, reference, sums)
 
@@ -82,9 +82,9 @@ def norm_backward(
     """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``; the last two in fp32.
 
     Args:
-        grad: of the output, ``[n, h]``, usable.
-        input: the same.
-        mean: of the rows, ``[n, 1]``, fp32; None for an RMS norm, which has no bias.
+        grad: gradient of the output, ``[n, h]``, usable.
+        input: like ``grad``.
+        mean: mean of each row, ``[n, 1]``, fp32; None for an RMS norm, which has no bias.
         rstd: like ``mean``.
         factor: ``[h]``, fp32, contiguous.
     """
@@ -98,7 +98,7 @@ class Kept(NamedTuple):
     """Which values dropout keeps: those whose 16 random bits, as an int16, are at most ``most``.
 
     Attributes:
-        bits: int64, one for four values; contiguous.
+        bits: int64, one element for four values; contiguous.
         most: an int16.
     """
 
@@ -114,7 +114,7 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept 
 
     Args:
         scores: ``[..., m]``, fp32, usable.
-        weights: like ``scores``, or ``scores`` itself; None: not wanted.
+        weights: like ``scores``, or ``scores`` itself; None: not needed.
         rounded: of the same shape, bf16, usable.
         kept: which values ``rounded`` keeps, the others being 0; None: all.
     """
@@ -125,7 +125,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
     """Write the gradient of the scores to ``rounded``, in bf16.
 
     Args:
-        grad: of the ``rounded`` that ``softmax`` wrote, ``[..., m]``, fp32, usable.
+        grad: gradient of the ``rounded`` that ``softmax`` wrote, ``[..., m]``, fp32, usable.
         weights: as ``softmax`` wrote them.
         rounded: of the same shape, bf16, usable.
         kept: as in ``softmax``.
@@ -136,7 +136,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
     """Add ``factor · part`` to ``total``, in one pass even for an fp32 total and a bf16 part.
 
-    torch first copies a part of another dtype. Tensors that the kernel does not take are added by torch.
+    torch first copies a part of another dtype. Tensors that the kernel does not support are added by torch.
 
     Args:
         total: any float tensor; changed in place.
@@ -149,7 +149,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
-    """Return whether ``accumulate`` has a kernel for a sum whose rows, or heads, are contiguous."""
+    """Return whether ``accumulate`` has a kernel for a total whose rows, or heads, are contiguous."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
     return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

@@ -5,7 +5,7 @@ checked here, and tensors that a kernel would misread or write past raise an err
 with ``usable`` and similar functions, and leave other tensors to torch.
 
 Each function is named after its kernel, without the dtype or arithmetic it was compiled for. An exception
-inside a kernel comes back as a status and is raised again here.
+inside a kernel is returned as a status and raised again here.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 
 
 class Weighting(NamedTuple):
-    """How values are weighted: ``gain · kept(softmax(scale · query · keyᵀ))``.
+    """How weights are computed: ``gain · kept(softmax(scale · query · keyᵀ))``.
 
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one.
 
     Attributes:
-        begin: for the first query; None: no left limit.
-        end: for the first query; None: no right limit.
-        repeats: rows per query, one for each of its heads.
+        begin: first key that the first query sees; None: no left limit.
+        end: end of the keys that the first query sees; None: no right limit.
+        repeats: number of rows per query, one for each of its heads.
         scale: factor applied to the scores.
-        seed: of the dropout, 64 bits.
+        seed: seed of the dropout, 64 bits.
         keep: how many of 65,536 weights are kept; all of them: no dropout.
         gain: factor for the kept weights.
     """
@@ -104,9 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements share memory, or may: such a tensor, for instance an expanded one, cannot be
-    written to.
-    """
+    """Return whether elements share memory, or may: such a tensor, if expanded for example, is read-only."""
     if tensor.is_contiguous():
         return False
     extent = 1
@@ -118,7 +116,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Values ``[n, m]``, changed in place; the others ``[n]``, fp32."""
+    """Values ``[n, m]``, changed in place; the other tensors ``[n]``, fp32."""
     rows, width = _shape("values", values, 2)
     dtype = values.dtype
     _call(
@@ -183,7 +181,7 @@ def norm_backward(
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """All ``[..., m]``; scores and weights fp32, rounded bf16; bits int64, one number for four values."""
+    """All ``[..., m]``; scores and weights fp32, rounded bf16; bits int64, one element for four values."""
     shape, width = scores.shape, scores.size(-1)
     _call(
         "softmax_bfloat16",
@@ -196,7 +194,7 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tenso
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """As ``softmax``."""
+    """Shapes and dtypes as in ``softmax``."""
     shape, width = grad.shape, grad.size(-1)
     _call(
         "softmax_backward_bfloat16",
@@ -237,7 +235,7 @@ def product(
     add: bool,
     paired: bool,
 ) -> None:
-    """Left ``[b, n, m]``, right ``[b, m, k]``: bf16, with a stride of 1 each.
+    """Left ``[b, n, m]``, right ``[b, m, k]``: bf16, each with a stride of 1 in one dimension.
 
     Out ``[b, n, k]``, fp32 or bf16, with contiguous rows; bias ``[k]``, fp32.
     """
@@ -259,7 +257,7 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, arithmetic: str) -> None:
-    """Left ``[n, m]``, right ``[m, k]``: bf16, with a stride of 1 each; total ``[n, k]``, fp32, by rows."""
+    """Left ``[n, m]``, right ``[m, k]``: bf16, each with a unit stride; total ``[n, k]``, fp32, row-major."""
     rows, inner = _shape("left", left, 2)
     columns = right.size(-1)
     where = _strided("sum", total, _FLOAT, (rows, columns), written=True)
@@ -281,7 +279,7 @@ def exponentials_of_product(
     sums: Tensor,
     arithmetic: str,
 ) -> None:
-    """Factors as in ``add_product``; output ``[n, k]``, bf16; bias ``[k]``, the others ``[n]``, fp32."""
+    """Operands as in ``add_product``; output ``[n, k]``, bf16; bias ``[k]``, the others ``[n]``, fp32."""
     rows, inner = _shape("left", left, 2)
     columns = right.size(-1)
     _call(
@@ -302,7 +300,7 @@ def attention_forward(
     normalizer: Tensor,
     arithmetic: str,
 ) -> None:
-    """Factors ``[heads, rows or keys, d or dv]``; output ``[heads, rows, dv]``, normalizer of 1, fp32."""
+    """Operands ``[heads, rows or keys, d or dv]``; output ``[heads, rows, dv]``, normalizer fp32."""
     query, _, value = factors
     of_output = (*query.shape[:2], value.size(2))
     dtype = _dtype_of(arithmetic)
@@ -322,7 +320,7 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     arithmetic: str,
 ) -> None:
-    """As ``attention_forward``; the gradients are of the shapes of the factors."""
+    """Arguments as in ``attention_forward``; the gradients have the shapes of the operands."""
     query, key, value = factors
     of_output = (*query.shape[:2], value.size(2))
     dtype = _dtype_of(arithmetic)
@@ -381,7 +379,7 @@ def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a tensor that is exactly this."""
+    """Return the address of a contiguous tensor; raise an error unless dtype and shape are as given."""
     # what ``is_plain`` asks is here once more: calls of small tensors are the time of such questions
     if tensor.dtype is dtype and tensor.shape == shape and type(tensor) in _PLAIN and tensor.is_cpu:
         address = tensor.data_ptr()
@@ -395,7 +393,7 @@ def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 def _strided(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
 ) -> int:
-    """Return the address of a tensor of any strides; if it is written to, none of its values share memory."""
+    """Return the address of a tensor of any strides; if it is written to, no two elements share memory."""
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
         _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
     if written and overlaps(tensor):
@@ -453,8 +451,8 @@ def _call(name: str, *arguments: object) -> None:
     """Call a kernel with torch's number of threads.
 
     Raises:
-        MemoryError: there is none for what the kernel keeps in between.
-        RuntimeError: it failed in another way, or there are no kernels.
+        MemoryError: there is no memory for the kernel's scratch space.
+        RuntimeError: the kernel failed in another way, or there are no kernels.
     """
     loaded = library()
     if loaded is None:
@@ -468,10 +466,10 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
-    """Return the kernels of a library by their names, told what each of them takes.
+    """Return a library's kernels by name, with their argument types declared.
 
     Raises:
-        RuntimeError: the library is not of these sources.
+        RuntimeError: the library was compiled from other sources.
     """
     for name, own in (("size_of_rows", _Rows), ("size_of_call", _Call)):
         size = getattr(loaded, name, lambda: 0)()

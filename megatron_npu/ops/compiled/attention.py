@@ -36,14 +36,13 @@ def takes(dtype: torch.dtype) -> bool:
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write weights · values to ``output``, and to ``normalizer`` the log of each row's sum, for
-    ``backward``.
+    """Write weights · values to ``output``, and the log of each row's sum to ``normalizer``.
 
     Args:
         factors: query, key and value.
         weighting: scale, window and dropout.
         output: ``[heads, rows, dv]``, in the dtype of the factors.
-        normalizer: ``[heads, rows, 1]``, fp32.
+        normalizer: ``[heads, rows, 1]``, fp32; ``backward`` needs it.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
     abi.attention_forward(factors, weighting, output, normalizer, arithmetic)
@@ -62,8 +61,8 @@ def backward(
         factors: as in ``forward``.
         weighting: as in ``forward``.
         result: output and normalizer that ``forward`` wrote.
-        grad: of the output.
-        gradients: with the shapes and dtype of the factors.
+        grad: gradient of the output.
+        gradients: where to write, with the shapes and dtype of the factors.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
     abi.attention_backward(factors, weighting, result, grad, gradients, arithmetic)

@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL | None:
     """Return the kernels; None if they are switched off or unavailable, in which case the reason is logged.
 
     Raises:
-        FallbackForbiddenError: they are unavailable, in strict mode.
+        FallbackForbiddenError: the kernels are unavailable, and strict mode is on.
     """
     if not settings.COMPILED.enabled():
         return None
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the kernels now if this process will use them, not in its first training step.
+    """Compile the kernels now if this process will use them, instead of in its first training step.
 
     One process per machine compiles; the others wait.
     """
@@ -66,7 +66,7 @@ def _recipe() -> cached_library.Recipe:
 
 
 class _Symbol(ctypes.Structure):
-    """What ``dladdr`` says of an address."""
+    """What ``dladdr`` reports about an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -77,12 +77,12 @@ class _Symbol(ctypes.Structure):
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that libtorch is linked to: another one would start threads of its own.
+    """Return the OpenMP library that libtorch is linked to: another one would start its own threads.
 
-    Others may be there too: scikit-learn's wheel brings one, which no code of torch's ever calls.
+    Others may be present too: scikit-learn's wheel includes one that no torch code ever calls.
 
     Raises:
-        UsageError: libtorch has threads of another kind, to which g++ does not compile.
+        UsageError: libtorch uses another kind of threads, for which g++ cannot compile.
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
@@ -98,7 +98,7 @@ def _openmp() -> Path:
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file from which a loaded library, or what it is linked to, has a function; or nothing."""
+    """Return the file from which a library, or one that it is linked to, gets a function; empty if none."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Products of bf16 matrices with fp32 sums (``products.cpp``), on CPUs where they are faster."""
+"""Matmuls of bf16 matrices with fp32 sums (``products.cpp``), on CPUs where they are faster."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return whether our kernel is to do all bf16 products here, because oneDNN takes at least twice as long.
+    """Return whether our kernel should do all bf16 matmuls here, because oneDNN takes at least twice as long.
 
-    Where both are equally fast (``has_kernel``), ours does the products for which torch needs copies: batches
+    Where both are equally fast (``has_kernel``), ours does the matmuls for which torch needs copies: batches
     of strided heads, results in fp32, and products added to a tensor.
     """
     return _arithmetic() is Arithmetic.WIDENED and library() is not None
@@ -44,12 +44,12 @@ def has_kernel() -> bool:
 
 @functools.cache
 def _arithmetic() -> Arithmetic | None:
-    """Return how this processor multiplies bf16 the fastest without AMX; None: it is oneDNN's to do.
+    """Return this processor's fastest bf16 arithmetic without AMX; None: oneDNN is faster.
 
-    Without an instruction for bf16 (Xeons up to Ice Lake) oneDNN widens values again and again: 27 GFLOPS,
-    where fp32 has 310. Xeons since Sapphire Rapids are made to multiply bf16 with AMX; where a hypervisor
-    hides that, an AVX-512 instruction is left, at half the rate of fp32's: 190 and 310 GFLOPS (two cores,
-    torch 2.13). Those of AMD, and Cooper Lake, have it at twice the rate.
+    Without an instruction for bf16 (Xeons up to Ice Lake) oneDNN widens values repeatedly: 27 GFLOPS,
+    compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
+    hypervisor hides that, an AVX-512 instruction remains, at half the rate of fp32: 190 and 310 GFLOPS (two
+    cores, torch 2.13). AMD's processors, and Cooper Lake, run that instruction at twice the fp32 rate.
     """
     return arithmetic_of(_processor())
 
@@ -61,7 +61,7 @@ def has_avx512() -> bool:
 
 
 def _processor() -> str:
-    """Return what Linux says of the first processor."""
+    """Return what Linux reports about the first processor."""
     info = Path("/proc/cpuinfo")
     return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
@@ -86,7 +86,7 @@ def _field(processor: str, name: str) -> str:
 
 
 def _usable_arithmetic() -> Arithmetic | None:
-    """Return that of this processor, if the kernels can be had and were compiled with what it needs."""
+    """Return this processor's arithmetic if the kernels are available and were compiled for it."""
     wanted, loaded = _arithmetic(), library()
     if loaded is None or (wanted is Arithmetic.PAIRED and not abi.can_pair(loaded)):
         return None
@@ -99,9 +99,9 @@ def pairs() -> bool:
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``multiply`` should take these operands, ``[n, m]`` and ``[m, k]``, or batches of them.
+    """Return whether ``multiply`` should handle these operands: ``[n, m]`` and ``[m, k]``, or batches.
 
-    Operands with mismatched shapes are refused, so that torch reports the error.
+    Operands with mismatched shapes are rejected, so that torch reports the error.
     """
     if left.dtype is not torch.bfloat16 or right.dtype is not torch.bfloat16:
         return False
@@ -146,9 +146,9 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return whether ``add`` should take these: bf16 matrices and an fp32 sum.
+    """Return whether ``add`` should handle these: bf16 matrices and an fp32 sum.
 
-    oneDNN rounds the product before it is added. For fp32, MKL adds in the product itself and is as fast.
+    oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
     """
     if torch.compiler.is_compiling() or total.dtype is not torch.float32 or not takes_result(total):
         return False
@@ -169,19 +169,19 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``exponentials`` should take these operands: bf16 matrices."""
+    """Return whether ``exponentials`` should handle these operands: bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
-    """Return ``exp(left · right + bias - reference)``, and add the sums of its rows to ``sums``, unrounded.
+    """Return ``exp(left · right + bias - reference)``, and add its row sums to ``sums``, unrounded.
 
     Args:
         left: ``[n, m]``, bf16.
-        right: ``[m, k]``, the same.
+        right: ``[m, k]``, bf16.
         bias: ``[k]``, or None.
         reference: ``[n]``, fp32, contiguous.
-        sums: the same; changed in place.
+        sums: like ``reference``; changed in place.
 
     Returns:
         ``[n, k]``, bf16.
@@ -208,7 +208,7 @@ def _widened(bias: Tensor | None) -> Tensor | None:
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
-    """Return the suffix in the names of kernels for operands of this dtype."""
+    """Return the suffix of kernel names for operands of this dtype."""
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"

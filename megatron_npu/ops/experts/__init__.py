@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, permutation and grouped products."""
+"""Mixture of experts: routing, permutation and grouped matmuls."""

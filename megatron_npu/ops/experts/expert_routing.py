@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: the experts and weights of each token.
+"""The router of a mixture of experts: selects each token's experts and their weights.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
@@ -27,8 +27,8 @@ class Routing(NamedTuple):
 
     Attributes:
         topk: experts per token.
-        score: "softmax", "sigmoid" or "sqrtsoftplus"; weights of the last two are normalised to sum to 1,
-            unless a token has one expert only.
+        score: "softmax", "sigmoid" or "sqrtsoftplus"; weights of the last two are normalized to sum to 1,
+            unless a token has only one expert.
         before: whether softmax runs over all experts before the choice, or over the chosen ones after it.
         groups, chosen_groups: experts are split into consecutive groups and chosen only from the groups whose
             best ``topk // chosen_groups`` experts have the largest sums. 0: no groups.
@@ -44,12 +44,12 @@ class Routing(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Number of best experts summed per group."""
+        """The number of best experts whose scores are summed per group."""
         return self.topk // self.chosen_groups if self.chosen_groups else 1
 
 
 def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the weight of each expert for each token, 0 where it is not chosen, and which are chosen.
+    """Return the weight of each expert for each token, 0 if it is not chosen, and which are chosen.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -60,7 +60,7 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
         ``[t, e]`` in the dtype of ``logits``, and ``[t, e]`` bool with ``routing.topk`` True values per row.
 
     Raises:
-        ValueError: the numbers do not fit together, or the score is unknown.
+        ValueError: the numbers of experts and groups do not match, or the score is unknown.
     """
     _check(logits, routing.topk, routing.score)
     groups, chosen = routing.groups or 0, routing.chosen_groups or 0
@@ -73,7 +73,7 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
 
 def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss's scores, which sum to 1 per token, and the ``topk`` best experts.
+    """Return scores for the load-balancing loss, which sum to 1 per token, and the ``topk`` best experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -126,7 +126,7 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _best_in_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Return ``scores``, -inf outside of the chosen groups."""
+    """Return ``scores`` with -inf outside the chosen groups."""
     grouped = scores.unflatten(1, (routing.groups, -1))
     worth = grouped.topk(routing.counted, dim=-1).values.sum(-1)
     best = torch.zeros_like(worth, dtype=torch.bool).scatter(
@@ -203,7 +203,7 @@ def _map_of(chosen: Tensor, logits: Tensor) -> Tensor:
 
 
 class _SoftmaxOfChosen(torch.autograd.Function):
-    """Weights lie where their logits do, 0 elsewhere: the gradient is that of a softmax over all of them."""
+    """Softmax over the chosen logits; with zeros elsewhere, its gradient is that of a softmax over all."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -223,9 +223,9 @@ class _SoftmaxOfChosen(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """Sigmoid or sqrtsoftplus scores divided by their sum: those of the chosen experts, or all of them.
+    """Sigmoid or sqrtsoftplus scores divided by their sum, for the chosen experts or for all of them.
 
-    With the weights w = s / sum(s), grad_x = w (grad - sum(w grad)) s'/s: what softmax has, and a factor.
+    With the weights w = s / sum(s), grad_x = w (grad - sum(w grad)) s'/s: softmax's gradient, times a factor.
     """
 
     @staticmethod
@@ -301,7 +301,7 @@ _NPU_EXPERTS, _NPU_ALIGNED = 2048, 32
 
 
 def _kernel_takes(logits: Tensor, routing: Routing) -> bool:
-    """Return whether ``npu_moe_gating_top_k`` has this router; else torch's operations do it on the NPU."""
+    """Return whether ``npu_moe_gating_top_k`` supports this router; if not, torch's operations run."""
     experts, groups = logits.size(1), routing.groups if routing.chosen_groups else 1
     each = experts // groups
     scored = routing.before if routing.score == "softmax" else routing.score == "sigmoid" and routing.topk > 1
@@ -340,7 +340,7 @@ def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> t
 
 
 class _SoftmaxByKernel(torch.autograd.Function):
-    """All scores and the chosen experts; torch_npu has the gradient of sigmoid scores alone."""
+    """All scores and the chosen experts; torch_npu has a gradient only for sigmoid scores."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Grouped matrix products: each group of rows has its own weight."""
+"""Grouped matmul: each group of rows has its own weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 
 
 def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return the products of the first ``counts[0]`` rows with ``weight[0]``, the next with ``weight[1]``, …
+    """Multiply the first ``counts[0]`` rows by ``weight[0]``, the next by ``weight[1]``, and so on.
 
     Args:
         input: ``[t, k]``, fp32, bf16 or fp16, the rows of each expert together.
@@ -22,10 +22,10 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         counts: ``[e]``, integers on any device: the number of rows of each expert, with sum t. 0 is allowed.
 
     Returns:
-        ``[t, n]``. An expert without rows gets a weight gradient of zeros.
+        ``[t, n]``. An expert without rows gets a zero weight gradient.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
 
     Source: ``grouped_gemm.ops.gmm`` of the package grouped_gemm 1.1.4, which Megatron uses.
     """
@@ -42,21 +42,21 @@ def grouped_linear(
     counts: Tensor | Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Return the first ``counts[0]`` rows times ``weights[0]`` transposed, plus ``biases[0]``, the next …
+    """Multiply the first ``counts[0]`` rows by ``weights[0]`` transposed and add ``biases[0]``, and so on.
 
-    As ``grouped_matmul``, for experts with separate weight tensors, which are not copied.
+    Like ``grouped_matmul``, for experts with separate weight tensors, which are not copied.
 
     Args:
         input: ``[t, i]``, fp32, bf16 or fp16, the rows of each expert together.
-        weights: e of ``[o, i]``, of the dtype of ``input``.
+        weights: e tensors ``[o, i]``, of the dtype of ``input``.
         counts: ``[e]``, integers: the number of rows of each expert, with sum t. 0 is allowed.
-        biases: e of ``[o]``, or None.
+        biases: e tensors ``[o]``, or None.
 
     Returns:
-        ``[t, o]``. An expert without rows gets gradients of zeros.
+        ``[t, o]``. An expert without rows gets zero gradients.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     counts = torch.as_tensor(counts)
     if len(weights) != len(counts) or input.dim() != 2 or {w.size(-1) for w in weights} != {input.size(1)}:
@@ -89,7 +89,7 @@ _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, g
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Three grouped products: the result, and the gradient of either factor."""
+    """Three grouped matmuls: the result, and the gradients of both factors."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The same three, for weights ``[o, i]`` one by one; their gradients are views of one tensor."""
+    """The same three matmuls for separate weights ``[o, i]``, whose gradients are views of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 
 def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds, where it is called."""
+    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds, or None."""
     if not isinstance(other, Tensor):
         return None
     if rows.dtype is not torch.bfloat16:
@@ -186,7 +186,7 @@ _NPU_LIMITS = (
 
 
 def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds."""
+    """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds, or None."""
     experts, factor = (_NPU_EXPERTS, other) if isinstance(other, Tensor) else (_NPU_WEIGHTS, other[0])
     if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul takes sizes below {_NPU_SIZE}"

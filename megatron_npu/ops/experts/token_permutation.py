@@ -1,7 +1,7 @@
 """Sort tokens by expert, and back.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
-case that every token goes to the same number of experts and none is dropped.
+case in which every token goes to the same number of experts and none is dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def permute_tokens(
         ``positions[token * copies + k]``.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
     if (
         tokens.dim() != 2
@@ -94,7 +94,7 @@ _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A copy's row is that of its expert's first, and as many further as tokens chose the expert before."""
+    """Compute each copy's row: its expert's first row plus the number of earlier tokens with that expert."""
     counted = routing_map.cumsum(0)
     ends = counted[-1:].cumsum(1)
     rows = (counted - 1 + ends - counted[-1:]).masked_select(routing_map)  # by token, experts ascending
@@ -122,7 +122,7 @@ _LIMITS = f"fewer than {_NPU_COPIES} experts of a token, probabilities of the to
 
 
 def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int) -> str | None:
-    """Return which documented limit of ``npu_moe_token_permute_with_routing_map`` the call exceeds."""
+    """Return which limit of ``npu_moe_token_permute_with_routing_map`` the call exceeds, or None."""
     kernel = "npu_moe_token_permute_with_routing_map"
     if copies >= _NPU_COPIES:
         return f"{kernel} takes fewer than {_NPU_COPIES} experts of a token, not {copies}"

@@ -34,9 +34,9 @@ def linear_cross_entropy(
         group: the tensor-parallel group; None or a group of one: ``weight`` covers the whole vocabulary.
         main_grad: ``[v, h]``, a buffer to which the weight's gradient is added block by block; the weight
             itself then gets none. None: the weight gets a gradient in its own dtype.
-        recompute: backward recomputes the logits and nothing of their size is saved, for a third more
-            products. False: on a cpu the exponentials are saved, in the dtype and size of the logits, which
-            is faster; other devices recompute anyway.
+        recompute: whether backward recomputes the logits; nothing of their size is then saved, at the cost of
+            a third more matmuls. False: on a cpu the exponentials are saved, in the dtype and size of the
+            logits, which is faster; other devices recompute anyway.
 
     Returns:
         ``[...]``, fp32. Sums over the vocabulary and over blocks are fp32. The gradient of ``hidden`` is this

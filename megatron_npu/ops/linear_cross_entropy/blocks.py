@@ -54,7 +54,7 @@ def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Forward computes the normalizer over all blocks; backward recomputes the probabilities."""
+    """A loss whose forward computes the normalizer over all blocks; backward recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -88,11 +88,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """Gradients of ``rows`` ``[t, h]``, ``weight`` ``[v, h]`` and bias, from those of the logits, block by
-    block.
+    """Accumulates gradients of ``rows``, ``weight`` and bias from those of the logits, block by block.
+
+    ``rows`` is ``[t, h]``, ``weight`` is ``[v, h]``.
 
     Args:
-        ctx: of an autograd function whose first arguments are hidden states, weight and bias, with
+        ctx: context of an autograd function whose first arguments are hidden states, weight and bias, with
             ``main_grad``.
         factors: ``[t, 1]``, in the dtype of ``rows``: factor for each row of the logits' gradient, already
             applied to ``rows``; None: no factor.
@@ -125,7 +126,7 @@ class Gradients:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return all three, in the dtypes of ``hidden``, weight and bias."""
+        """Return the three gradients, in the dtypes of ``hidden``, weight and bias."""
         if self.d_rows is None:
             return None, self.d_weight, self.d_bias
         return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight, self.d_bias

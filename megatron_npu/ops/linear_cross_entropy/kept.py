@@ -1,4 +1,4 @@
-"""Save exponentials instead of logits from forward to backward: two products per block."""
+"""Save exponentials instead of logits from forward to backward: two matmuls per block."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Forward saves ``e = exp(z - r)``; with the normalizer n the probabilities are ``e · exp(r - n)``.
+    """A loss whose forward saves ``e = exp(z - r)``; probabilities are ``e · exp(r - n)``.
 
-    That factor is the same for a whole row, so backward applies it to the rows of the operands and results of
-    its products instead of to each logit. At the targets ``e - exp(n - r)`` is stored in place of e.
+    n is the normalizer. The factor is the same for a whole row, so backward applies it to the rows of the
+    operands and results of its matmuls instead of to each logit. At the targets ``e - exp(n - r)`` is stored
+    instead of e.
     """
 
     @staticmethod
@@ -64,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Exponentials:
-    """The exponentials of the logits by blocks of their columns, the sums, and the logits of the targets."""
+    """Exponentials of the logits in blocks of columns, their row sums, and the targets' logits."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
         self.rows, self.weight, self.bias, self.local = rows, weight, bias, local
@@ -75,7 +76,7 @@ class _Exponentials:
             self.fill(self._largest())
 
     def fill(self, reference: Tensor) -> None:
-        """Take ``exp(z - reference)`` of every block."""
+        """Compute ``exp(z - reference)`` of every block."""
         self.reference, self.blocks = reference, list[Tensor]()
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
         if products.has_exponentials(self.rows, self.weight.t()):
@@ -84,7 +85,7 @@ class _Exponentials:
             self._fill_from_logits()
 
     def _fill_by_products(self) -> None:
-        """Multiply and take exponentials in one; no logit is rounded, or written."""
+        """Multiply and take exponentials in one call; logits are neither rounded nor written to memory."""
         for block in vocabulary_blocks(self.rows, self.weight):
             words, bias = self.weight[block].t(), part_of(self.bias, block)
             self.blocks.append(products.exponentials(self.rows, words, bias, self.reference, self.sums))
@@ -125,7 +126,7 @@ class _Exponentials:
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
-        """Return whether a row's sum left the range of the exponentials, or will at its target."""
+        """Return whether a row's sum has left the range of the exponentials, or will at its target."""
         return not bool(((normalizer - self.reference) < _FAR).all())
 
     def _largest(self) -> Tensor:
@@ -133,7 +134,7 @@ class _Exponentials:
         return torch.stack(maxima).amax(0).to(self.reference.dtype)
 
     def subtract_targets(self, normalizer: Tensor) -> None:
-        """Put ``e - exp(normalizer - reference)`` where the targets are: the gradient of the logit there."""
+        """Subtract ``exp(normalizer - reference)`` at the targets, which gives the logits' gradient there."""
         at_target = (self.predicted - self.reference).exp_() - (normalizer - self.reference).exp_()
         for (tokens, columns), part in zip(self.targets, self.blocks, strict=True):
             if tokens.numel():
@@ -141,10 +142,10 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return for each block of the vocabulary the tokens whose targets are in it, and the columns of those.
+    """Return, for each block of the vocabulary, the tokens whose targets are in it, and their columns.
 
     Args:
-        local: ``[t]``, the targets, of which some are in no block.
+        local: ``[t]``, the targets, some of which are in no block.
         blocks: in order, without gaps.
     """
     in_order, tokens = local.sort()

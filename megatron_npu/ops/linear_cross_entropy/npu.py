@@ -1,4 +1,4 @@
-"""torch_npu 2.13's kernels for the vocabulary product, which save no logits (Atlas A2 and later)."""
+"""torch_npu 2.13's kernels for the vocabulary matmul, which save no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Three kernels: statistics of each row, the loss from them, and both gradients."""
+    """A loss of three kernels: row statistics, the loss from them, and both gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
@@ -63,10 +63,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _ids(target: Tensor, vocab_start: int, words: int) -> Tensor:
-    """Return the ids ``[t]`` within this rank's part, -1 for those of another rank.
+    """Return the ids ``[t]`` within this rank's part, -1 for those of other ranks.
 
-    With them the first index of the kernel is 0 and the last one may be ``words``: its documentation takes
-    the last index for one that belongs to the part, its public tests for the first that does not.
+    With these ids the kernel's first index is 0 and its last index may be ``words``: the documentation treats
+    the last index as part of the range, the public tests as the first one outside it.
     """
     local = target.reshape(-1) - vocab_start
     return local.masked_fill((local < 0) | (local >= words), -1)

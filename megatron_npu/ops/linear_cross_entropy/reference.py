@@ -25,7 +25,7 @@ def reference(
 
 
 class _AddTo(torch.autograd.Function):
-    """The weight itself; its gradient goes to ``main_grad``."""
+    """The weight itself, whose gradient is added to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:

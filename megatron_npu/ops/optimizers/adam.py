@@ -22,17 +22,18 @@ from megatron_npu.ops.optimizers.narrow_states import Row
 class FusedAdam(FusedOptimizer):
     """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019) in one fused call per group.
 
-    Drop-in for ``apex.optimizers.FusedAdam``, same order of arguments: ``step`` is one integer per
-    parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also takes what
-    ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly that form; on
-    torch's own AdamW its resume is wrong (megatron-core 0.16: one shared step tensor, counted once per
-    parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its part, and has the
-    state of those of which it holds nothing too, in one order: saving ranks exchange the shapes of each.
+    A drop-in replacement for ``apex.optimizers.FusedAdam`` with the same order of arguments: ``step`` is one
+    integer per parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also
+    accepts what ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly
+    that form; with torch's own AdamW it resumes incorrectly (megatron-core 0.16: one shared step tensor,
+    counted once per parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its
+    part, and also has the (empty) state of parameters of which it holds nothing, in one order: saving ranks
+    exchange the shapes of each.
 
     Args:
         params: parameters or groups.
         lr, betas, eps, weight_decay: as in the papers.
-        bias_correction: divide the moments by 1 - betaᵗ.
+        bias_correction: whether to divide the moments by 1 - betaᵗ.
         adam_w_mode: decoupled weight decay (AdamW); False adds the decay to the gradient (Adam).
         amsgrad: must be False, as in apex.
         set_grad_none: whether ``zero_grad()`` drops gradients.
@@ -47,7 +48,7 @@ class FusedAdam(FusedOptimizer):
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments: fp32, bf16, or fp16 with a scale per tensor.
         store_param_remainders: for bf16 parameters with fp32 main weights, store only the 16 bits that the
             parameter lacks (``remainders``): saves 2 bytes per parameter, with identical results.
-        others: further options of TransformerEngine's class, refused unless they are off.
+        others: other options of TransformerEngine's class, rejected unless they are off.
 
     Attributes:
         copies: maps fp32 parameters to the 16-bit tensors that a step rounds them to, where a kernel does
@@ -57,7 +58,7 @@ class FusedAdam(FusedOptimizer):
             afterwards, because Megatron, which builds them, has no argument for it.
 
     Raises:
-        ValueError: an option that this optimizer cannot honour.
+        ValueError: an option is not supported by this optimizer.
     """
 
     swap_moments = False
@@ -79,8 +80,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state; anything cached about the old tensors is
-        dropped."""
+        """Restore from a copy, a pickle or a loaded state; drop what was cached about the old tensors."""
         super().__setstate__(state)
         self._known = {}
 
@@ -133,14 +133,13 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Give shards of which this rank holds nothing their state too, in one order: all ranks save it."""
+        """Create the state of shards that are empty on this rank too, in one order: all ranks save it."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` in the next step; the tensors themselves may stay
-        unchanged."""
+        """Multiply the gradients by ``factor`` in the next step, possibly without changing the tensors."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
@@ -177,7 +176,7 @@ class FusedAdam(FusedOptimizer):
                 row.weight.copy_(row.main)
 
     def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
-        """Update what the kernel for GPUs takes; return the other parameters."""
+        """Update the parameters that the GPU kernel supports; return the others."""
         weights = (self._row(parameter).weight for parameter in parameters)
         first = next((weight for weight in weights if weight.numel()), None)
         if first is None or not adam_update.has_kernel(first):
@@ -196,10 +195,10 @@ class FusedAdam(FusedOptimizer):
         return left
 
     def _for_kernel(self, parameter: Tensor) -> adam_update.Tensors | None:
-        """Return what the kernel takes of a parameter; None if it does not.
+        """Return the kernel's inputs for a parameter; None if the kernel does not support them.
 
-        That of the step before stands, with the gradient of this one, while the same tensors are on the same
-        devices: to look at each again took longer than the launch.
+        Those of the last step are reused, with the new gradient, while the tensors and their devices are the
+        same: inspecting each tensor again took longer than the launch.
         """
         known, copy, grad = self._known.get(parameter), self.copies.get(parameter), parameter.grad
         if known is not None and known.stands(self.state.get(parameter), copy) and adam_update.is_plain(grad):
@@ -235,7 +234,7 @@ class FusedAdam(FusedOptimizer):
             self.set_scaled_state(parameter, "master_param", parameter.detach())
 
     def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
-        """Return whether this part of a parameter's state rests in the host's memory."""
+        """Return whether this part of a parameter's state is kept in host memory."""
         fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
         return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
 
@@ -247,7 +246,7 @@ class FusedAdam(FusedOptimizer):
         return super()._placed(parameter, name, value)
 
     def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """Return the names of what a parameter's state is made of, and the dtypes it rests in."""
+        """Return the names of a parameter's states, with the dtypes they are stored in."""
         precise = torch.promote_types(parameter.dtype, torch.float32)
         dtypes = {name: precise if d is torch.float32 else d for name, d in self._dtypes.items()}
         if not self.master_weights or (parameter.dtype is precise and not self.use_decoupled_grad):
@@ -266,11 +265,11 @@ class FusedAdam(FusedOptimizer):
         return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
 
     def _row(self, parameter: Tensor, grad: Tensor | None = None) -> Row:
-        """Return this rank's parts of a parameter, its gradient and its state, made here if there is none.
+        """Return this rank's parts of a parameter, its gradient and its state, which is created if missing.
 
         Args:
-            parameter: of this optimizer.
-            grad: in place of the parameter's own, for who looks at the state alone.
+            parameter: a parameter of this optimizer.
+            grad: used instead of the parameter's gradient, by callers that need only the state.
         """
         if "exp_avg" not in self.state[parameter]:
             self.initialize_state(parameter)
@@ -286,7 +285,7 @@ class FusedAdam(FusedOptimizer):
         return replace(row, scales=self._scales_of(parameter, row))
 
     def _scales_of(self, parameter: Tensor, row: Row) -> tuple[Tensor, ...]:
-        """Return the scales of a parameter's state; none where nothing of it is fp16."""
+        """Return the scales of a parameter's state; empty if none of it is fp16."""
         kept = (row.first, row.second, row.main if row.main is not row.weight else row.first)
         if all(tensor.dtype is not torch.float16 for tensor in kept):
             return ()
@@ -313,8 +312,7 @@ class FusedAdam(FusedOptimizer):
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor's
-        choice."""
+        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor."""
         super().zero_grad(set_to_none)
         forget = self.set_grad_none if set_to_none is None else set_to_none
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -358,7 +356,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def _convert(self, parameter: Tensor, scales: Tensor | None) -> None:
-        """Let the state of a parameter, just loaded, rest as this optimizer's does."""
+        """Convert a parameter's loaded state to the dtypes and memory that this optimizer uses."""
         loaded = self.state[parameter]
         loaded.pop("scales", None)
         self._scales.pop(parameter, None)

@@ -30,7 +30,7 @@ class AdamStep:
     """Settings of one step of a parameter group.
 
     Attributes:
-        number: counts from 1; None: no bias correction.
+        number: the step's number, from 1; None: no bias correction.
         lr, betas, eps, weight_decay: as in the papers.
         decoupled: apply the decay to the parameter (AdamW) instead of adding it to the gradient (Adam).
     """
@@ -50,7 +50,7 @@ def _adam_reference(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """One step, in place, formula by formula."""
+    """Take one step, in place, formula by formula."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -76,7 +76,7 @@ def _adam_torch(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """torch's fused kernels: one pass over memory."""
+    """Take one step with torch's fused kernels: one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
     number = math.inf if step.number is None else float(step.number)
     at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
@@ -109,7 +109,7 @@ def _adam_cuda(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """The same kernel for narrow states: they give the numbers of wide ones bit for bit."""
+    """Use the same kernel for narrow states, so that results match those of wide states bit for bit."""
     rows = [Tensors(*row, None) for row in zip(targets, grads, first, second, strict=True)]
     if rows and takes_kernel("adam", targets[0]) and all(map(takes, rows)):
         update_by_kernel(rows, step, 1.0)
@@ -122,7 +122,7 @@ class Known(NamedTuple):
 
     Attributes:
         state: the parameter's optimizer state.
-        copy: 16-bit tensor that the step rounds the parameter to; None: none.
+        copy: 16-bit tensor that the step rounds the parameter to; None: there is none.
         tensors: all inputs, with the weight in place of the gradient, which may change between steps.
     """
 
@@ -144,12 +144,12 @@ class Known(NamedTuple):
 
 
 def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether the kernel takes a gradient for a parameter of its shape."""
+    """Return whether the kernel supports a gradient for a parameter of its shape."""
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return whether our Triton kernel takes the steps on a GPU; not while results are verified."""
+    """Return whether our Triton kernel takes the steps on a GPU; it does not while results are verified."""
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)
@@ -183,7 +183,7 @@ def _adam_npu(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """torch_npu's AdamW kernels; it has none for Adam, whose decay is added to the gradient beforehand."""
+    """Take one step with torch_npu's AdamW kernels; it has none for Adam, whose decay is added beforehand."""
     if not step.decoupled and step.weight_decay:
         grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
     step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)

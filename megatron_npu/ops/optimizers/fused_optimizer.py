@@ -28,13 +28,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for ``copy.deepcopy`` and ``pickle``: torch's base class returns only its
-        own.
-        """
+        """Return the attributes for ``copy.deepcopy`` and ``pickle``; torch's base class omits ours."""
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state, and keep the groups' settings as they were.
+        """Restore from a copy, a pickle or a loaded state, and keep the groups' settings unchanged.
 
         torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here; it would
         then reach the groups, and a checkpoint saved after a resume would differ from the one loaded.
@@ -51,7 +49,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what ``closure`` returns.
 
         Raises:
-            ValueError: an argument that early versions of apex took here (``grads``, ``scale``, ...).
+            ValueError: an argument is given that only early versions of apex accept (``grads``, ``scale``,
+                ...).
         """
         given = sorted(name for name, value in moved.items() if value is not None)
         if given:
@@ -70,14 +69,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return what a step takes for the gradient of a parameter."""
+        """Return the tensor that a step uses as a parameter's gradient."""
         return parameter.grad
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
         """Return the gradient of a parameter that has one.
 
         Raises:
-            ValueError: it is sparse.
+            ValueError: the gradient is sparse.
         """
         grad = self._gradient(parameter)
         if grad is None or grad.is_sparse:
@@ -85,7 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return grad
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, of apex's optimizer or of torch's of the same kind.
+        """Load a state dict of this class, or of apex's or torch's optimizer of the same kind.
 
         torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
         16-bit parameter: state with the parameter's shape is withheld from torch and loaded as saved.
@@ -109,7 +108,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return a loaded state where it is to rest: on the device of its parameter."""
+        """Return a loaded state on the device where it is kept, which is the parameter's."""
         return value.to(parameter.device)
 
 
@@ -120,8 +119,8 @@ def _shaped(value: Any, shape: torch.Size | None) -> bool:
 def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:
     """Call ``update`` with the columns of ``rows``, once per device and dtype; it changes them in place.
 
-    A row is a parameter, its gradient and its state. Rows that torch's fused kernels cannot take are copied,
-    updated and copied back.
+    A row is a parameter, its gradient and its state. Rows that torch's fused kernels do not support are
+    copied, updated and copied back.
     """
     twins = [_precise_twins(row) for row in rows]
     for columns in group_by_dtypes(twins):
@@ -133,12 +132,12 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the row as torch's fused kernels walk through it side by side: fp32, strides of the first.
+    """Return the row in the form that torch's fused kernels need: fp32, all with the first tensor's strides.
 
-    What is not so is a copy; with 16-bit weights that have main weights, the gradient alone.
+    Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
 
-    Those of torch 2.13 for the CPU are silently wrong otherwise: they take strides for equal, and SGD
-    leaves most of a 16-bit parameter alone (pytorch issue 191763).
+    torch 2.13's kernels for the CPU are silently wrong otherwise: they assume equal strides, and SGD
+    leaves most of a 16-bit parameter unchanged (pytorch issue 191763).
     """
     first = row[0]
     dtype = torch.promote_types(first.dtype, torch.float32)

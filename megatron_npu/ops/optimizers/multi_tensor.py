@@ -1,8 +1,8 @@
 """Multi-tensor norm and scale, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
-apex's convention and unused; ``overflow`` is one integer on the device, which a function that checks sets to
-1 on inf or nan, and which is never reset here.
+apex's convention and unused; ``overflow`` is a single integer on the device, which functions that check set
+to 1 on inf or nan, and which is never reset here.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _norms_by_device(tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_in_chunks(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, the same to 1e-6 whatever its size."""
+    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, accurate to 1e-6 whatever its size."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() - flat.numel() % _CHUNK
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
@@ -107,7 +107,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Scale what the target's dtype cannot hold before it is scaled, or not exactly."""
+    """Scale in a wider dtype if the target's cannot hold the source before scaling, or not exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -136,11 +136,10 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """Context that defers ``copy_`` and ``float`` of tensors, and does all of them in one call when it is
-    left.
+    """Context that defers ``copy_`` and ``float`` of tensors, and runs all of them in one call at its end.
 
-    For other people's loops over parameters: one launch instead of one per parameter. Code inside must not
-    read what those copies write.
+    For loops over parameters in code that we do not control: one launch instead of one per parameter. Code
+    inside must not read what those copies write.
     """
 
     def __init__(self) -> None:
@@ -168,7 +167,7 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return whether a ``copy_`` can be one of many: within a device, nothing to be broadcast."""
+    """Return whether a ``copy_`` can be batched: both tensors on one device, and nothing to broadcast."""
     is_tensor = isinstance(source, Tensor) and not rest
     return is_tensor and target.device == source.device and target.shape == source.shape
 
@@ -186,7 +185,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
     """Multiply the tensors by ``factor`` in place, and set ``found`` if a value is inf or nan, in one pass.
 
     Args:
-        tensors: of one dtype, on one device.
+        tensors: tensors of one dtype, on one device.
         found: one number on the device, set to 1 or left unchanged.
         factor: usually 1 / loss scale.
     """
@@ -198,7 +197,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """``found`` and ``factor`` are fp32 ``[1]``."""
+    """Do the same; ``found`` and ``factor`` are fp32 ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)
@@ -223,7 +222,7 @@ def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield rows of tensors as columns, one batch per device and dtypes, as torch's fused kernels take them.
+    """Yield rows of tensors as columns, one batch per device and dtypes, as torch's fused kernels need them.
 
     The tensors of a row are on one device; their dtypes may differ.
     """

@@ -5,7 +5,7 @@ takes one call per kernel, however many tensors it consists of:
 
 - fp32 is updated in place; bf16 is widened and rounded back;
 - fp16 is stored divided by a per-tensor scale, so that its largest value is well inside fp16's range;
-- a main weight in int16 holds the bits that the bf16 weight lacks (``remainders``). One further bit is stored
+- a main weight in int16 holds the bits that the bf16 weight lacks (``remainders``). One more bit is stored
     in the sign of the second moment, which is never negative.
 """
 
@@ -36,10 +36,10 @@ class Row:
     """A parameter with its gradient and state, all of the same shape.
 
     Attributes:
-        weight, grad: the model's.
+        weight, grad: the model's weight and its gradient.
         first, second: the moments.
         main: the main weight, its remainder (int16), or the weight itself if there is no main weight.
-        scales: of ``first``, ``second`` and ``main``, fp32 ``[]`` each; empty if none of them is fp16.
+        scales: scales of ``first``, ``second`` and ``main``, fp32 ``[]`` each; empty if none of them is fp16.
     """
 
     weight: Tensor
@@ -56,7 +56,7 @@ class Row:
 
 
 def update_in_blocks(rows: Iterable[Row], update: Update) -> None:
-    """Update the rows in place, block by block; rows of one block share their dtypes.
+    """Update the rows in place, block by block; rows of one block have the same dtypes.
 
     A row larger than a block is cut, unless it is scaled: its scale is known only once all of it is updated.
     """
@@ -85,7 +85,7 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _cut(row: Row) -> Iterator[Row]:
-    """Yield the pieces of a large row; where they are copies, the caller's memory is written at the end."""
+    """Yield the pieces of a large row; if they are copies, they are written back at the end."""
     flat = [tensor.reshape(-1) for tensor in row.tensors]
     for pieces in zip(*(tensor.split(BLOCK) for tensor in flat), strict=True):
         yield Row(*pieces)
@@ -113,7 +113,7 @@ def _update_block(rows: Sequence[Row], update: Update) -> None:
 
 
 def _flat(column: list[Tensor]) -> Tensor:
-    """Return the numbers of a column one after the other; a single contiguous tensor is not copied."""
+    """Return the values of a column in one vector; a single contiguous tensor is not copied."""
     parts = [tensor.reshape(-1) for tensor in column]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -125,7 +125,7 @@ def _shaped(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
-    """Return the column in fp32 or wider and contiguous: itself where it is so, else copies."""
+    """Return the column in fp32 or wider and contiguous: the tensor itself where possible, else a copy."""
     if column[0].dtype.itemsize >= 4 and all(tensor.is_contiguous() for tensor in column):
         return column
     wide = _shaped(_flat(column).to(torch.promote_types(column[0].dtype, torch.float32), copy=True), column)
@@ -135,7 +135,7 @@ def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
 
 
 def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> None:
-    """Write what ``_widen`` gave out back, with fresh scales; ``wide`` is changed."""
+    """Write back the tensors that ``_widen`` returned, with new scales; ``wide`` is changed."""
     if wide is column:
         return
     if column[0].dtype is torch.float16 and scales:
@@ -145,13 +145,13 @@ def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> N
 
 
 def _scales(wide: list[Tensor]) -> list[Tensor]:
-    """Return what each tensor is divided by to lie inside fp16's range, fp32 ``[]``; 1 for zeros."""
+    """Return the divisor that brings each tensor inside fp16's range, fp32 ``[]``; 1 for zeros."""
     scale = torch.stack(torch._foreach_norm(wide, float("inf"))).div_(_FP16_RANGE)
     return list(scale.masked_fill_(scale == 0, 1.0).unbind())
 
 
 def _flags(second: Tensor) -> Tensor:
-    """Return where second moments have a minus sign, zeros too; NaN, whose sign means nothing, never."""
+    """Return where second moments have a minus sign, including -0 but not NaN, whose sign means nothing."""
     whole = second.contiguous().view(torch.int32 if second.dtype is torch.float32 else torch.int16)
     return whole <= _MINUS_INFINITY[second.dtype]
 
@@ -164,7 +164,7 @@ def _join(weights: list[Tensor], main: list[Tensor], second: list[Tensor]) -> li
 
 
 def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide: list[Tensor]) -> None:
-    """Round the main weights to the weights and keep what is left, the flags in the second moments."""
+    """Write the rounded main weights to the weights, and their remainders; second moments hold the flags."""
     rounded, left, flags = remainders.split(_flat(wide))
     torch._foreach_copy_(weights, _shaped(rounded, weights))
     torch._foreach_copy_(main, _shaped(left, weights))
@@ -173,9 +173,7 @@ def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide
 
 
 def unscaled(row: Row, name: str) -> Tensor:
-    """Return a row's ``first``, ``second`` or ``main`` in fp32: the tensor itself if it is fp32, else a new
-    one.
-    """
+    """Return a row's ``first``, ``second`` or ``main`` in fp32; a copy unless it is fp32 already."""
     tensor = getattr(row, name)
     if name == "main" and tensor.dtype is torch.int16:
         return remainders.join(row.weight.contiguous(), tensor, _flags(row.second))
@@ -187,8 +185,7 @@ def unscaled(row: Row, name: str) -> Tensor:
 
 
 def set_unscaled(row: Row, name: str, value: Tensor) -> None:
-    """Set a row's ``first``, ``second`` or ``main`` to ``value``; a new main weight updates the weight
-    too."""
+    """Set a row's ``first``, ``second`` or ``main``; a new main weight also updates the weight."""
     tensor = getattr(row, name)
     if tensor.dtype is torch.int16:
         rounded, left, flag = remainders.split(value.to(torch.float32).contiguous())

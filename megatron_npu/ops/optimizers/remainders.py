@@ -4,7 +4,7 @@
 integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768: one value more
 than 16 bits hold. So 32768, a tie that was rounded down, is stored as -32768 with a flag. The idea is that of
 ``--reuse-fp32-param`` in Ascend's MindSpeed and of ``store_param_remainders`` in TransformerEngine 2.1, which
-rounds ties up and so differs from Megatron's bf16 weights in one number of 131,072.
+rounds ties up and so differs from Megatron's bf16 weights in one of 131,072 values.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class SgdStep:
 class FusedSGD(FusedOptimizer):
     """SGD with momentum (Sutskever et al. 2013, as torch implements it) in one fused call per group.
 
-    Drop-in for ``apex.optimizers.FusedSGD``; its state, ``momentum_buffer`` in fp32, is also that of
-    ``torch.optim.SGD``.
+    A drop-in replacement for ``apex.optimizers.FusedSGD``; its state, ``momentum_buffer`` in fp32, is also
+    that of ``torch.optim.SGD``.
 
     Args:
         params: parameters or groups.
@@ -48,7 +48,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: whether ``zero_grad()`` drops gradients.
 
     Raises:
-        ValueError: Nesterov without momentum or with dampening, or an unsupported option.
+        ValueError: Nesterov is requested without momentum or with dampening, or an option is not supported.
     """
 
     _options = ("set_grad_none", "wd_after_momentum")
@@ -117,7 +117,7 @@ def _sgd_reference(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """One step, in place; ``buffers`` is empty without momentum and filled at the first step."""
+    """Take one step, in place; ``buffers`` is empty without momentum and filled at the first step."""
     for i, (target, grad) in enumerate(zip(targets, grads, strict=True)):
         if step.decay_after:
             target.mul_(1 - step.lr * step.weight_decay)
@@ -142,7 +142,7 @@ def _sgd_torch(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """torch's fused kernel: one pass over memory, two where the decay does not go through the momentum."""
+    """Use torch's fused kernel: one pass over memory, or two if decay is applied after the momentum."""
     weight_decay = step.weight_decay
     if step.decay_after and weight_decay:
         torch._foreach_mul_(targets, 1 - step.lr * weight_decay)

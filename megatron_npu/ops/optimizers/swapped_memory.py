@@ -15,11 +15,11 @@ _made = WeakIdKeyDictionary()
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of the shape and device of ``like``, contiguous, in host memory.
+    """Return zeros with the shape and device of ``like``, contiguous, in host memory.
 
     Args:
         like: an NPU tensor with at least one element.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     import torch_npu
 

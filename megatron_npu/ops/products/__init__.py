@@ -1,1 +1,1 @@
-"""Products of linear layers and of their gradients."""
+"""Matmuls of linear layers and of their gradients."""

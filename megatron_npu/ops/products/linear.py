@@ -1,4 +1,4 @@
-"""A linear layer: faster CPU products, and no backward work for rows without gradients."""
+"""A linear layer: faster CPU matmuls, and no backward work for rows without gradients."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def faster_than_torch(dtype: torch.dtype) -> bool:
-    """Return whether products of ``dtype`` on this CPU are faster here than with ``F.linear``.
+    """Return whether matmuls of ``dtype`` on this CPU are faster here than with ``F.linear``.
 
-    torch multiplies fp32 with MKL, which uses only AVX2 on processors other than Intel's; oneDNN uses AVX-512
-    there and takes half the time (measured on a Zen 5). For bf16 we have a kernel of our own, used where fp32
+    torch multiplies fp32 with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512
+    there and takes half the time (measured on a Zen 5). For bf16 we have our own kernel, used where fp32
     arithmetic is fastest (``compiled.products``).
     """
     if dtype is torch.bfloat16:
@@ -86,7 +86,7 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU by the faster library."""
+    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU with the faster library."""
     if not _has_faster(left):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
@@ -99,11 +99,11 @@ def _has_faster(tensor: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``torch.matmul(left, right)``, by ``product`` if ``right`` is a matrix and it is faster.
+    """Return ``torch.matmul(left, right)``, computed by the faster library if ``right`` is a matrix.
 
     Args:
         left: ``[..., m]``.
-        right: ``[m, k]``, for the faster product.
+        right: ``[m, k]``, for the faster library.
     """
     matrices = right.dim() == 2 and left.dim() >= 2 and left.dtype is right.dtype
     if not matrices or torch.compiler.is_compiling() or not _has_faster(left):
@@ -113,7 +113,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · rightᵀ`` to ``total``, in one call if a product that accumulates exists.
+    """Add ``left · rightᵀ`` to ``total``, in one call if a matmul that accumulates exists.
 
     Args:
         total: ``[n, k]``, fp32 or in the operands' dtype; changed in place.
@@ -133,7 +133,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return whether a GPU's product adds 16-bit factors to fp32 itself, unrounded: since torch 2.8."""
+    """Return whether a GPU's matmul of 16-bit operands can add to fp32 itself, unrounded: since torch 2.8."""
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
     return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it
@@ -150,7 +150,7 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these are matrices that can be multiplied, and a bias of their columns, of one dtype."""
+    """Return whether these are matrices of one dtype that can be multiplied, with a matching bias."""
     if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
         return False
     return bias is None or (bias.dtype is left.dtype and bias.shape == (right.size(0),))
@@ -201,7 +201,7 @@ in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
 
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
-    """Return the numbers of the rows that are not all zero; None where too few are to be left out."""
+    """Return the indices of the rows that are not all zero; None if too few rows can be skipped."""
     if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)

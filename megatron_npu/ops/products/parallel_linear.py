@@ -1,4 +1,4 @@
-"""Linear layers with tensor and sequence parallelism, with fused product and collective.
+"""Linear layers with tensor and sequence parallelism, with the matmul fused with the collective.
 
 For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have arrived while
 others are in transit. The communication is that of Megatron's layers (Korthikanti et al. 2022, "Reducing
@@ -146,6 +146,6 @@ def _multiply_and_scatter(rows: Tensor, factor: Tensor, group: dist.ProcessGroup
 
 
 def _communicator(group: dist.ProcessGroup) -> str:
-    """Return the name of HCCL's communicator, which is made first where there is none yet."""
+    """Return the name of HCCL's communicator, which is created first if there is none yet."""
     backend: Any = group._get_backend(torch.device("npu"))
     return backend.get_hccl_comm_name(dist.get_rank())

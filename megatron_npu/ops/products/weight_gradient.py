@@ -14,7 +14,7 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
 
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has such a product.
+    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has such a matmul.
 
     It has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and, since torch
     2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits
@@ -56,7 +56,7 @@ def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:
 
 
 def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | None:
-    """Return which documented limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) the call exceeds."""
+    """Return which limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) the call exceeds, or None."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -81,7 +81,7 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     limits="sizes below 65,536",
 )
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """One group of the product for experts: the rows are all of one weight."""
+    """Call the grouped matmul for experts with a single group: all rows belong to one weight."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -93,7 +93,7 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
 
 @lru_cache_tensors(maxsize=16)
 def _rows(count: int, device: torch.device) -> Tensor:
-    """Return ``[count]`` on the device; the layers of a model share it."""
+    """Return the tensor ``[count]`` on the device; the layers of a model share it."""
     return torch.full((1,), count, dtype=torch.int64, device=device)
 
 

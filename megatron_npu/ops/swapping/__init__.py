@@ -68,7 +68,7 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return one entry per part, including what later calls have shown."""
+        """Return one entry per part, updated with the reasons that later calls have recorded."""
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())
         found = []
@@ -78,7 +78,7 @@ class Swapped:
         return found
 
     def lines(self) -> list[str]:
-        """Return the ledger for people to read, with the same part of all layers on one line."""
+        """Return the ledger as readable text, with the same part of all layers on one line."""
         counted: Counter[tuple[str, str, str, str]] = Counter()
         for entry in self.ledger:
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.where) or "the model"
@@ -102,9 +102,9 @@ _swapped: weakref.WeakKeyDictionary[nn.Module, Swapped] = weakref.WeakKeyDiction
 
 
 def swap(model: nn.Module) -> Swapped:
-    """Replace parts of ``model`` by this project's operations, in place, and return what was done.
+    """Replace parts of ``model`` with this project's operations, in place, and return what was done.
 
-    Modules are recognised by their structure and their results, not by model names. Each module keeps its
+    Modules are recognized by their structure and their results, not by model names. Each module keeps its
     parameters, their names, its hooks and its class. Modules that look replaceable but are not are in the
     ledger with the reason. Under ``torch.compile`` the replacements give way to whatever the compiler fuses
     itself (norms, activations, rotary embeddings); for dropout only the random draw stays ours.
@@ -142,7 +142,7 @@ def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
 
 
 def _take(path: str, module: nn.Module, found: Found, swapped: Swapped) -> None:
-    """Do with a module what was found, and note it."""
+    """Apply what was found for a module, and record it."""
     if isinstance(found, Left):
         swapped.entries.append(Entry(path, found.what, why_not=found.why))
     elif isinstance(found, Replacement) and "forward" in vars(module):
@@ -154,7 +154,7 @@ def _take(path: str, module: nn.Module, found: Found, swapped: Swapped) -> None:
 
 
 def _set(module: nn.Module, name: str, value: object, swapped: Swapped) -> None:
-    """Set an attribute of the module alone, and note how to take it back."""
+    """Set an attribute on the module instance, and record how to undo it."""
     attributes = vars(module)
     if name in attributes:
         before = attributes[name]
@@ -165,7 +165,7 @@ def _set(module: nn.Module, name: str, value: object, swapped: Swapped) -> None:
 
 
 def _swap_registered_attention(model: nn.Module, swapped: Swapped) -> None:
-    """Choose our attention in the configs, and name each layer that asks for it."""
+    """Select our attention in the configs, and record each layer that uses it."""
     refused = []
     for path, outcome in attention.choose_in_configs(model):
         if isinstance(outcome, str):

@@ -61,7 +61,7 @@ def curve_of(module: nn.Module) -> str | None:
 
 
 def _wavy(module: nn.Module) -> bool:
-    """Return whether it is a smooth unit like GELU that is not one of its two forms."""
+    """Return whether a module is GELU-like without being one of GELU's two forms."""
     return "gelu" in type(module).__name__.lower()
 
 
@@ -106,7 +106,7 @@ def recognise_gated(module: Any) -> Found:
 
 
 def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
-    """Return the names of two layers of one shape and one back, and the curve; None if there are others."""
+    """Return the names of the two parallel layers and the last one, and the curve, or None."""
     linears = {name: child for name, child in module.named_children() if has_forward_of(child, nn.Linear)}
     others = [child for name, child in module.named_children() if name not in linears]
     functions = [child for child in others if not isinstance(child, nn.Dropout)]
@@ -120,7 +120,7 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
 
 
 def _leads_back(linears: dict[str, Any], first: str, second: str, down: str) -> bool:
-    """Return whether ``down`` leads back from what the two others yield; of squares it is the last one."""
+    """Return whether ``down`` leads back from the other two; among square layers it is the last one."""
     shape, beside, back = (linears[name].weight.shape for name in (first, second, down))
     return shape == beside == back[::-1] and (shape != back or down == list(linears)[-1])
 

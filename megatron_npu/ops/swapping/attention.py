@@ -59,7 +59,7 @@ _theirs: dict[str, Callable[..., Any]] = {}  # functions of Transformers, found 
 
 
 def _register() -> None:
-    """Put our functions into the registries of Transformers, which is imported where a model of it is met."""
+    """Add our functions to Transformers' registries, which are imported when one of its models is found."""
     masks = importlib.import_module("transformers.masking_utils")
     modeling = importlib.import_module("transformers.modeling_utils")
     _theirs["sdpa"] = modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -108,7 +108,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return whether a mask is asked for that hides more than padding and what comes later."""
+    """Return whether the requested mask hides more than padding and later keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -134,7 +134,7 @@ def attend(
         dropout: probability of dropping a weight.
         scaling: factor applied to the scores; None: ``1 / sqrt(d)``.
         is_causal: hide the keys after the query's own position.
-        others: further arguments that models pass: position biases, soft caps, sinks.
+        others: other arguments that models pass: position biases, soft caps, sinks.
 
     Returns:
         ``[b, sq, n, d]``, and None for the weights, which are never all in memory.
@@ -164,7 +164,7 @@ def attend(
 
 
 def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
-    """Return them in the type of autocast, as torch's own does: a rotary embedding may have widened some."""
+    """Return the tensors in autocast's dtype, as torch's attention does: rotary may have widened some."""
     device = given[0].device.type
     if not torch.is_autocast_enabled(device):
         return given
@@ -173,7 +173,7 @@ def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return whether no key after the query's own position is seen, beyond what the mask says."""
+    """Return whether keys after the query's own position are hidden, in addition to what the mask hides."""
     if mask is not None and mask.size(2) > 1:
         return False  # a mask with a row for each query says all
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -184,7 +184,7 @@ _outside_the_graph = torch.compiler.disable(attend, reason="blockwise attention 
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
-    """Return why a call is not for the operation."""
+    """Return why the operation does not support a call, or None."""
     for name, what in (
         ("position_bias", "it adds a position bias to the scores"),
         ("softcap", "it caps the scores"),
@@ -212,7 +212,7 @@ def _of_transformers(
     is_causal: bool | None,
     **further: Any,
 ) -> Any:
-    """Call the attention of Transformers that takes the call: SDPA's, or the one written out."""
+    """Call the Transformers attention that supports the call: SDPA's, or the eager one."""
     boolean = mask is not None and mask.dtype is torch.bool and mask.dim() == 4
     causal = query.size(2) > 1 and _has_triangle(module, mask if boolean else None, is_causal)
     if mask is not None and boolean and causal:
@@ -234,7 +234,7 @@ def _written_out(
     causal: bool,
     **further: Any,
 ) -> Any:
-    """Call ``eager_attention_forward`` of the model's own file, whose masks are added to the scores."""
+    """Call ``eager_attention_forward`` of the model's own file, which adds masks to the scores."""
     if mask is None and causal:
         mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()[
             None, None

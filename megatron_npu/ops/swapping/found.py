@@ -48,7 +48,8 @@ Found = Replacement | Left | None
 def bound_elsewhere(tensor: Tensor) -> bool:
     """Return whether to run the module's own forward: operations are bound to another device.
 
-    Also while a graph is compiled: the compiler fuses element-wise work better than any operation.
+    This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
+    operation.
     """
     return torch.compiler.is_compiling() or tensor.device.type != devices.current().name
 
@@ -64,22 +65,22 @@ def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the globals and attributes that the forward of the module's class names."""
+    """Return the names of globals and attributes used in the forward of the module's class."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
 
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Replace a function of ``torch.nn.functional`` by ours in the forward of a module, in this thread.
+    """Replace a function of ``torch.nn.functional`` with ours in the forward of a module, in this thread.
 
     A ``TorchFunctionMode`` is not used: it would intercept every torch call, including those in the guards of
     compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
 
     Args:
-        name: of the function.
+        name: name of the function.
         ours: gets the original function, then its arguments.
-        module: whose forward calls the function, as ``F.name`` or by its bare name.
+        module: the module whose forward calls the function, as ``F.name`` or by its bare name.
     """
     theirs = _plain(getattr(F, name))
     own_file = inspect.unwrap(type(module).forward).__globals__
@@ -106,7 +107,7 @@ def _plain(function: Any) -> Any:
 
 
 def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], more: int) -> None:
-    """Count a block in or out; while there is one, the function asks."""
+    """Count a block that is entered or left; inside any block, the function is the dispatching one."""
     with _lock:
         for place in places:
             _blocks[id(place), name] += more
@@ -115,7 +116,7 @@ def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], 
 
 @functools.cache
 def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that asks, each time, what this thread calls instead."""
+    """Return a function that checks, at each call, which replacement this thread uses."""
 
     @functools.wraps(theirs)
     def asking(*args: Any, **kwargs: Any) -> Any:

@@ -37,9 +37,9 @@ class Unmade(Tensor):
     """Logits ``[..., v]`` not computed yet, represented by hidden states, weight and bias.
 
     The loss takes them directly, also reshaped to one row per token. Any other access to the values computes
-    the logits, once, with their gradients; sizes, dtype and device are known without. Until then they have no
-    graph (``requires_grad`` is False): wrappers such as DDP and FSDP look for a graph in the outputs, and the
-    loss has it.
+    the logits, once, with their gradients; sizes, dtype and device are known without that. Until then they
+    have no graph (``requires_grad`` is False): wrappers such as DDP and FSDP look for a graph in the outputs,
+    and the loss has it.
     """
 
     _layer: nn.Module
@@ -60,10 +60,9 @@ class Unmade(Tensor):
         *,
         viewed: Unmade | None = None,
     ) -> Unmade:
-        """Return the logits for ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``, all of one
-        dtype.
+        """Return the logits for ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``.
 
-        ``viewed``: the logits of which they are a view.
+        All have one dtype. ``viewed``: the logits that these are a view of.
         """
         shape = (*hidden.shape[:-1], weight.size(0))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
@@ -95,7 +94,7 @@ class Unmade(Tensor):
         return func(*args, **kwargs)
 
     def _as_rows(self, shape: tuple[Any, ...]) -> Unmade | None:
-        """Return a view whose last dimension is the vocabulary; None where that is not what is asked for."""
+        """Return a view whose last dimension is the vocabulary; None if another shape is requested."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.size(-1):
             return None
@@ -154,7 +153,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counts the steps of all optimizers of this process from now on."""
+    """Counts the steps of all optimizers in this process from now on."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -168,10 +167,10 @@ _steps = functools.cache(_Steps)
 
 
 def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """Return what is another after a change of the weight or the bias.
+    """Return values that differ after a change of the weight or the bias.
 
-    Functions of torch_npu 2.13 for many tensors (``_foreach_add_``), which optimizers call, do not count as
-    changes in ``_version``: there any optimizer's step is one.
+    Multi-tensor functions of torch_npu 2.13 (``_foreach_add_``), which optimizers call, do not count as
+    changes in ``_version``; on an NPU, any optimizer's step therefore counts as one.
     """
     of_bias = 0 if bias is None else bias._version
     if weight.device.type != "npu":
@@ -199,7 +198,7 @@ def recognise(model: Any) -> tuple[str, Found]:
     """Return the path of a model's output layer, and its replacement or why it is kept.
 
     Args:
-        model: a model whose vocabulary loss is this project's.
+        model: a model whose vocabulary loss has been replaced with ours.
     """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     path = next((name for name, module in model.named_modules() if module is layer), "")
@@ -230,7 +229,7 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 
 
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the logits; unmade where they are for a loss, that is where gradients are wanted."""
+    """Return the logits; if gradients are wanted, they are for a loss and are not computed yet."""
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     given: tuple[Tensor, ...] = (input, weight) if bias is None else (input, weight, bias)
@@ -243,7 +242,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return whether gradients of the logits are wanted and nobody is known to read them whole.
+    """Return whether gradients of the logits are needed and no code is known to read all of them.
 
     Args:
         module: the output layer.

@@ -41,7 +41,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def _is_conv1d(module: Any, weight: Tensor) -> bool:
-    """Return whether it is a linear layer with a transposed weight, as GPT-2's, by its answer to a probe."""
+    """Return whether a probe shows that a module is linear with a transposed weight, as in GPT-2."""
     if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
         return False
     bias = getattr(module, "bias", None)
@@ -54,7 +54,7 @@ def _is_conv1d(module: Any, weight: Tensor) -> bool:
 
 
 def forward(module: Any, input: Tensor) -> Tensor:
-    """Compute ``nn.Linear``, with our operation if it takes the call."""
+    """Compute ``nn.Linear`` with our operation if it supports the call."""
     return _either(module, input, transposed=False)
 
 
@@ -77,7 +77,7 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
-    """Return whether a call is left to torch: it is for another device, or torch is not slower."""
+    """Return whether to leave a call to torch: it is for another device, or torch is not slower."""
     in_graph = torch.compiler.is_compiling()
     if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
         return True

@@ -52,7 +52,7 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return whether a model's forward computes its loss by ``_with_our_loss``, or by a torch loss in it."""
+    """Return whether a model's vocabulary loss is replaced, in its forward or in a torch loss inside."""
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
 
@@ -66,7 +66,7 @@ def _causal_lm(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """``ForCausalLMLoss`` of Transformers; tokens < n predict n."""
+    """Transformers' ``ForCausalLMLoss``: tokens < n predict n."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -80,7 +80,7 @@ def _masked_lm(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """``ForMaskedLMLoss``: without the fp32 copy of the logits, or without logits."""
+    """Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
     target = labels.reshape(-1).to(logits.device)
     losses = None
     if isinstance(logits, heads.Unmade) and logits.size(-1) == vocab_size:
@@ -121,7 +121,7 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy``, which is ``theirs``, by the operation; in the dtype of torch's own result."""
+    """Compute ``F.cross_entropy`` (``theirs``) with our operation, in the dtype of torch's result."""
     plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
     if not plain or not _is_of_tokens(input, target):
         return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
@@ -134,7 +134,7 @@ def _torch_loss(
 
 
 def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
-    """Return whether it is a loss of tokens, on our device, of a vocabulary that is worth a kernel."""
+    """Return whether this is a loss over tokens, on our device, with a large enough vocabulary."""
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 

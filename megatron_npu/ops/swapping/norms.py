@@ -45,7 +45,7 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
 
 
 def _by_behaviour(module: nn.Module) -> Found:
-    """Tell an RMS norm from other norms by its answer to a small input, with a weight of the probe's."""
+    """Recognize an RMS norm by its output for a small input, with a weight chosen by the probe."""
     parameters, eps = dict(module.named_parameters()), _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or eps is None:
         return Left("norm", f"{type(module).__name__} is not one vector of weights and an epsilon")
@@ -97,5 +97,5 @@ def _rms_norm_plus_one(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _not_here(module: Any, input: Tensor) -> bool:
-    """Return whether the module's own forward is to run: with two dtypes, its output may have either."""
+    """Return whether to run the module's own forward: with two dtypes, its output may have either."""
     return bound_elsewhere(input) or module.weight.dtype is not input.dtype

@@ -53,7 +53,7 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``nn.MultiheadAttention``; its own forward runs where weights are wanted or a mask adds to scores."""
+    """``nn.MultiheadAttention``; its own forward runs if weights are requested or a mask adds to scores."""
     padding, pairs = _forbidden(key_padding_mask), _forbidden(attn_mask)
     reason = None
     if need_weights:
@@ -115,7 +115,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask as True where a pair is forbidden; a word where it does more than forbid."""
+    """Return a mask that is True where a pair is hidden, or a string if it does more than hide."""
     if mask is None or mask.dtype is torch.bool:
         return mask
     # torch's layers hand over -inf and 0 for what they were given as booleans
@@ -146,7 +146,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` (``theirs``) with our operation if it takes the call."""
+    """Compute ``F.scaled_dot_product_attention`` (``theirs``) with our operation if it supports the call."""
     forbidden = (
         None if attn_mask is None else _forbidden(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
     )

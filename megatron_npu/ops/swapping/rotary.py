@@ -67,10 +67,10 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
-    """Return ``forward`` with our function under the global name of theirs; nobody else's globals change.
+    """Return ``forward`` with our function under the original's global name; other globals do not change.
 
-    Functions around it (Transformers 5.24 renames arguments so) are copied too; None: one of them does not
-    hold what it wraps as a variable of its own, and no copy of it would call ours.
+    Wrappers around it (Transformers 5.24 renames arguments with one) are copied too; None: one of them does
+    not hold the wrapped function in its closure, so that no copy of it would call ours.
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is not None:
@@ -88,7 +88,7 @@ def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> Functi
 
 
 def _around(wrapper: FunctionType, wrapped: FunctionType, ours: FunctionType | None) -> FunctionType | None:
-    """Return a copy of ``wrapper`` that calls ours in place of what it wraps, or None."""
+    """Return a copy of ``wrapper`` that calls ours instead of the wrapped function, or None."""
     cells = wrapper.__closure__ or ()
     if ours is None or not any(_holds(cell, wrapped) for cell in cells):
         return None
@@ -111,16 +111,16 @@ def _holds(cell: CellType, value: object) -> bool:
 def _copy(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a function of the same code with other globals and another closure."""
+    """Return a function with the same code but other globals and another closure."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def _by_tables(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Turn ``[b, n, s, d]`` (heads 1) or ``[b, s, n, d]`` (heads 2) by ``[b or 1, s, r]``.
+    """Rotate ``[b, n, s, d]`` (heads 1) or ``[b, s, n, d]`` (heads 2) by ``[b or 1, s, r]``.
 
-    Queries and keys come as views of ``[b, s, n, d]``, which the operation takes; and leave as such.
+    Queries and keys are views of ``[b, s, n, d]``, which the operation takes and returns.
     """
     tables = (cos.unsqueeze(2), sin.unsqueeze(2))
     if heads == 2:

@@ -1,7 +1,7 @@
 """Triton kernels for NVIDIA GPUs that do in one pass over memory what torch does in several.
 
-``kernels`` defines them, the other modules launch them; results differ from torch's by roundings, of which
-there are fewer here. They need triton (installed with torch's CUDA wheels) and compute capability 8.0 or
+``kernels`` defines them, the other modules launch them; results differ from torch's only by rounding, which
+happens less often here. They need triton (installed with torch's CUDA wheels) and compute capability 8.0 or
 later. triton is imported only when a kernel is launched.
 """
 
@@ -23,7 +23,7 @@ _OLDEST = (8, 0)
 
 @functools.cache
 def switched_off() -> bool:
-    """Return whether ``MEGATRON_NPU_TRITON=0`` asks for torch's own kernels."""
+    """Return whether ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
     return not settings.TRITON.enabled()
 
 
@@ -36,7 +36,7 @@ def not_to_be_expected() -> str | None:
 
 @functools.cache
 def absence() -> str | None:
-    """Return why the kernels cannot run on the GPU of this process, or None."""
+    """Return why the kernels cannot run on this process's GPU, or None."""
     if not is_installed("triton"):
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability()
@@ -46,7 +46,7 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return why Triton cannot launch anything; it needs a C compiler and Python's headers, for example."""
+    """Return why Triton cannot launch kernels; it needs a C compiler and Python's headers, for example."""
     try:
         from triton.runtime import driver
 
@@ -58,7 +58,7 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return why the kernels do not take these GPU tensors, or None, without synchronising."""
+    """Return why the kernels do not support these GPU tensors, or None, without synchronizing."""
     for tensor in tensors:
         if tensor is None:
             continue

@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of one parameter: those updated in place, in fp32, and a copy of the weight or None."""
+    """Tensors of one parameter: fp32 tensors updated in place, and a 16-bit copy of the weight or None."""
 
     weight: Tensor
     grad: Tensor
@@ -42,11 +42,11 @@ class Tensors(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """What the kernel is told of many tensors, on their device.
+    """Tables on the device that describe many tensors to the kernel.
 
     Attributes:
         addresses, sizes, firsts, owners: as the kernel describes them.
-        blocks: how many.
+        blocks: number of blocks.
         aligned: whether all addresses are multiples of 16 bytes.
     """
 
@@ -59,7 +59,7 @@ class _Table(NamedTuple):
 
 
 def takes(row: Tensors) -> bool:
-    """Return whether the kernel takes a parameter."""
+    """Return whether the kernel supports a parameter."""
     exact = (row.weight, row.grad, row.first, row.second)
     shape, device = row.weight.shape, row.weight.device
     if row.copy is not None and row.copy.dtype not in _NARROW:
@@ -71,7 +71,7 @@ def takes(row: Tensors) -> bool:
 
 
 def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
-    """Take a step for parameters that the kernel takes, all on one device."""
+    """Take a step for parameters that the kernel supports, all on one device."""
     from megatron_npu.ops.triton.kernels import adam as kernels
 
     by_copy: dict[torch.dtype | None, list[Tensors]] = {}

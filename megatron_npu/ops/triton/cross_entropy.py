@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, one kernel per direction; the autograd functions are the operations'."""
+"""Cross-entropy of logits, one kernel per direction; the operations define the autograd functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Vocabulary(NamedTuple):
 
     Attributes:
         start: id of the first column.
-        size: of the whole vocabulary.
+        size: size of the whole vocabulary.
         share: part of the loss spread over all logits (label smoothing), as upstream spreads it.
         ignored: target value of rows to ignore; None: no row is ignored.
     """
@@ -30,13 +30,13 @@ class Vocabulary(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What the forward kernel writes for each row, fp32; where it writes none, one of the others stands.
+    """What the forward kernel writes for each row, fp32; fields that it does not write repeat another one.
 
     Attributes:
         normalizers: the logarithm of the sum of exponentials.
         predicted: the target's logit.
         totals: the sum of logits, for smoothing.
-        losses: of a vocabulary that is whole.
+        losses: the losses, for a whole vocabulary.
     """
 
     normalizers: Tensor
@@ -83,8 +83,8 @@ def gradient(
     """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be the logits themselves.
 
     Args:
-        grads: of the losses, ``[rows]``, contiguous.
-        normalizers: of the whole vocabulary.
+        grads: gradients of the losses, ``[rows]``, contiguous.
+        normalizers: normalizers of the whole vocabulary.
     """
     from megatron_npu.ops.triton.kernels import cross_entropy as kernels
 

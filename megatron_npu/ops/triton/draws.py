@@ -16,7 +16,7 @@ class Dropped(NamedTuple):
     Attributes:
         seed: int64 ``[1]`` on the device.
         level: a value is kept if its 31 random bits are below this.
-        scale: the inverse of the probability to be kept.
+        scale: the inverse of the probability that a value is kept.
     """
 
     seed: Tensor
@@ -27,9 +27,9 @@ class Dropped(NamedTuple):
 def drawn(p: float, device: torch.device) -> Dropped | None:
     """Return a new draw for probability ``p``; None for 0.
 
-    The seed comes from torch's generator of the device, on the device: Megatron's RNG tracker decides about
-    it, a recomputation that has set the generator back draws the same, a graph of CUDA draws again at every
-    replay, and the host waits for nothing.
+    The seed comes from the device's torch generator, on the device: Megatron's RNG tracker controls it, a
+    recomputation that has restored the generator's state draws the same values, a CUDA graph draws again at
+    every replay, and the host never waits.
     """
     if p == 0.0:
         return None

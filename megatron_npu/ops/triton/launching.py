@@ -19,9 +19,10 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
     Args:
         kernel: a function of ``kernels``.
-        grid: numbers of programs; nothing is started where one is 0.
-        result: the first tensor that is written, by which the device is chosen. A fake tensor gets nothing.
-        args, options: of the kernel.
+        grid: numbers of programs; nothing is started if one is 0.
+        result: the first tensor that is written, which determines the device. Nothing is launched for a fake
+            tensor.
+        args, options: arguments and options of the kernel.
     """
     if 0 in grid or is_fake(result):
         return
@@ -34,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has a shape and no values."""
+    """Return whether a tensor has a shape but no values."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "fake_mode")
 
 
@@ -45,7 +46,7 @@ def power_of_two(size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
-    """Return rows and columns of a tile for element-wise kernels, and the grid that covers all of it."""
+    """Return rows and columns of a tile for element-wise kernels, and the grid that covers the tensor."""
     columns = min(1024, max(16, power_of_two(width)))
     tall = min(_TILE // columns, power_of_two(rows))
     return tall, columns, (-(-rows // tall), -(-width // columns))
@@ -53,7 +54,7 @@ def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
-    """As ``tile_of``, where a program has many rows; before the grid stands how many."""
+    """Do what ``tile_of`` does for programs that process many rows; their number precedes the grid."""
     tall, columns, (tiles, across) = tile_of(rows, width)
     wanted = max(1, _PER_PROCESSOR * processors(device) // across)
     per = -(-tiles // wanted) * tall

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm, also of a residual sum: one pass over memory per direction.
 
-Sums over rows, of the gradients of weight and biases, are partial ones of the same kernel, added up by a
-second one. ``bias`` None means RMS norm throughout.
+The same kernel writes partial sums over rows for the gradients of weight and bias, which a second kernel adds
+up. ``bias`` None means RMS norm throughout.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Scale(NamedTuple):
-    """What a norm does to a row whose deviation is 1: ``weight`` times it, plus ``bias``.
+    """What a norm applies to a normalized row: it is multiplied by ``weight``, and ``bias`` is added.
 
     Attributes:
         weight: ``[h]``.
-        bias: likewise; None: it is an RMS norm.
+        bias: ``[h]``; None means RMS norm.
         eps: added to the variance.
-        centered: the factor is ``1 + weight``.
+        centered: whether the factor is ``1 + weight``.
     """
 
     weight: Tensor
@@ -43,12 +43,12 @@ class Scale(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What a norm's input is added to before: the norm is of ``residual + dropout(x + shift)``.
+    """A residual that the input is added to first: the norm is that of ``residual + dropout(x + shift)``.
 
     Attributes:
         residual: like the input.
         shift: ``[h]``, or None.
-        dropped: what is drawn; None: nothing is dropped.
+        dropped: the dropout's draw; None: nothing is dropped.
         total: where the sum is written to.
     """
 
@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward needs of a norm: what it was of, means (of layer norm), and 1 / deviations."""
+    """What backward needs: the norm's input, means (layer norm only), and inverse deviations."""
 
     x: Tensor
     means: Tensor
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _cut(rows: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return rows and columns of a tile, rows of a program going backward, and the warps of both."""
+    """Return a tile's rows and columns, the rows per program in backward, and the warps of both."""
     columns = max(16, power_of_two(width))
     tall = min(max(1, _TILE // columns), power_of_two(rows))
     tiles = -(-rows // tall)
@@ -81,7 +81,7 @@ def _rows(x: Tensor) -> int:
 
 
 class Norm(torch.autograd.Function):
-    """Either norm of the input, which is kept."""
+    """Either norm, with the input saved for backward."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = No
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or another one instead, which the kernel does not read."""
+    """Return the tensor, or if it is None another one that the kernel does not read."""
     return other if tensor is None else tensor
 
 
@@ -145,7 +145,7 @@ def backward(
     dropped: Dropped | None = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the norm's input and of what was dropped in part, and the partial sums."""
+    """Return the gradients of the norm's input and of the dropout's input, and the partial sums."""
     from megatron_npu.ops.triton.kernels import norm as kernels
 
     x, means, rstds = kept

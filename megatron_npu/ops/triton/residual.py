@@ -20,7 +20,7 @@ Keep = Callable[[Tensor, Tensor], bool]
 
 
 class BiasDropoutAdd(torch.autograd.Function):
-    """``residual + dropout(x + bias)``; backward draws again what forward has drawn."""
+    """``residual + dropout(x + bias)``; backward draws the same mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
@@ -66,7 +66,7 @@ class BiasDropoutAdd(torch.autograd.Function):
 class AddNorm(torch.autograd.Function):
     """The norm of ``residual + dropout(x + shift)``, and that sum; ``bias`` None means RMS norm.
 
-    What is kept is the sum, which the next layer's residual is anyway.
+    Only the sum is saved, which is the next layer's residual anyway.
     """
 
     @staticmethod
@@ -113,9 +113,9 @@ class AddNorm(torch.autograd.Function):
 
 
 def _of_parameters(ctx: Any, partial: Tensor) -> list[Tensor | None]:
-    """Return the gradients that autograd gets, in the dtypes of their parameters; None for those kept.
+    """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
 
-    The parameters themselves: what autograd hands out where saved tensors are moved lacks their attributes.
+    ``keep`` gets the parameters themselves: if saved tensors are moved, those from autograd lack attributes.
     """
     dtypes = {parameter.dtype for parameter in ctx.parameters}
     narrow = len(dtypes) == 1 and ctx.keep is None

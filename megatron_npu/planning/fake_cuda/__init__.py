@@ -1,1 +1,1 @@
-"""CUDA devices that do not exist: torch's fake tensors on `cuda`, and process groups without other ranks."""
+"""Simulated CUDA devices: torch's fake tensors on `cuda`, and process groups without other ranks."""

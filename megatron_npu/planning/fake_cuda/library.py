@@ -23,7 +23,7 @@ def unavailable() -> str | None:
 
 
 def load() -> None:
-    """Make torch, imported afterwards, detect a CUDA device; torch caches the answer during its import.
+    """Make torch detect a CUDA device; call this before torch, which caches the result, is imported.
 
     Raises:
         RuntimeError: torch is already imported.
@@ -38,7 +38,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the library; compile it first if the source or torch has changed."""
+    """Return the library, compiling it first if the source or torch has changed."""
     version = site.version_of(site.torch_directory())
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     return cache.prepared(f"fake-cuda-{key}", _build) / "hooks.so"

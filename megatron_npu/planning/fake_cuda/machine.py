@@ -1,7 +1,7 @@
-"""Run one process as a rank on CUDA devices that do not exist: ``machine.running(rank, ranks)``.
+"""Run one process as a rank on simulated CUDA devices: ``machine.running(rank, ranks)``.
 
 Tensors are torch's fake ones: each operation returns the shape, dtype, strides and device that CUDA would
-return, without values; mixing devices, or shapes or dtypes that do not fit, is an error as on a GPU.
+return, without values; mixing devices, or shapes or dtypes that do not fit, raises an error as on a GPU.
 Communication uses torch's fake process group, so one process can represent any rank of any layout.
 
 Every value that a program reads (``item``) is 0: no loss, no gradient, no overflow (``_answer``).
@@ -38,8 +38,8 @@ class Tensors(FakeTensorMode):
 
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
-        received: the int64 values that a broadcast of the same number of elements returns.
-        asked: is called with an operation that requests a value which was not computed.
+        received: the int64 values that a broadcast returns, by its number of elements.
+        asked: called with each operation that requests a value which was not computed.
     """
 
     asked: Callable[[str], None] | None = None
@@ -80,10 +80,10 @@ _ARITHMETIC = {
 
 
 def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]]) -> None:
-    """Note on a tensor the one value that all its elements are known to have, and forget it when written to.
+    """Track the value that all elements of a tensor are known to have, until the tensor is written to.
 
-    With a capacity, the number of tokens of each expert is such a value. What is received of another rank has
-    a list of values if the caller has said which.
+    The number of tokens per expert is such a value if experts have a capacity. Tensors received from another
+    rank have a list of values if the caller has provided it.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
     if packet is torch.ops.c10d.broadcast_:
@@ -104,7 +104,7 @@ def _note_received(tensors: list[Any], received: dict[int, list[int]]) -> None:
 
 
 def _compute(operation: Callable[[Any, Any], Any], args: Any, result: Any) -> None:
-    """Note what comes of two numbers: 285068c8 compares and multiplies the sizes that it receives."""
+    """Track the result of arithmetic on known values; 285068c8 computes with the sizes it receives."""
     numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
     if not any(number is None or isinstance(number, list) for number in numbers):
         result.value = operation(*numbers)
@@ -119,7 +119,7 @@ def _affirm(args: Any, result: Any) -> None:
 
 
 def _add_over_ranks(args: Any, result: Any) -> None:
-    """Multiply by the number of ranks: they count themselves."""
+    """Multiply by the number of ranks: each rank contributes the same value, for instance to count ranks."""
     size = dist.ProcessGroup.unbox(args[1]).size()
     for tensor in args[0]:
         if hasattr(tensor, "value"):
@@ -165,7 +165,7 @@ _VALUES: dict[Any, Callable[[Any, Any], None]] = {
 
 
 def _known(tensor: Tensor) -> Any:
-    """Return the value of all elements, a list of the values of a vector, or None if none is known."""
+    """Return the value of all elements, a list of values for a vector, or None if unknown."""
     constant = getattr(tensor, "constant", None)
     if constant is not None and constant.numel() == 1:
         return constant.item()
@@ -173,7 +173,7 @@ def _known(tensor: Tensor) -> Any:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return what ``item`` says: the value if it is known, else the dtype's zero."""
+    """Return the result of ``item``: the value if it is known, otherwise the dtype's zero."""
     known = _known(tensor)
     return _zero(tensor.dtype) if known is None else known
 
@@ -185,9 +185,10 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 def _convert(
     module: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """Convert a module in place, as ``Module._apply`` does: parameters stay the objects that they are.
+    """Convert a module in place, like ``Module._apply``, keeping the same parameter objects.
 
-    torch 2.13's own swaps fake tensors, which it refuses where there are weak references, as its mode holds.
+    torch 2.13's version swaps fake tensors, which fails if there are weak references, such as those of its
+    mode.
     """
     for each in module.modules() if recurse else [module]:
         with torch.no_grad():
@@ -200,7 +201,7 @@ def _convert(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make torch report eight GPUs inside the block; processes may be forked inside."""
+    """Make torch report eight GPUs inside the block; processes may be forked inside it."""
     for higher in (flex_attention, flex_attention_backward):
         higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
     with contextlib.ExitStack() as stack:
@@ -228,7 +229,7 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
 
 
 def _namespace() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what torch.cuda says: that of the redirection to a CPU, but where a GPU is counted or named."""
+    """Yield the functions of torch.cuda: the CPU redirection's, except those that count or describe GPUs."""
     cpu = CpuDevice()
     names = cpu_cuda_api.namespace(cpu, lambda: 0, lambda: torch.default_generator)
     properties = types.SimpleNamespace(
@@ -259,7 +260,7 @@ def _namespace() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives() -> Iterator[tuple[Any, str, Any]]:
-    """Yield process groups that are fake whatever is asked for, and collectives of objects that copy."""
+    """Yield functions that create fake process groups for any backend, and object collectives that copy."""
     init, new = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
@@ -271,7 +272,7 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
 
     @contextlib.contextmanager
     def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
-        """Run what is inside one by one: torch 2.13 has no fake coalesced collectives."""
+        """Run the collectives in the block one by one: torch 2.13 has no fake coalesced collectives."""
         yield types.SimpleNamespace(wait=alone.nothing)
 
     functions: dict[str, Callable[..., Any]] = {

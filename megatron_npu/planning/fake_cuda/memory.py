@@ -1,4 +1,4 @@
-"""The memory of fake CUDA tensors: a simulation of torch's caching allocator for their storages."""
+"""The memory of fake CUDA tensors: torch's caching allocator, simulated for their storages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CountedTensors(Tensors):
             self.workspaces += self.allocator.allocate(_WORKSPACE).size
 
     def _inside_flash_backward(self, query: Tensor) -> None:
-        """The gradient of the queries is summed in fp32; [b, a, s, d] is rounded as the kernel does."""
+        """Count the fp32 buffer for the query gradient ``[b, a, s, d]``, with the kernel's rounded sizes."""
         batch, heads, length, channels = query.shape
         rows = -(-length // 128) * 128
         wide = -(-channels // 32) * 32

@@ -1,7 +1,7 @@
-"""A rank up to its first forward pass: arguments, model, checkpoint and data, as in the job.
+"""Run a rank up to its first forward pass: arguments, model, checkpoint and data, as in the job.
 
-Of a checkpoint only the description and what is small is read: names, shapes, and whether the files are there
-and long enough. What a rank cannot know of its absent peers is not asked.
+From a checkpoint, only the description and small values are read: names, shapes, and whether the files exist
+and are long enough. Checks that depend on the absent peers are skipped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SMALL = 64 << 10  # bytes of a tensor that is read: a number of steps, say
 
 
 class ReadyError(BaseException):
-    """The rank would begin to train: no mistake was found. No ``Exception``, which programs catch."""
+    """The rank is ready to train: no mistake was found. Not an ``Exception``, which programs might catch."""
 
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Raise ``ReadyError`` where the first module computes, and read only descriptions of checkpoints."""
+    """Raise ``ReadyError`` when the first module computes, and read only the descriptions of checkpoints."""
 
     def ready(*_: Any) -> None:
         raise ReadyError
@@ -68,13 +68,13 @@ def _descriptions_only() -> Iterator[None]:
         return future
 
     def mapped(file: Any, *given: Any, **named: Any) -> Any:
-        """Leave tensors where they are on the disk."""
+        """Load a file memory-mapped, so that tensors are not read from disk."""
         if isinstance(file, (str, os.PathLike)) and zipfile.is_zipfile(file):
             named.setdefault("mmap", True)
         return load(file, *given, **named)
 
     def rank_of(group: Any = None) -> int:
-        """Be no rank 0 where megatron-core looks there whether all ranks together have every shard."""
+        """Hide rank 0 from megatron-core's check that all ranks together have every shard."""
         caller = sys._getframe(1).f_code.co_name
         return -1 if caller == "validate_sharding_integrity" else rank(group)
 
@@ -102,10 +102,10 @@ def _verifying_sizes(folder: Path, *_: Any) -> Iterator[None]:
 
 
 def _require_bytes(path: str, count: int) -> None:
-    """Check that a file is there and has so many bytes.
+    """Check that a file exists and has at least ``count`` bytes.
 
     Raises:
-        OSError: it is not, or has not.
+        OSError: the file does not exist, or is shorter.
     """
     size = os.stat(path).st_size
     if size < count:

@@ -111,7 +111,7 @@ def _address(tensors: Any) -> Callable[[torch.Tensor], int]:
 
 @contextlib.contextmanager
 def _memory(allocator: Allocator) -> Iterator[None]:
-    """Let torch.cuda say what the replay holds."""
+    """Make torch.cuda report the simulated allocator's memory."""
     says = {
         "memory_allocated": lambda device=None: allocator.allocated,
         "max_memory_allocated": lambda device=None: allocator.peak,
@@ -126,12 +126,13 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fused_attention(plain: list[str]) -> Iterator[None]:
-    """Set SDPA to the fused kernel that an H100 takes; a torch without CUDA takes the plain formula.
+    """Use the fused SDPA kernel that an H100 selects; a CPU build of torch would use the plain formula.
 
-    cuDNN's, whose output lies in memory as the queries do, comes first there (torch 2.11); then flash.
+    On an H100, cuDNN's kernel, whose output has the memory layout of the queries, comes first (torch 2.11),
+    followed by flash attention.
 
     Args:
-        plain: gets why it does not take a call.
+        plain: collects the reasons why the fused kernel does not support a call.
     """
     original = F.scaled_dot_product_attention
 

@@ -25,7 +25,7 @@ class Notes:
     """Measurements of one rank; see ``taken``.
 
     Attributes:
-        weights, gradients, optimizer: bytes that are allocated from the first update on.
+        weights, gradients, optimizer: bytes that stay allocated from the first update on.
         logits: bytes of the largest output of an output layer.
         place: phase and module in which the peak was reached.
         asked: how often the program read unknown values: ``file:line`` -> count.
@@ -44,7 +44,7 @@ class Notes:
 
 
 class _Watch:
-    """Looks at the peak where modules and optimizers begin and end, and says in what it rose."""
+    """Reads the peak whenever a module or optimizer begins or ends, and records where it rose."""
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -53,7 +53,7 @@ class _Watch:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def look(self) -> None:
-        """Attribute what the peak rose by since the last look to where the program was."""
+        """If the peak has risen since the last look, record the program's current position."""
         peak = self._peak()
         if peak > self._seen:
             self._seen = peak
@@ -103,7 +103,7 @@ class _Watch:
             self.count(optimizer)
 
     def count(self, *_: Any) -> None:
-        """Sum up what lives on."""
+        """Add up the persistent memory: weights, gradients and optimizer states."""
         weights, gradients, states = _Storages(self._device), _Storages(self._device), _Storages(self._device)
         found = gc.get_objects()
         for each in found:
@@ -135,7 +135,7 @@ class _Watch:
 
 
 class _Storages:
-    """Storages of tensors on the device, each once."""
+    """The storages of tensors on the device, each counted once."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -151,7 +151,7 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the bytes of those that are in none of the others."""
+        """Return the bytes of the storages that are in none of ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 
@@ -196,7 +196,7 @@ def asking_line() -> str:
 
 
 def failing_line(error: BaseException) -> str:
-    """Return the innermost line of the program, outside of torch, that an error comes from."""
+    """Return the innermost line of the program, outside torch, that raised an error."""
     lines = [
         f"{frame.f_code.co_filename}:{number}"
         for frame, number in traceback.walk_tb(error.__traceback__)

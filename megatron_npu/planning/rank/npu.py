@@ -68,7 +68,7 @@ def main(path: str) -> int:
 
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Have in the block what a specification asks for: no peers, an end before the training, a routing."""
+    """Apply a specification inside the block: absent peers, an end before training, a routing."""
     from megatron_npu.planning.rank import before_training, peers, routing, stage_shapes
 
     with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
 
 
 def _record(specification: dict[str, Any]) -> None:
-    """Let torch_npu's allocator note what it does, with the lines that ask where a snapshot is wanted."""
+    """Record the history of torch_npu's allocator if requested; for a snapshot, also the calling lines."""
     import torch
 
     if specification.get("curve"):
@@ -122,7 +122,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _members() -> dict[str, list[int]]:
-    """Return the first and last rank of each process group, by its description."""
+    """Return the first and last rank of each process group, keyed by its description."""
     from torch import distributed
 
     world = distributed.distributed_c10d._world

@@ -1,7 +1,7 @@
-"""Process groups of a single process: the other ranks of a planned job do not exist.
+"""Process groups for a single process: the other ranks of a planned job do not exist.
 
-On the simulated NPU the groups are torch_npu's own; its HCCL counts each call and returns at once, as if
-every other rank had the same data as this one. Groups on the host are torch's fake ones. Collectives of
+On the simulated NPU the groups are torch_npu's own; the simulated HCCL counts each call and returns at once,
+as if every other rank had the same data as this one. Groups on the host are torch's fake ones. Collectives of
 objects return this rank's own object for every rank.
 """
 
@@ -34,7 +34,7 @@ _stores: list[dist.Store] = []  # what torch holds is only the part of them that
 
 
 class Nobody(dist.Store):
-    """A store in which every key exists; keys that were not set contain zeros."""
+    """A store in which every key exists; keys that were never set contain zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Nobody(dist.Store):
         return self._values.get(key, _ROOT_INFO)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return the result."""
+        """Add to a counter and return the result."""
         number = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(number).encode()
         return number
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this process has set all of the keys, because no other rank reports failures."""
+        """Return whether this process has set all of the keys; no other rank reports failures."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -138,9 +138,10 @@ def of_npu(asked: Any) -> str:
 
 
 def _join_hosts(group: Any) -> None:
-    """Let a group take tensors of the host too, as gloo would.
+    """Let a group accept host tensors too, as gloo would.
 
-    Not by two backends in its name: torch keeps one of each type, and HCCL's and the fake one's are the same.
+    Naming two backends does not work: torch keeps one of each type, and HCCL's and the fake one's are the
+    same.
     """
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "hccl":
         return

@@ -1,7 +1,7 @@
-"""The experts that tokens go to in a rank that is planned: nobody knows them, so that a share is chosen.
+"""Route tokens to experts in a planned rank: the real routing is unknown, so the share of tokens is chosen.
 
-This rank's experts get a chosen multiple of what they would get if all experts got the same; the others share
-out the rest. Its peers are taken to have what it has, and so to send it as much.
+This rank's experts get a chosen multiple of an even share; the other experts divide the rest. Its peers are
+assumed to have the same routing, and so to send it the same number of tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Routing:
     """How tokens choose experts.
 
     Attributes:
-        experts: of a layer.
-        chosen: by a token.
-        own: those of this rank, from the first to behind the last.
-        capacity: the multiple above which an expert leaves tokens out; None: it takes all.
+        experts: number of experts per layer.
+        chosen: number of experts per token.
+        own: this rank's experts, from the first to after the last.
+        capacity: the multiple above which an expert drops tokens; None: no limit.
     """
 
     experts: int
@@ -36,13 +36,13 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple: each token goes to as many of this rank's experts as it can."""
+        """The largest multiple: each token goes to as many of this rank's experts as possible."""
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
 
     def map(self, tokens: int, multiple: float) -> torch.Tensor:
-        """Return the map [tokens, experts] of a multiple, which is kept below the largest one."""
+        """Return the routing map ``[tokens, experts]`` for a multiple, limited to the largest one."""
         first, behind = self.own
         count, others = behind - first, self.experts - (behind - first)
         total = round(min(multiple, self.most) * tokens * self.chosen * count / self.experts)
@@ -59,7 +59,7 @@ class Routing:
 
 
 def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
-    """Set as many of each row [tokens, experts] as ``counts`` [tokens] says, one expert after the other."""
+    """Set ``counts[i]`` elements in row i of ``into`` ``[tokens, experts]``, cycling through the experts."""
     experts = into.size(1)
     starts = counts.cumsum(0) - counts
     for number in range(int(counts.max()) if counts.numel() else 0):
@@ -69,7 +69,7 @@ def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
-    """Let routers without a padded capacity choose as said, and put into a report how far they may go."""
+    """Replace the choices of routers without padded capacity; add the largest multiple to ``report``."""
     kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def routed(module: torch.nn.Module, _: Any, output: Any) -> Any:

@@ -27,8 +27,9 @@ _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
 
 
 class AsyncSaves:
-    """The checkpoint that is being written, if any. As a context manager it abandons the checkpoint on an
-    error.
+    """The checkpoint that is being written, if any.
+
+    As a context manager it abandons the checkpoint on an error.
 
     Args:
         args: the result of ``validation.check``.
@@ -64,7 +65,7 @@ class AsyncSaves:
         """Complete the checkpoint if every rank has written its part. Collective.
 
         Raises:
-            UnsavedError: it could not be written.
+            UnsavedError: the checkpoint could not be written.
         """
         self._complete(blocking=False)
 
@@ -72,7 +73,7 @@ class AsyncSaves:
         """Wait for the checkpoint that is being written, and complete it. Collective.
 
         Raises:
-            UnsavedError: it could not be written.
+            UnsavedError: the checkpoint could not be written.
         """
         self._complete(blocking=True)
 
@@ -111,7 +112,7 @@ class AsyncSaves:
 
 
 def _forget_results() -> None:
-    """Take what an ended writer has said of its files: the next checkpoint of this process would hold it."""
+    """Discard the results of an ended writer; otherwise this process's next checkpoint would include them."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
 
     results = (

@@ -30,7 +30,7 @@ _SHOWN = (  # of the arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code (1: something is damaged).
+    """Run the command; return its exit code (1 if a checkpoint is damaged).
 
     Raises:
         UsageError: bad input.
@@ -146,10 +146,10 @@ def _print_inspected(report: Mapping[str, Any], sizes: Mapping[str, int]) -> Non
 
 
 def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
-    """Return what ``megatron-npu train`` has written about a checkpoint.
+    """Return the description that ``megatron-npu train`` has written with a checkpoint.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the description cannot be read.
     """
     description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
     try:
@@ -220,14 +220,14 @@ def _gather(args: Namespace) -> int:
 
 
 def _state(path: Path, without: str) -> str:
-    """Return what a checkpoint without faults is; ``without``: what it is if it has no checksums."""
+    """Return the state to print for an undamaged checkpoint; ``without`` is the state without checksums."""
     state = "whole" if (path / checksums.NAME).is_file() else without
     part = disks.told(path)
     return f"{part} (its own files: {state})" if part else state
 
 
 def _prune(args: Namespace) -> int:
-    """Remove what is older than the newest whole ones; damaged ones do not count, and newer ones stay."""
+    """Remove the checkpoints that are older than the newest undamaged ones; damaged ones do not count."""
     damaged: list[Path] = []
 
     def is_whole(path: Path) -> bool:
@@ -255,14 +255,14 @@ def _places(root: str) -> Iterator[Path]:
 
 
 def _faults(path: Path) -> list[str]:
-    """Return what is damaged, or missing of what its writer has written last."""
+    """Return the problems of a checkpoint: damaged files, and files missing because it was not completed."""
     is_own = (path / checkpoint_files.DESCRIPTION).is_file()
     missing = checkpoint_files.missing(path) if is_own else _missing_of_others(path)
     return sorted({*(f"{name} is missing" for name in missing), *checksums.damaged(path)})
 
 
 def _missing_of_others(path: Path) -> list[str]:
-    """Return what `train` or a stock script has not written of a checkpoint: both name shards at the end."""
+    """Return the missing files of a checkpoint by `train` or a stock script; both write the index last."""
     if not any(path.iterdir()):
         return ["everything"]
     shards = (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file() or any(path.glob("*.distcp"))

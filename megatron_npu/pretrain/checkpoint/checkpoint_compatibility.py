@@ -69,7 +69,7 @@ def require_same_model(found: CheckpointInfo, args: Namespace) -> None:
         args: the flags of the loading run, with derived values.
 
     Raises:
-        UsageError: names the flags that differ.
+        UsageError: flags differ; the error names them.
     """
     names = list(_SAME_MODEL)
     if args.num_experts is not None:
@@ -105,7 +105,7 @@ def _shown(value: object) -> object:
 
 
 def same_model_parallel_sizes(found: CheckpointInfo, args: Namespace) -> bool:
-    """Return whether a run has the model-parallel sizes of a checkpoint."""
+    """Return whether a run has the same model-parallel sizes as a checkpoint."""
     return all(found.arguments.get(size) == getattr(args, size) for size in _sizes_of_sharing(args))
 
 
@@ -114,7 +114,7 @@ def _sizes_of_sharing(args: Namespace) -> tuple[str, ...]:
 
 
 def require_readable_shards(found: CheckpointInfo, args: Namespace) -> None:
-    """Check that a checkpoint of Megatron's FSDP is loaded by a run with it, and by no other run.
+    """Check that either both the checkpoint and the run use Megatron's FSDP, or neither does.
 
     Args:
         found: the checkpoint.
@@ -183,7 +183,7 @@ def require_loadable_optimizer(found: CheckpointInfo, args: Namespace) -> None:
         args: the flags of the loading run, with derived values.
 
     Raises:
-        UsageError: it is of another type, or sharded for other sizes.
+        UsageError: the state is of another type, or sharded for other sizes.
     """
     saved = found.arguments.get("optimizer", "adam")
     if saved != args.optimizer:

@@ -37,7 +37,7 @@ class CheckpointInfo:
         path: its directory.
         iteration: number of trained iterations.
         consumed_train_samples, consumed_valid_samples: position in the data.
-        has_optimizer, has_rng: whether it contains them.
+        has_optimizer, has_rng: whether it contains optimizer state and random states.
         optimizer_sharding: megatron-core's name for the sharding of a distributed optimizer, or None.
         arguments: the flags of the run that wrote it, with derived values.
     """
@@ -53,7 +53,7 @@ class CheckpointInfo:
 
     @property
     def is_own(self) -> bool:
-        """Whether the built-in trainer saved it, and not a script of Megatron-LM."""
+        """Whether the built-in trainer saved it, rather than a Megatron-LM script."""
         return (self.path / checkpoint_files.DESCRIPTION).is_file()
 
 
@@ -72,7 +72,7 @@ def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
     """Return the newest checkpoint under ``root``, or that of an iteration.
 
     Raises:
-        UsageError: it does not exist, or cannot be read.
+        UsageError: the checkpoint does not exist, or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -105,8 +105,8 @@ def require_known_format(description: Path, values: object) -> None:
         values: its content.
 
     Raises:
-        UsageError: a newer version wrote it.
-        ValueError, TypeError: it is not a description.
+        UsageError: a newer version wrote the description.
+        ValueError, TypeError: the content is not a description.
     """
     if not isinstance(values, Mapping):
         raise TypeError("it does not describe a run")
@@ -123,10 +123,10 @@ def require_known_format(description: Path, values: object) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``CheckpointInfo`` has but its path; other fields, of newer versions, are skipped.
+    """Return the fields of ``CheckpointInfo`` except its path; unknown fields of newer versions are skipped.
 
     Raises:
-        ValueError: one is missing that has no default.
+        ValueError: a field without a default is missing.
     """
     known = {each.name for each in fields(CheckpointInfo)} - {"path"}
     found = _DEFAULTS | {name: value for name, value in values.items() if name in known}
@@ -136,10 +136,10 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_sound(found: CheckpointInfo) -> None:
-    """Check that a description can be one.
+    """Check that the values of a description are plausible.
 
     Raises:
-        ValueError: saying what cannot be.
+        ValueError: a value is implausible; the error names it.
     """
     for name in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
         value = getattr(found, name)

@@ -39,10 +39,10 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return a one-line reason from the first process that failed, without stacks.
+    """Return a one-line reason from the first process that failed, without stack traces.
 
-    Further lines of the error, such as names of missing weights, are included; of a very long text the rest
-    is counted.
+    Later lines of the error, such as names of missing weights, are included; a very long text is truncated,
+    and the number of omitted characters is added.
     """
     if isinstance(error, CheckpointException) and error.failures:
         failure = next(iter(error.failures.values()))
@@ -54,7 +54,7 @@ def reason(error: BaseException) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return what to look at where a checkpoint could not be written."""
+    """Return a question about the likely cause of a failed write."""
     if "SIGKILL" in reason(error):
         return "Did the machine run out of memory?"
     return "Is the disk full?"
@@ -62,10 +62,11 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Read the checkpoint in ``path`` inside the block.
+    """Report errors in the block, which reads the checkpoint in ``path``, in one line.
 
     Raises:
-        UsageError: files are missing or damaged, or name code; or it needs a newer megatron-core.
+        UsageError: files are missing or damaged, or contain code; or the checkpoint needs a newer
+            megatron-core.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -84,10 +85,10 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def _require_readable_common(path: Path) -> None:
-    """Refuse to let a megatron-core before 0.19 look for a file that newer ones write no more.
+    """Reject a checkpoint without ``common.pt`` if megatron-core is older than 0.19 and needs that file.
 
     Raises:
-        UsageError: this one is older than the checkpoint.
+        UsageError: the installed megatron-core is older than the checkpoint.
     """
     from megatron.core import package_info
 

@@ -54,9 +54,9 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return whether unsharded values are an object among the shards, as in 0.19 and newer.
+    """Return whether unsharded values are stored as an object among the shards, as in 0.19 and newer.
 
-    The index is a pickle: the name is searched in its bytes, nothing is unpickled.
+    The index is a pickle: it is only searched for the object's name, and nothing is unpickled.
     """
     index = path / INDEX
     return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
@@ -70,7 +70,7 @@ def no_checkpoint(root: str | Path) -> UsageError:
 
 
 def newest(root: str | Path, step: int | None = None) -> Path | None:
-    """Return the directory of the newest checkpoint under ``root``, None if there is none.
+    """Return the directory of the newest checkpoint under ``root``, or None if there is none.
 
     Args:
         step: return the checkpoint of this iteration instead (``--ckpt-step``).
@@ -118,7 +118,7 @@ def iterations(root: str | Path) -> list[int]:
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it exists; else a file of the same name in the checkpoint's directory, if any.
+    """Return ``path`` if it exists; otherwise a file of the same name in the checkpoint's directory, if any.
 
     A converted checkpoint contains its tokenizer, and may have been moved.
     """
@@ -137,5 +137,5 @@ def release(root: str | Path, path: Path) -> Path:
 
 
 def set_latest(root: str | Path, iteration: int) -> None:
-    """Make the tracker name ``iteration``."""
+    """Write ``iteration`` to the tracker."""
     files.write(Path(root) / TRACKER, f"{iteration}\n")

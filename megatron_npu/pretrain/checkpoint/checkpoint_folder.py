@@ -19,7 +19,7 @@ _TRIES, _PAUSE = 20, 0.1  # and seconds between them
 
 @contextlib.contextmanager
 def writing(root: str | Path, iteration: int) -> Iterator[Path]:
-    """Create the folder for all ranks to write an iteration's checkpoint. All ranks must call this.
+    """Create the folder into which all ranks write an iteration's checkpoint. All ranks must call this.
 
     If the block succeeds on every rank, the folder gets its final name and the tracker names it; otherwise it
     is removed, which frees the disk space.
@@ -60,7 +60,7 @@ def finish(root: str | Path, iteration: int) -> None:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove the hidden folder; each rank may call this by itself."""
+    """Remove the hidden folder; a rank may call this on its own."""
     if disks.leads():
         _remove(hidden(root, iteration))
 
@@ -71,7 +71,7 @@ def hidden(root: str | Path, iteration: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that others may still write into.
+    """Remove a folder into which other processes may still write.
 
     megatron-core (0.12 to 0.16) forks its writers, and a Ctrl-C that ends a rank does not end them at once.
     """

@@ -1,4 +1,4 @@
-"""Save and load with ``megatron.core.dist_checkpointing``, which allows other layouts on resume.
+"""Save and load with ``megatron.core.dist_checkpointing``, which allows a run to resume with another layout.
 
 A checkpoint is written to a hidden directory and renamed when every rank is done; then the tracker is
 updated. The keys are those of Megatron-LM's own checkpoints.
@@ -79,8 +79,8 @@ def save(args: Namespace, state: State, position: Position, common: Mapping[str,
 
 
 def begin_async(args: Namespace, state: State, position: Position, part: Path) -> AsyncRequest:
-    """Return a request that writes the checkpoint of ``position`` to ``part``, for megatron-core's writer
-    queue.
+    """Return a request for megatron-core's writer queue that writes the checkpoint of ``position`` to
+    ``part``.
 
     The state is copied to the host when the writer starts. All ranks must call this.
     """
@@ -102,7 +102,7 @@ def _shards(
     *,
     in_background: bool,
 ) -> Any:
-    """Write megatron-core's files into ``part``, or return the request that a writer of its own is given."""
+    """Write megatron-core's files into ``part``, or return the request for a background writer."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_ckpt_versions.metadata(args)
@@ -117,7 +117,10 @@ def _shards(
 
 
 def complete(args: Namespace, position: Position, part: Path) -> None:
-    """Add description and checksums to the files that all ranks have written. All ranks must call this."""
+    """Add the description and checksums to a checkpoint, after all ranks have written their files.
+
+    All ranks must call this.
+    """
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_description.describe(part, _description(args, position, dist_ckpt_versions.metadata(args)))
@@ -142,8 +145,9 @@ def _description(
 
 @watchdog.phase("loading")
 def load(args: Namespace, state: State) -> Position:
-    """Load the parts that the flags select into ``state``; return where the run continues. All ranks must
-    call this.
+    """Load the parts that the flags select into ``state``; return where the run continues.
+
+    All ranks must call this.
 
     Raises:
         UsageError: files are missing or damaged, or the schedules differ and no flag selects one.
@@ -160,7 +164,7 @@ def load(args: Namespace, state: State) -> Position:
 
 
 def _load_own(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load what this driver has saved."""
+    """Load a checkpoint that the built-in trainer saved."""
     from megatron.core import dist_checkpointing
 
     path = str(found.path)
@@ -182,7 +186,7 @@ def _load_own(args: Namespace, state: State, found: checkpoint_description.Check
 
 
 def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load what this driver has saved with Megatron's FSDP, into a model that it shards or any other."""
+    """Load a checkpoint that the built-in trainer saved with Megatron's FSDP, into any model."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(args, state, found)
     rng = args.load_rng and _same_ranks(args, found)
@@ -201,7 +205,7 @@ def _load_of_fsdp(args: Namespace, state: State, found: checkpoint_description.C
 
 
 def _load_stock(args: Namespace, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load what Megatron-LM's own scripts have saved: its weights."""
+    """Load the weights from a checkpoint of Megatron-LM's own scripts."""
     load_weights(state.model, found.path)
     _begin_optimizer(args, state, found)
     return _position(args, found)
@@ -210,7 +214,7 @@ def _load_stock(args: Namespace, state: State, found: checkpoint_description.Che
 def _load_optimizer(
     args: Namespace, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
 ) -> None:
-    """Load moments and main weights, and go on with the schedule; settings stay those of the flags."""
+    """Load moments and main weights, and resume the schedule; settings stay those of the flags."""
     settings = resumed_settings.of_flags(state.optimizer)
     state.optimizer.load_state_dict(optimizer)
     resumed_settings.restore(args, state.optimizer, settings)
@@ -223,7 +227,11 @@ def _begin_optimizer(
     found: checkpoint_description.CheckpointInfo,
     schedule: dict[str, Any] | None = None,
 ) -> None:
-    """Start the optimizer from loaded weights; ``schedule``: its state in the checkpoint, if any."""
+    """Initialize the optimizer from loaded weights.
+
+    Args:
+        schedule: the schedule's state in the checkpoint, if any.
+    """
     saved = found.arguments["padded_vocab_size"]
     if saved < args.padded_vocab_size:
         vocab_padding.fill(state.model, saved, args.tokenizer_vocab_size)
@@ -273,7 +281,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 
 def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -> None:
-    """Check that no weight is left over, which megatron-core would not mind."""
+    """Check that no saved weight is unused, which megatron-core would accept."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
@@ -287,7 +295,7 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
 
 
 def _of_all_ranks(keys: set[str]) -> set[str]:
-    """Return the keys that any rank has: pipeline stages have different ones."""
+    """Return the keys of all ranks, because pipeline stages have different ones."""
     parts: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(parts, keys)
     return set().union(*parts)
@@ -300,14 +308,14 @@ def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> 
 
 
 def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the bare chunks under the names that Megatron-LM gives them."""
+    """Return the unwrapped chunks under Megatron-LM's names."""
     if len(model) == 1:
         return {"model": unwrap(model[0])}
     return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(model)}
 
 
 def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what each chunk has of the weights, as parts of the whole ones."""
+    """Return each chunk's weights as shards of the whole weights."""
     result = {}
     for stage, (key, chunk) in enumerate(_chunks(model).items()):
         mean_stage(stage if len(model) > 1 else None)
@@ -344,7 +352,7 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
 
 
 def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -> bool:
-    """Return whether each rank finds its own generators: the sizes that share the model are the same."""
+    """Return whether each rank can load its own random states: the model-parallel sizes are unchanged."""
     same = checkpoint_compatibility.same_model_parallel_sizes(found, args)
     if args.expert_model_parallel_size > 1:  # which is a part of data parallelism
         same = same and found.arguments.get("data_parallel_size") == args.data_parallel_size
@@ -354,7 +362,7 @@ def _same_ranks(args: Namespace, found: checkpoint_description.CheckpointInfo) -
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
-    """Return the position after the given numbers of iterations and samples."""
+    """Return the position that follows after the given numbers of iterations and samples."""
     return replace(
         position,
         iteration=position.iteration + iterations,

@@ -1,7 +1,7 @@
 """Check the plausibility of a checkpoint's description, which may be untrusted.
 
-It is checked before anything is built: 10⁹ layers would use all memory, and a text instead of a number would
-fail deep inside megatron-core.
+It is checked before anything is built: 10⁹ layers would use all memory, and a string instead of a number
+would fail deep inside megatron-core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
     """Return the arguments of a checkpoint, with defaults for flags that did not exist when it was saved.
 
     Raises:
-        UsageError: they are not valid flags of the trainer, or describe more weights than the files contain.
+        UsageError: the arguments are not valid flags of the trainer, or describe more weights than the files
+            contain.
     """
     # --help, --config and --preset leave no value behind
     flags = {a.dest: a for a in arguments.parser()._actions if a.default is not argparse.SUPPRESS}
@@ -45,10 +46,10 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
 
 
 def _require_positions_and_windows(args: Namespace) -> None:
-    """Check what is computed with, and not only built: a pattern too short, a base without a logarithm.
+    """Check flags that matter when the model runs, such as the window pattern's length and the rotary base.
 
     Raises:
-        UsageError: naming the flag.
+        UsageError: a value is invalid; the error names the flag.
     """
     validation.ranges(args)
     if args.window_attn_skip_freq is not None and getattr(args, "window_size", None) is None:
@@ -58,7 +59,10 @@ def _require_positions_and_windows(args: Namespace) -> None:
 
 
 def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:
-    """Return what values a flag has: numbers, on and off, or only some; None: more than is looked at here."""
+    """Return the type of a flag's values, and its choices.
+
+    If the type is None and there are no choices, the values are not checked here.
+    """
     others = () if flag.required or flag.default is not None else (None,)
     if flag.choices is not None and flag.nargs is None:
         return None, (*flag.choices, *others)
@@ -72,7 +76,11 @@ def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[
 def _require(
     found: CheckpointInfo, name: str, value: Any, kind: Number | type[bool] | None, others: tuple[Any, ...]
 ) -> None:
-    """Raise UsageError where a value is neither of a kind nor among ``others``."""
+    """Check that a value has the given type or is one of ``others``.
+
+    Raises:
+        UsageError: the value is neither.
+    """
     if (kind is None and not others) or any(value is other or value == other for other in others):
         return
     if isinstance(kind, Number):
@@ -93,7 +101,7 @@ def _is_number(value: Any, kind: Number) -> bool:
 
 
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
-    """Check that the files are large enough for the model: each weight has a byte at least."""
+    """Check that the files are large enough for the model, with at least one byte per weight."""
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
         raise _unfit(
@@ -102,7 +110,7 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 
 def _fewest_weights(values: Mapping[str, Any]) -> int:
-    """Return so many weights as a model has for certain: norms, tables and one matrix of an MLP."""
+    """Return a lower bound for the number of weights: norms, embedding tables and one matrix of an MLP."""
     rows = max(values.get("tokenizer_vocab_size") or 0, values["make_vocab_size_divisible_by"])
     if values["position_embedding_type"] == "learned_absolute":
         rows += values["max_position_embeddings"]

@@ -19,7 +19,7 @@ def _version() -> tuple[int, int]:
 
 
 def metadata(args: Namespace) -> Metadata:
-    """Return the metadata of the sharding, which is saved with the checkpoint and used to load it."""
+    """Return the sharding metadata, which is saved with the checkpoint and used to load it."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.fully_sharded == "megatron":
         return {"distrib_optim_sharding_type": OF_FSDP}
@@ -32,7 +32,7 @@ def metadata(args: Namespace) -> Metadata:
 
 
 def _sharding_type(fully_reshardable: bool) -> str:
-    """Return the name of the distributed optimizer's format; 0.15 has renamed them."""
+    """Return the name of the distributed optimizer's format, which 0.15 renamed."""
     if _version() >= (0, 15):
         return "fully_reshardable" if fully_reshardable else "dp_reshardable"
     return "fully_sharded_model_space" if fully_reshardable else "dp_zero_gather_scatter"

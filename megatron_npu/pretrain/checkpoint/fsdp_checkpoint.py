@@ -1,10 +1,10 @@
 """Checkpoints of a model sharded by Megatron's FSDP: upstream's format ``fsdp_dtensor``.
 
-``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whatever rows each rank has
-(uneven ones, and of most tensors none), so a run can resume with another number of ranks. The names are those
-of Megatron-LM's own scripts, which store weights as the optimizer has them: in fp32, under the names of
-wrappers (``module.`` for the FSDP, another for 16 bits), and the two halves of a gated MLP separately
-(``_w``, ``_v``).
+``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whichever rows each rank has
+(the split is uneven, and a rank has no rows of most tensors), so a run can resume with another number of
+ranks. The names are those of Megatron-LM's own scripts, which store weights as the optimizer has them: in
+fp32, under the names of wrappers (``module.`` for the FSDP, another for 16 bits), and the two halves of a
+gated MLP separately (``_w``, ``_v``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
-    """Let all settings of a group be read, a fresh optimizer's missing ones too: its count of steps."""
+    """Add missing settings to the parameter groups, so that they are read from the checkpoint.
+
+    For example, a new optimizer has no step count yet.
+    """
     prefix = f"optimizer.{_GROUPS}."
     for key in reader.read_metadata().state_dict_metadata:
         name, _, setting = key.removeprefix(prefix).rpartition(".")
@@ -85,7 +88,7 @@ def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) ->
 
 
 def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return ``content`` with gated MLPs in halves, and every shard told its place in the whole."""
+    """Return ``content`` with gated MLPs split into halves, and with the position of each shard."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
@@ -100,7 +103,7 @@ def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare(name: str) -> str:
-    """Return the name of a weight without those of wrappers."""
+    """Return the name of a weight without the prefixes of its wrappers."""
     return re.sub(r"^(module\.)+", "", name)
 
 
@@ -112,7 +115,7 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
         folder: the checkpoint's directory.
 
     Raises:
-        UsageError: the model is partitioned, files are missing or damaged, or the weights are of another
+        UsageError: the model is partitioned, files are missing or damaged, or the weights belong to another
             model.
     """
     from megatron.core import parallel_state
@@ -140,7 +143,7 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
 
 
 def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its name, one that was saved in halves as these."""
+    """Yield each weight with its name; a weight that was saved in halves yields each half."""
     for wrapped, parameter in model.named_parameters():
         name = _bare(wrapped)
         if name + _HALVES[0] in saved:

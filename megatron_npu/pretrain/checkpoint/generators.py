@@ -1,4 +1,4 @@
-"""Random generators in a checkpoint: collect, shard and restore the states of a rank."""
+"""Random generators in a checkpoint: collect, shard and restore a rank's states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def set_state(state: dict[str, Any]) -> None:
     """Restore the generator states returned by ``state``.
 
     The device's generator and Megatron's tracker are restored only if the device type matches: a CPU
-    generator (mt19937) has 5,056 bytes of state, that of an NPU or GPU (Philox) 16. Otherwise rank 0 logs it.
+    generator (mt19937) has 5,056 bytes of state, an NPU or GPU generator (Philox) has 16. Otherwise rank 0
+    logs that they are not restored.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

@@ -40,7 +40,7 @@ def restored(
     Args:
         load: directory of checkpoints of the trainer or of a stock script.
         vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
-        share: maps the flags of the training to the layout in which several processes share the model
+        share: maps the flags of the training run to the layout in which several processes share the model
             (``layout.of_all_processes``) or have copies (``layout.copies``); None: this process has all of
             it.
         widened_by_caller: keep the weights in their trained dtype although the modules expect fp32; the
@@ -48,8 +48,8 @@ def restored(
         changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: there is no such checkpoint; or its tokenizer's files, megatron-core, or memory are
-            missing.
+        UsageError: there is no such checkpoint, its tokenizer's files or megatron-core are missing, or there
+            is not enough memory.
     """
     plugin.install()
     machine.require_megatron_core()
@@ -88,7 +88,7 @@ def restored(
 
 
 def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids are not those of the training.
+    """Reject a tokenizer that differs from the one used in training.
 
     Raises:
         UsageError: it has another number of tokens.
@@ -104,10 +104,10 @@ def _require_vocabulary(args: Namespace, tokenizer: Tokenizer) -> None:
 
 
 def _require_memory(module: torch.nn.Module, load: str) -> None:
-    """Check that the weights fit into the memory of the host, where they are there.
+    """Check that the weights fit into host memory, if they are loaded there.
 
     Raises:
-        UsageError: they do not.
+        UsageError: they do not fit.
     """
     if devices.current().is_host:
         size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Settings of optimizer and schedule on resume: those of the current flags, not the checkpoint's.
+"""Optimizer and schedule settings on resume: those of the current flags, not the checkpoint's.
 
 The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
 learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so even
@@ -31,7 +31,7 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 
 
 def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -> None:
-    """Restore the groups' settings from the flags; those of the schedule only if it is the flags'.
+    """Restore the groups' settings from the flags; those of the schedule only if the flags' schedule is used.
 
     Args:
         args: the flags.
@@ -44,10 +44,10 @@ def restore(args: Namespace, optimizer: MegatronOptimizer, settings: Settings) -
 
 
 def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
-    """Resume a schedule; the learning rate and weight decay of the next update follow.
+    """Resume a schedule, and set the learning rate and weight decay of the next update.
 
     Raises:
-        UsageError: it differs from the checkpoint's, and no flag selects one.
+        UsageError: the schedule differs from the checkpoint's, and no flag selects one.
     """
     schedule.num_steps = 0  # 'load_state_dict' adds
     schedule.load_state_dict(content)  # an adaptor says what differs (``shared/resumed_schedule.py``)
@@ -61,8 +61,8 @@ def go_on_without_optimizer(
 
     Args:
         args: the flags, with ``--no-load-optim``.
-        schedule: the flags' schedule.
-        content: the checkpoint's schedule; None: it has none.
+        schedule: the schedule from the flags.
+        content: the checkpoint's schedule, or None.
         samples: number of samples used by the run.
 
     Raises:

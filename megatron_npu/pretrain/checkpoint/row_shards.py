@@ -1,8 +1,8 @@
 """Parameters sharded by torch's FSDP in megatron-core's checkpoints: each rank has some rows.
 
 megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so the checkpoint equals that of a
-run without FSDP and every layout can resume from it. This module handles what it leaves to its own scripts or
-gets wrong: the weight of a gated MLP, and converting plain tensors back to shards.
+run without FSDP and can be resumed with any layout. This module handles what megatron-core leaves to its own
+scripts or gets wrong: the weight of a gated MLP, and converting plain tensors back to shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
 def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a chunk's ``sharded_state_dict`` with gated MLPs as rows.
 
-    megatron-core (to 0.19) treats the rows of each rank as half gate, half input. With FSDP the first ranks
+    megatron-core (up to 0.19) treats each rank's rows as half gate, half input. With FSDP the first ranks
     have the gate and the others the input, so the checkpoint would fit only that number of ranks.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -53,7 +53,7 @@ def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, An
 
 
 def _rows(factory: Any) -> Any:
-    """Return the rows of a tensor that was to be cut in two, as one part of it."""
+    """Return the rows of a tensor that megatron-core would have split in two, as a single shard."""
     first = factory.build()[0]  # as wide as half of the rows, at this rank's place among the first halves
     axis, rows = first.prepend_axis_num, factory.data.size(0)
     rank = first.global_offset[axis] // first.local_shape[0]
@@ -69,7 +69,7 @@ def _rows(factory: Any) -> Any:
 
 
 def shared_out(content: Any, current: Any) -> Any:
-    """Return ``content`` with loaded rows converted to the shards at the same place in ``current``.
+    """Return ``content`` with loaded rows converted to shards like those in ``current``.
 
     Args:
         content: dictionaries and lists of tensors and other values.

@@ -23,7 +23,7 @@ def owned(args: Namespace) -> Iterator[None]:
     On a file system without locks nothing is rejected and nothing is removed.
 
     Raises:
-        UsageError: another run has locked it, or it cannot be created.
+        UsageError: another run has locked the folder, or it cannot be created.
     """
     if not args.save or args.rank != 0:
         yield
@@ -66,7 +66,7 @@ def hold_on_each_machine(folder: Path) -> None:
     Rank 0 has already locked its own. The lock ends with the process. All ranks must call this.
 
     Raises:
-        UsageError: another run has locked one of them.
+        UsageError: another run has locked one of these folders.
     """
     disks.save_into(folder)
     if disks.leads() and dist.is_initialized() and dist.get_rank():

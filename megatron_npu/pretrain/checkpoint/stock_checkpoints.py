@@ -1,7 +1,7 @@
 """Describe checkpoints of Megatron-LM's own scripts like the trainer's own.
 
 The trainer writes ``arguments.json``; the scripts store their argparse.Namespace in a pickle: in
-``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in the file of each rank
+``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in each rank's file
 (``torch``). It is read with torch's ``weights_only``, and Megatron and Python types become inert values:
 nothing that the file names is imported or called.
 """
@@ -20,14 +20,13 @@ from megatron_npu.safe_files import safe_load, torch_readers
 
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, of the trainer or of a stock script; None if there is
-    none.
+    """Return the newest checkpoint under ``root``, whether the trainer or a stock script saved it, or None.
 
-    A stock script's checkpoint provides only its weights, no optimizer state and random numbers. Values that
-    follow from its tokenizer are not among its arguments yet.
+    A stock script's checkpoint provides only its weights, not optimizer state and random states. Values that
+    depend on its tokenizer are not among its arguments yet.
 
     Raises:
-        UsageError: it cannot be read, or contains a model that the trainer does not support.
+        UsageError: the checkpoint cannot be read, or contains a model that the trainer does not support.
     """
     path = checkpoint_files.newest(root, step) or torch_format.untracked(root)
     if path is None or (path / checkpoint_files.DESCRIPTION).is_file():
@@ -46,7 +45,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
     """Return the result of ``find``, which must exist.
 
     Raises:
-        UsageError: it does not exist, or cannot be read.
+        UsageError: the checkpoint does not exist, or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -61,7 +60,7 @@ def flags_of(path: Path) -> dict[str, Any]:
         path: the checkpoint's directory, as found by ``existing``.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the checkpoint cannot be read.
     """
     if torch_format.holds_ranks(path):
         args: Mapping[str, Any] = torch_format.Checkpoint(path).args
@@ -120,13 +119,13 @@ def read_common(file: Path) -> dict[str, Any]:
     """Return the content of a ``common.pt``; nothing in it is executed.
 
     Raises:
-        UsageError: it is damaged, or names something that is not a plain value.
+        UsageError: the file is damaged, or contains something other than plain values.
     """
     return _values(safe_load.read(file, safe_load.OF_STOCK_SCRIPTS), file)
 
 
 def _read_among_shards(path: Path) -> dict[str, Any]:
-    """Return what 0.19 keeps of it among the shards, a list of one: nothing in it is executed."""
+    """Return the common values that 0.19 stores among the shards, in a list of one; nothing is executed."""
     content = torch_readers.stored_value(path, checkpoint_files.COMMON_OBJECT)
     values = safe_load.read_part(content, path, safe_load.OF_STOCK_SCRIPTS)
     return _values(values[0] if isinstance(values, list) and values else values, path)
@@ -143,10 +142,10 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, args: Names
 
     Args:
         found: the checkpoint.
-        args: with ``tokenizer_vocab_size``.
+        args: the flags, with ``tokenizer_vocab_size``.
 
     Raises:
-        UsageError: it has fewer.
+        UsageError: the checkpoint has fewer embeddings.
     """
     rows = found.arguments["padded_vocab_size"]
     if rows is not None and rows < args.tokenizer_vocab_size:

@@ -1,9 +1,9 @@
 """Fill padding rows of the vocabulary if a checkpoint has fewer than the layout needs.
 
-megatron-core fills them with zeros, whose logit is 0. In a model whose other logits are far below, such as
-OpenAI's GPT-2, this is the most likely token. Here they are the mean of the real rows: the exponential of the
-mean of all logits is at most the mean of their exponentials, so a padding row gets at most 1/V of the
-softmax's sum.
+megatron-core fills them with zeros, whose logit is 0. In a model whose other logits are far below 0, such as
+OpenAI's GPT-2, this would make padding the most likely token. Here they are the mean of the real rows: the
+exponential of the mean of all logits is at most the mean of their exponentials, so a padding row gets at most
+1/V of the softmax's sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
     Args:
         rows: [rows, h], this process's rows that represent tokens; may be empty.
         vocab_size: number of such rows in all processes.
-        group: the processes that share them, all of which must call this; None: this process has all rows.
+        group: the processes that share the rows, all of which must call this; None: this process has all
+            rows.
     """
     total = rows.float().sum(0)
     if group is not None:
@@ -49,7 +50,7 @@ def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> 
 
 
 def _fill_shard(weight: torch.Tensor, saved_rows: int, vocab_size: int) -> None:
-    """Fill the part [rows, h] of this tensor-parallel rank, or of a rank of torch's FSDP."""
+    """Fill the missing rows in this rank's part [rows, h]; the part may be sharded by torch's FSDP."""
     from megatron.core import parallel_state
 
     if isinstance(weight, DTensor):

@@ -11,7 +11,7 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration of the newest undamaged checkpoint under ``root``; None without any."""
+    """Return the iteration of the newest undamaged checkpoint under ``root``, or None."""
     for iteration in reversed(checkpoint_files.iterations(root)):
         folder = checkpoint_files.directory(root, iteration)
         if not incomplete(folder) and not checksums.damaged(folder):
@@ -26,7 +26,7 @@ def surplus(
     is_whole: Callable[[Path], bool],
     newest: int | None = None,
 ) -> list[Path]:
-    """Return checkpoints older than the newest valid ones. Damaged ones do not count and are kept.
+    """Return checkpoints that are older than the newest valid ones. Damaged ones do not count and are kept.
 
     Args:
         root: folder of all checkpoints.
@@ -44,7 +44,7 @@ def surplus(
 
 
 def incomplete(folder: Path) -> list[str]:
-    """Return what a checkpoint lacks to be loaded, in its format."""
+    """Return the reasons why a checkpoint is incomplete, according to its format; empty if it is complete."""
     from megatron_npu.pretrain.checkpoint import torch_format  # which needs torch
 
     if not torch_format.holds_ranks(folder):

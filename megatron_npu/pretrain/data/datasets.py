@@ -153,9 +153,9 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
 
 
 def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
-    """Take the parts that no one reads out of the split; the others stay the documents they are.
+    """Exclude unused splits; the documents of the other splits stay the same.
 
-    megatron-core (0.12 to 0.16) looks for the first token of a part without documents forever.
+    megatron-core (0.12 to 0.16) searches endlessly for the first token of a split without documents.
     """
     config.split_matrix = [
         None if size == 0 else bounds for size, bounds in zip(sizes, config.split_matrix, strict=True)

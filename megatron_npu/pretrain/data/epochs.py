@@ -59,7 +59,7 @@ class Passes:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may lie in two epochs
 
     def __call__(self, number: int) -> int:
-        """Return the sample at a position, counted from 0 over all epochs."""
+        """Return the sample at a position, counted from 0 across all epochs."""
         epoch, place = divmod(number, self.samples)
         return place if epoch == 0 else int(self._order(epoch)[place])
 

@@ -16,7 +16,7 @@ PARTS = ("train", "valid", "test")  # in the order of a split; a flag --PART-dat
 
 
 def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] | None, list[str]]:
-    """Parse a flag's value: only prefixes, or a weight before each; return weights (or None) and prefixes.
+    """Parse a list of prefixes, each optionally preceded by a weight; return weights (or None) and prefixes.
 
     Raises:
         UsageError: only some prefixes have weights, or a weight is not above 0.
@@ -65,7 +65,7 @@ def split_shares(text: str) -> list[float]:
     """Return the shares of training, validation and test in ``--split``.
 
     Raises:
-        UsageError: they are not valid numbers.
+        UsageError: the shares are not valid numbers.
     """
     try:
         shares = [float(part) for part in text.split(",")]
@@ -82,7 +82,7 @@ def split_shares(text: str) -> list[float]:
 
 
 def split_text(text: str) -> str:
-    """Return a ``--split`` value in the form that megatron-core reads: numbers of digits and dots only.
+    """Return a ``--split`` value in the form that megatron-core reads: numbers with digits and dots only.
 
     A value that already has this form is unchanged, because it is part of the name of cached indices.
     """
@@ -92,8 +92,6 @@ def split_text(text: str) -> str:
 
 
 def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:
-    """Return the number of sequences of a dataset (usually one per document) that megatron-core assigns to
-    each split.
-    """
+    """Return how many sequences (usually one per document) megatron-core assigns to each split."""
     bounds = [round(sum(shares[:part]) / sum(shares) * sequences) for part in range(4)]
     return [last - first for first, last in itertools.pairwise(bounds)]

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ramp:
-    """The growth of the batch size, as in megatron-core's calculator of micro-batches: by samples, not by
-    iterations.
+    """The growth of the batch size, which depends on the number of samples, as in megatron-core's calculator.
 
     Attributes:
-        start: samples of the first global batches.
+        start: samples in the first global batches.
         increment: samples added by each step.
-        samples: samples used until the last step.
+        samples: samples used up to the last step.
         last: the final size, ``--global-batch-size``.
     """
 
@@ -25,7 +24,7 @@ class Ramp:
 
     @staticmethod
     def of(args: Namespace) -> Ramp | None:
-        """Return the ramp for the flags; None: the size is constant."""
+        """Return the ramp for the flags, or None if the size is constant."""
         words = getattr(args, "rampup_batch_size", None)
         if not words:
             return None
@@ -40,7 +39,7 @@ class Ramp:
         return self.start + int(consumed / (self.samples / steps)) * self.increment  # upstream's rounding
 
     def iterations(self, begin: int, end: int) -> int:
-        """Return the number of whole global batches between two numbers of used samples."""
+        """Return the number of whole global batches between two sample counts."""
         count = 0
         while begin <= self.samples and begin + (size := self.size(begin)) <= end:
             begin += size

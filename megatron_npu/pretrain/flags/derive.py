@@ -1,4 +1,4 @@
-"""Values derived from the flags, as in Megatron. Each function only sets values.
+"""Set values derived from the flags, as Megatron does. Each function only sets values.
 
 Only this module writes flags. The checks of each group (``checks``) call these functions once the required
 values are valid; finally ``validation.check`` freezes them.
@@ -39,7 +39,7 @@ def process(args: Namespace) -> None:
 
 
 def model(args: Namespace) -> None:
-    """Set layer sizes, and flags for which other flags are shorthands."""
+    """Set layer sizes, and the flags that other flags abbreviate."""
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
@@ -59,7 +59,7 @@ def model(args: Namespace) -> None:
 
 
 def latent(args: Namespace) -> None:
-    """Set the rotary type of multi-latent attention."""
+    """Set the rotary embedding type of multi-latent attention."""
     args.rope_type = args.rope_type or "yarn"
 
 
@@ -69,7 +69,7 @@ def precision(args: Namespace, wanted: str) -> None:
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Set what shards the weights (``megatron``, ``torch`` or None), and what Megatron's FSDP shards."""
+    """Set which FSDP shards the weights (``megatron``, ``torch`` or None), and Megatron's FSDP strategy."""
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
     if wrapper is not None:
         args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
@@ -95,8 +95,7 @@ def recompute_all(args: Namespace) -> None:
 
 
 def experts(args: Namespace) -> None:
-    """Set the inner size of an expert (None in a dense model); a balancing loss without weight becomes
-    none."""
+    """Set the inner size of an expert (None in a dense model); a z-loss weight of 0 becomes None."""
     args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
     args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
     if args.num_experts is None:
@@ -162,7 +161,7 @@ def micro_batches(args: Namespace) -> None:
 
 
 def length(args: Namespace) -> None:
-    """Set whether the run trains at all, before the data are read."""
+    """Set whether the run trains at all, before the data is read."""
     args.trains = args.train_iters != 0
 
 
@@ -216,13 +215,13 @@ def beginning(args: Namespace, place: Path | None) -> None:
 
 
 def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
-    """Set which parts of it are loaded besides the weights."""
+    """Set which parts of the checkpoint are loaded besides the weights."""
     args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
     args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
 
 
 def widened(args: Namespace) -> None:
-    """Set that a trained model is built from fp32 modules."""
+    """Set the flags so that a trained model is built from fp32 modules."""
     args.bf16 = args.fp16 = False
 
 
@@ -232,33 +231,36 @@ def grouped_experts(args: Namespace) -> None:
 
 
 def samples_in_all(args: Namespace) -> int | None:
-    """Return the total number of samples of a run; None if its iterations are given."""
+    """Return the total number of samples of a run; None if its length is given in iterations."""
     if args.epochs is not None:
         return args.epochs * args.epoch_samples
     return args.train_samples
 
 
 def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
-    """Set the last iteration of a run in samples that resumes, possibly with another global batch size."""
+    """Set the last iteration of a resumed run whose length is given in samples.
+
+    The batch size may have changed since the checkpoint.
+    """
     samples = samples_in_all(args)
     if samples is not None:
         args.train_iters = iteration + _iterations(args, consumed_samples, samples)
 
 
 def _iterations(args: Namespace, begin: int, end: int) -> int:
-    """Return the whole global batches between two numbers of used samples."""
+    """Return the number of whole global batches between two sample counts."""
     ramp = Ramp.of(args)
     return max(0, end - begin) // args.global_batch_size if ramp is None else ramp.iterations(begin, end)
 
 
 def split(args: Namespace) -> None:
-    """Set Megatron's split of the documents if one dataset serves all splits."""
+    """Set Megatron's default ``--split`` if all splits come from the same data."""
     if args.split is None and not args.train_data_path:
         args.split = "969, 30, 1"
 
 
 def optimizer(args: Namespace) -> None:
-    """Set the dtype of gradients, and a learning rate if none is needed."""
+    """Set the dtype of gradients, and a default learning rate if the run needs none."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
@@ -273,7 +275,7 @@ def schedule(args: Namespace) -> None:
 
 
 def weight_decay(args: Namespace) -> None:
-    """Set both ends of a constant weight decay."""
+    """Set the start and end weight decay to the same value if it is constant."""
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
 

@@ -17,13 +17,13 @@ _EXAMPLE = "a number, or a pattern such as ([0]*1+[1]*3)*2"
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """Return the interval of layers with experts, or 0 or 1 for each layer, from ``--moe-layer-freq``.
+    """Parse ``--moe-layer-freq``: an interval of layers with experts, or a list with 0 or 1 for each layer.
 
-    Upstream evaluates the text as Python; here only lists of 0 and 1, ``+`` and ``*`` are accepted, with the
-    same meaning.
+    Upstream evaluates the text as Python; here only integers and lists of 0 and 1 with ``+`` and ``*`` are
+    accepted, with the same meaning.
 
     Raises:
-        Unfit: the text is neither.
+        Unfit: the value is neither an integer nor such a list.
     """
     if text.isdecimal() and int(text):
         return int(text)
@@ -61,21 +61,21 @@ def _combined(operator: ast.operator, left: int | list[int], right: int | list[i
 
 
 class _OneOrMany(argparse.Action):
-    """Keep one value by itself and several as a list, as Megatron does."""
+    """Store a single value as it is and several values as a list, as Megatron does."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 def of_a_dense_model() -> dict[str, Any]:
-    """Return the values of these flags for a model without experts, as for an old checkpoint."""
+    """Return the expert flags' values for a model without experts, for example from an old checkpoint."""
     parser = argparse.ArgumentParser(add_help=False)
     add(parser.add_argument)
     return vars(parser.parse_args([])) | {"expert_tensor_parallel_size": 1}
 
 
 def add(add: Add) -> None:
-    """Add the flags; all except ``--num-experts`` only have an effect together with it."""
+    """Add the flags; all except ``--num-experts`` have an effect only together with it."""
     _model(add)
     _router(add)
     _balance(add)

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 
 class Flags(Namespace):
-    """Values by the names of flags. ``derive`` sets them; after ``freeze`` they are read-only."""
+    """Flag values by name. ``derive`` sets them; after ``freeze`` they are read-only."""
 
     __slots__ = ("_is_frozen",)
 

@@ -1,4 +1,4 @@
-"""Flags for the job: when a run ends, which checkpoints are kept, how it is validated."""
+"""Flags for the job: when a run ends, which checkpoints are kept, and how it is validated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_ends(add: Add) -> None:
 
 
 def add_step_graph(add: Add) -> None:
-    """Declare the flags for CUDA graphs of a step."""
+    """Declare the flags for capturing a step as a CUDA graph."""
     add(
         "--cuda-graph-impl",
         choices=["none", "local"],

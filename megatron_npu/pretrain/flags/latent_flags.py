@@ -18,7 +18,7 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the attention flags; all except the first only have an effect with it, or with yarn."""
+    """Add the attention flags; all except the first have an effect only with it, or with yarn."""
     add_attention(add)
     add(
         "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"
@@ -33,7 +33,7 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add the attention flags that yarn alone does not have."""
+    """Add the attention flags, except those that also have an effect with yarn alone."""
     add(
         "--multi-latent-attention",
         action="store_true",

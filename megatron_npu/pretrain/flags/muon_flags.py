@@ -17,7 +17,7 @@ COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 
 def add(add: Add) -> None:
-    """Add the flags that only have an effect with ``--optimizer muon``."""
+    """Add the flags that have an effect only with ``--optimizer muon``."""
     add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient average")
     add(
         "--muon-nesterov",
@@ -62,5 +62,5 @@ def add(add: Add) -> None:
 
 
 def installed() -> bool:
-    """Return whether the package with Muon is installed."""
+    """Return whether the package that contains Muon is installed."""
     return is_installed(PACKAGE)

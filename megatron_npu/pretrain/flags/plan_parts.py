@@ -1,7 +1,7 @@
-"""The parts of a run's plan, by subject: frozen, with the flags' names, and each field with its type.
+"""The parts of a run's plan: for each subject, a frozen class whose typed fields are named like the flags.
 
-A room of the built-in trainer takes the part that it needs. ``of`` fills a part in from resolved flags: what
-``validation.check`` returned, or what a checkpoint has stored.
+A part of the built-in trainer takes only the classes that it needs. ``of`` fills a class from resolved flags:
+those that ``validation.check`` returned, or those that a checkpoint has stored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True)
 class Part:
-    """Flags of one subject, as fields of the same names."""
+    """The flags of one subject, as fields of the same names."""
 
     @classmethod
     def of(cls: type[_Part], args: Namespace) -> _Part:
-        """Return the part of resolved flags.
+        """Return this part, filled from resolved flags.
 
         Raises:
-            AttributeError: there is no such flag.
+            AttributeError: a flag is missing.
         """
         derived = cls._derived(args)
         names = [field.name for field in fields(cls) if field.name not in derived]
@@ -35,13 +35,16 @@ class Part:
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        """Return the fields that are not simply the flag of their name."""
+        """Return the values of the fields that do not simply copy the flag of the same name."""
         return {}
 
 
 @dataclass(frozen=True)
 class WandbFlags(Part):
-    """Where Weights & Biases gets a run; ``place`` is its folder, ``config`` all flags, which it shows."""
+    """The destination of a run in Weights & Biases.
+
+    ``place`` is the local folder; ``config`` contains all flags, which the site shows.
+    """
 
     wandb_project: str
     wandb_exp_name: str | None
@@ -56,7 +59,7 @@ class WandbFlags(Part):
 
 @dataclass(frozen=True)
 class SinkFlags(Part):
-    """Where a run is reported; ``train_iters`` is the bar's end, ``wandb`` None without --wandb-project."""
+    """The destinations of a run's reports; ``wandb`` is None without --wandb-project."""
 
     rank: int
     train_iters: int
@@ -74,7 +77,7 @@ class SinkFlags(Part):
 
 @dataclass(frozen=True)
 class ModelSizes(Part):
-    """The sizes from which operations are counted; ``expert_layers``: whether each layer has experts."""
+    """The sizes from which FLOPs are computed; ``expert_layers``: whether each layer has experts."""
 
     hidden_size: int
     num_layers: int
@@ -105,7 +108,7 @@ class ModelSizes(Part):
 
 @dataclass(frozen=True)
 class LogFlags(SinkFlags):
-    """What the log's lines say beside what happened; ``ramps``: whether the global batch grows."""
+    """The flags that the log lines include; ``ramps``: whether the global batch size ramps up."""
 
     world_size: int = 1
     global_batch_size: int = 1
@@ -143,7 +146,7 @@ class SampleFlags(Part):
 
 @dataclass(frozen=True)
 class SaveFlags(Part):
-    """When checkpoints are written, and which stay."""
+    """When checkpoints are written, and which are kept."""
 
     save: str | None
     save_interval: int | None
@@ -154,7 +157,7 @@ class SaveFlags(Part):
 
 @dataclass(frozen=True)
 class LoopFlags(Part):
-    """What is due between two steps."""
+    """What may happen between two steps, and how often."""
 
     log_interval: int
     eval_interval: int | None
@@ -165,7 +168,7 @@ class LoopFlags(Part):
 
 @dataclass(frozen=True)
 class EndFlags(Part):
-    """What ends a run before its last iteration."""
+    """What can end a run before its last iteration."""
 
     exit_signal: str
     exit_signal_handler: bool
@@ -175,7 +178,7 @@ class EndFlags(Part):
 
 @dataclass(frozen=True)
 class GuardFlags(Part):
-    """How bad iterations are found, and what is done about them."""
+    """How bad iterations are detected, and what happens then."""
 
     rerun_mode: str
     loss_spike_policy: str
@@ -186,7 +189,7 @@ class GuardFlags(Part):
 
 @dataclass(frozen=True)
 class EvaluationFlags(Part):
-    """What an evaluation measures; ``samples`` None without --sample-prompt."""
+    """What an evaluation measures; ``samples`` is None without --sample-prompt."""
 
     eval_iters: int
     eval_train_loss: bool
@@ -201,7 +204,7 @@ class EvaluationFlags(Part):
 
 @dataclass(frozen=True)
 class ExpertFlags(Part):
-    """What balances experts; ``layers``: whether each layer has any, those of prediction last."""
+    """How experts are balanced; ``layers``: whether each layer has experts, with prediction layers last."""
 
     num_experts: int | None
     moe_router_load_balancing_type: str | list[str]
@@ -219,7 +222,10 @@ class ExpertFlags(Part):
 
 @dataclass(frozen=True)
 class ModelFlags(Part):
-    """What a GPT is built of beside its configuration; ``yarn_scale``: YaRN's factor of queries and keys."""
+    """What a GPT model is built from besides its configuration.
+
+    ``yarn_scale`` is YaRN's factor for queries and keys.
+    """
 
     normalization: str
     qk_layernorm: bool
@@ -256,7 +262,7 @@ class ModelFlags(Part):
 
 @dataclass(frozen=True)
 class ScheduleFlags(Part):
-    """The schedule of learning rate and weight decay."""
+    """The schedules of learning rate and weight decay."""
 
     lr: float
     min_lr: float
@@ -280,7 +286,7 @@ class ScheduleFlags(Part):
     global_batch_size: int
 
     def in_samples(self) -> tuple[int, int, float, int | None]:
-        """Return the whole run, the decay, the warm-up and the last part of the decay, all in samples."""
+        """Return the length of the run, the decay, the warm-up and the WSD decay, all in samples."""
         unit, names = self.global_batch_size, "iters"
         if self.train_samples is not None:
             unit, names = 1, "samples"

@@ -69,7 +69,7 @@ def add(add: Add) -> None:
 
 
 def add_scaling(add: Add) -> None:
-    """Add the flags that only have an effect with ``--use-rope-scaling``."""
+    """Add the flags that have an effect only with ``--use-rope-scaling``."""
     add(
         "--rope-scaling-type",
         choices=[LLAMA3, DYNAMIC],
@@ -97,7 +97,7 @@ def add_scaling(add: Add) -> None:
 
 
 def add_yarn(add: Add) -> None:
-    """Add the flags that only have an effect with ``--position-embedding-type yarn``."""
+    """Add the flags that have an effect only with ``--position-embedding-type yarn``."""
     add(
         "--yarn-original-max-position-embeddings",
         type=positive,

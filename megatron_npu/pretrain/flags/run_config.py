@@ -1,4 +1,4 @@
-"""``--config FILE`` and ``--preset NAME``: flags from a file, and shapes of known models.
+"""``--config FILE`` and ``--preset NAME``: flags from a file, and the sizes of known models.
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
@@ -62,7 +62,7 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return a command line with the flags of --preset and --config inserted before its own.
 
     Raises:
-        UsageError: the preset or file does not exist, or a line of it is not a flag with a valid value.
+        UsageError: the preset or file does not exist, or a line does not set a flag to a valid value.
     """
     typed, files, presets = _taken_out(argv)
     of_file: list[str] = []
@@ -101,7 +101,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
 
 
 def _line(action: argparse.Action, value: Any) -> str | None:
-    """Return the line that gives a flag a value; None for a switch that sets another one."""
+    """Return the line that sets a flag; None if the flag is a switch that was not used."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"{action.option_strings[0 if value else -1].removeprefix('--')}: true"
     name = action.option_strings[0].removeprefix("--")
@@ -125,7 +125,7 @@ def _quoted(text: str) -> str:
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the command line without --config and --preset, and the values of each."""
+    """Return the command line without --config and --preset, and the values of each of the two."""
     rest: list[str] = []
     values: dict[str, list[str]] = {"--config": [], "--preset": []}
     words = iter(argv)
@@ -150,7 +150,7 @@ def _preset(name: str) -> str:
 
 
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag of a file with its values; a switch that is false is left out."""
+    """Yield each flag of a file with its values; switches that are false are omitted."""
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     seen: set[str] = set()
     for where, line in _lines(path):
@@ -171,7 +171,7 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield where a line that says something is, and the line without its comment."""
+    """Yield the location and the text of each non-empty line, without its comment."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -183,7 +183,11 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _flag_and_value(line: str, where: str) -> tuple[str, str]:
-    """Return what stands before the colon and behind it; a line that is moved in says neither."""
+    """Split a line at its colon.
+
+    Raises:
+        UsageError: the line is indented, or is not of the form ``flag: value``.
+    """
     match = None if line[0].isspace() else _LINE.match(line)
     if match is None or not match["value"]:
         raise UsageError(
@@ -193,7 +197,10 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
 
 
 def _known_flag(given: str, flags: Collection[str], where: str) -> str:
-    """Return the flag that a line names; Megatron's names have both: --override-opt_param-scheduler."""
+    """Return the flag that a line names.
+
+    The name may be spelled with - or _, because Megatron has names such as --override-opt_param-scheduler.
+    """
     name = next((f"--{each}" for each in _spelt(given) if f"--{each}" in flags), "")
     if name and name not in ("--help", "--config"):
         return name

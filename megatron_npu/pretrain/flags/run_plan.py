@@ -22,22 +22,22 @@ from megatron_npu.pretrain.flags.plan_parts import (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run according to its resolved flags.
+    """A run as specified by its resolved flags.
 
     Attributes:
-        rank, world_size: number of this process, and of all processes.
+        rank, world_size: number of this process, and number of all processes.
         data_parallel_size: number of processes with the same part of the model.
         iterations: the last iteration of the whole run, also if its length is given in samples or epochs.
         global_batch_size: sequences per iteration on all ranks.
         micro_batch_size, micro_batches: sequences per forward pass, and passes per iteration.
         seq_length: tokens per sequence.
-        has_data: whether there are data; a model can be saved without.
+        has_data: whether there is data; a model can be saved without it.
         load_from: the checkpoint to resume from; None: start from scratch.
         ramp: the batch size ramp, or None.
-        fully_sharded: what shards the weights: ``megatron``, ``torch`` or None.
-        vocabulary, padded_vocabulary: number of tokens, and of embedding rows.
+        fully_sharded: which FSDP shards the weights: ``megatron``, ``torch`` or None.
+        vocabulary, padded_vocabulary: number of tokens, and number of embedding rows.
         overlap_grad_reduce, overlap_param_gather: which communication overlaps with computation.
-        captures_steps: whether a step is one CUDA graph.
+        captures_steps: whether a step is captured as one CUDA graph.
         takes_over: whether only the weights of ``load_from`` are loaded (--finetune).
         sums_over_context: whether megatron-core divides a loss by the tokens of all context-parallel ranks.
         sizes, log, loop, ends, saves, guard, evaluation, experts, schedule: the flags of one subject each.
@@ -76,7 +76,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Flags) -> RunPlan:
-        """Return the plan of resolved flags, the result of ``validation.check``."""
+        """Return the plan for resolved flags, the result of ``validation.check``."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -110,11 +110,11 @@ class RunPlan:
         )
 
     def batch_behind(self, samples: int) -> int:
-        """Return the size of the next global batch after the given number of sequences."""
+        """Return the size of the global batch that follows the given number of sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
 
     def micro_batches_of(self, samples: int) -> int:
-        """Return the forward passes per rank for the given number of sequences of all ranks."""
+        """Return the number of forward passes per rank for the given number of sequences on all ranks."""
         return samples // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -129,9 +129,9 @@ class RunPlan:
 
 
 def _sums_over_context(args: Flags) -> bool:
-    """Return whether megatron-core wants the tokens of all context-parallel ranks' parts to divide by.
+    """Return whether megatron-core expects the token count of all context-parallel ranks as the divisor.
 
-    Up to 0.12 it multiplies by the number of parts, in a mean over each micro batch.
+    Up to 0.12 it multiplies each micro batch's mean loss by the number of context-parallel ranks.
     """
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     return args.context_parallel_size > 1 and not args.calculate_per_token_loss and version < (0, 13)

@@ -1,7 +1,7 @@
 """Convert between the arguments in Megatron-LM's checkpoints and the trainer's flags.
 
-The trainer's flags have Megatron-LM's names, so this selects names and translates nothing: those of the
-model, its weights and its tokenizer. Flags of the training and of the layout are dropped.
+The trainer's flags have Megatron-LM's names, so nothing is translated; only the names that describe the
+model, its weights and its tokenizer are selected. Flags for training and layout are dropped.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ _NOT_OF_THE_MODEL = tuple(
 
 
 def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for a stock checkpoint's model, without those that follow from its
+    """Return the trainer's arguments for a stock checkpoint's model, except those that follow from its
     tokenizer.
 
     Args:
-        values: the ``args`` of the stock script when it saved.
+        values: the ``args`` that the stock script saved.
 
     Raises:
         UsageError: the trainer does not support the model or tokenizer.
@@ -113,10 +113,10 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of the GPT that computes what a hybrid model of attention and MLPs does.
+    """Return the arguments of a GPT model that is equivalent to a hybrid model of attention and MLP layers.
 
     Raises:
-        UsageError: the hybrid has other layers.
+        UsageError: the hybrid model has other layers.
     """
     pattern = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not pattern:
@@ -126,9 +126,10 @@ def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _counts_the_end(values: Mapping[str, Any]) -> bool:
-    """Return whether ``vocab_size`` counts the end of document, as NullTokenizer's does since 0.18.
+    """Return whether ``vocab_size`` includes the end-of-document token, as NullTokenizer's does since 0.18.
 
-    Before, and with the driver, that is one more. The scripts of 0.18 brought the flag that is looked for.
+    In earlier versions, and in the built-in trainer, that token comes on top of ``vocab_size``. The version
+    is recognized by a flag that the scripts introduced in 0.18.
     """
     counted = values.get("tokenizer_type") == "NullTokenizer" and _END_OF_NULL in values
     return counted and isinstance(values.get("vocab_size"), int)  # anything else is refused with the flags
@@ -164,7 +165,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what TransformerConfig would be told and the driver cannot tell it."""
+    """Yield values for fields of TransformerConfig that the built-in trainer cannot set."""
     import dataclasses
 
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -214,8 +215,9 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
 def beyond(args: Namespace) -> list[str]:
     """Return the settings of a model that the stock scripts do not support, each with the reason.
 
-    Without them the scripts would compute another model; ``--use-checkpoint-args`` does not help, because the
-    scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of this plug-in.
+    With other values the scripts would compute a different model; ``--use-checkpoint-args`` does not help,
+    because the scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of
+    this plug-in.
 
     Args:
         args: the trainer's arguments, after ``validation.check``.

@@ -60,7 +60,7 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         data_check: checks tokenizer and data, and sets values derived from them.
 
     Raises:
-        UsageError: a flag, a file, the machine or a checkpoint is inconsistent with the others.
+        UsageError: a flag, a file, the machine or a checkpoint is invalid, or does not match the others.
     """
     flags = Flags(**vars(args))
     ranges(flags)

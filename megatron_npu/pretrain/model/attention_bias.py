@@ -1,4 +1,4 @@
-"""A bias only in the attention's output projection, for which megatron-core has no flag."""
+"""Add a bias to the attention's output projection only, for which megatron-core has no flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ class BiasedProjection(RowParallelLinear):
 
 
 def add(layers: Any) -> None:
-    """Add this bias to the layers of a spec, one for all or one per layer."""
+    """Give the attention's output projection a bias in all layers of a spec.
+
+    Args:
+        layers: the spec, for all layers or with one entry per layer.
+    """
     for layer in getattr(layers, "layer_specs", [layers]):
         attention = layer.submodules.self_attention.submodules
         if attention.linear_proj is not BiasedProjection and attention.linear_proj is not RowParallelLinear:

@@ -48,10 +48,10 @@ def _config(args: Namespace) -> Any:
 
 
 def _torch_fsdp(config: TransformerConfig, module: torch.nn.Module) -> Any:
-    """Return the chunk sharded layer by layer; what lies outside the layers is gathered for a whole pass.
+    """Return the chunk sharded layer by layer; weights outside the layers stay gathered for a whole pass.
 
-    Upstream would gather the embedding for its own computation alone, and then the output layer, which
-    uses its weight, finds a shard.
+    Upstream would gather the embedding only for its own computation, so that the output layer, which uses the
+    same weight, would find only a shard of it.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
     from megatron.core.transformer.transformer_layer import TransformerLayer

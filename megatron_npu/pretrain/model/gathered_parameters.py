@@ -1,4 +1,4 @@
-"""Gather all parameters that are otherwise gathered during the forward pass."""
+"""Gather all parameters at once that would otherwise be gathered during the forward pass."""
 
 from __future__ import annotations
 

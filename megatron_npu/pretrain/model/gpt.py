@@ -1,7 +1,7 @@
-"""Build the GPT, its optimizer and schedule from flags, with megatron-core's classes and local spec.
+"""Build the GPT model, its optimizer and schedule from flags, with megatron-core's classes and local spec.
 
-Functions that fill in a config of megatron-core take all flags (``args``): which fields it has, each of them
-named as its flag, is decided by the installed version (``data_parallel.of_the_same_name``).
+Functions that fill in a megatron-core config take all flags (``args``), because the installed version decides
+which fields it has; each field has the name of its flag (``data_parallel.of_the_same_name``).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _require_softmax(args: Namespace, known: set[str]) -> None:
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration; the flags of fused attention are in its ``attention_flags``.
+    """Return the model's configuration; the fused-attention flags are in its ``attention_flags``.
 
     Raises:
-        UsageError: megatron-core rejects the combination, or does not support such a softmax.
+        UsageError: megatron-core rejects the combination, or does not support the selected softmax.
     """
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -143,7 +143,8 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
 def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
     """Number the routers of multi-token prediction after those of the other layers.
 
-    Up to megatron-core 0.16 their routers count from 1, so that their losses are added to the first layers'.
+    Up to megatron-core 0.16 their numbers start at 1, so that their losses are added to those of the first
+    layers.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -154,7 +155,7 @@ def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
-    """Return megatron-core's local specification of the layers of a chunk: one for all, or one for each."""
+    """Return megatron-core's local layer spec for a chunk: one for all layers, or one per layer."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if flags.num_experts is None:
@@ -176,10 +177,10 @@ def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> 
 
 
 def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
-    """Return the specification of the layers of multi-token prediction that the chunk has; None: none.
+    """Return the spec of the multi-token prediction layers in the chunk, or None.
 
     Args:
-        layers: what ``_layers`` returned; those of prediction are of the last one's kind.
+        layers: the result of ``_layers``; the prediction layers are like the last of these.
     """
     from megatron.core.models.gpt import gpt_layer_specs
 
@@ -191,7 +192,7 @@ def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any
 
 
 def _stage_is_passed() -> bool:
-    """Return whether chunks are told their number; megatron-core 0.12 keeps it in a global instead."""
+    """Return whether chunks receive their number as an argument; megatron-core 0.12 keeps it in a global."""
     from megatron.core import parallel_state
 
     return "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
@@ -202,7 +203,7 @@ def _stage(stage: int | None) -> dict[str, int | None]:
 
 
 def mean_stage(stage: int | None) -> None:
-    """Set megatron-core 0.12's global number of the interleaved chunk inside the block."""
+    """Set megatron-core 0.12's global variable for the number of the interleaved chunk inside the block."""
     from megatron.core import parallel_state
 
     if stage is not None and not _stage_is_passed():
@@ -210,7 +211,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the first of the model, and whether it is the last.
+    """Return whether a chunk of this process is the first in the model, and whether it is the last.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -255,8 +256,7 @@ def wrapped(
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return the optimizer built by megatron-core: main weights, loss scale, clipping, weight-decay
-    groups."""
+    """Return megatron-core's optimizer: main weights, loss scale, clipping, weight-decay groups."""
     from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -316,7 +316,7 @@ def connect(
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
 ) -> None:
-    """Configure for the pipeline schedules how gradients are scaled, reduced and finalized."""
+    """Set in the configuration how the pipeline schedules scale, reduce and finalize gradients."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(method: str) -> Any:
@@ -334,7 +334,7 @@ def connect(
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of weights of the whole model, each weight counted once.
+    """Parameter counts of the whole model; each weight is counted once.
 
     Attributes:
         total: all weights.
@@ -348,11 +348,11 @@ class Parameters:
 
 
 def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameters:
-    """Return the numbers of weights of the whole model (including vocabulary padding).
+    """Return the parameter counts of the whole model (including vocabulary padding).
 
-    A collective: all ranks must call it. Each counts its share as megatron-core's gradient norm does: without
-    the last stage's copy of a tied embedding, and replicated weights only on the first tensor-parallel rank.
-    Experts are counted over their own ranks.
+    A collective: all ranks must call it. Each rank counts its share as megatron-core's gradient norm does:
+    without the last stage's copy of a tied embedding, and replicated weights only on the first
+    tensor-parallel rank. Experts are counted over their own ranks.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -376,7 +376,7 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return whether a weight of an expert is counted here, and not by another of the ranks that share it."""
+    """Return whether this rank counts an expert's weight, rather than another expert-tensor-parallel rank."""
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

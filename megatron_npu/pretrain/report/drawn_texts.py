@@ -27,7 +27,7 @@ class Samples:
     """Generates samples for the same prompts repeatedly.
 
     Args:
-        flags: the prompts and how they are continued.
+        flags: the prompts, and how they are continued.
         model: this process's chunks.
     """
 
@@ -52,12 +52,12 @@ class Samples:
 
 
 def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's ids; for an empty one the end token, which precedes every text."""
+    """Return a prompt's ids; for an empty prompt, the end token, which precedes every text in training."""
     return tokenizer.encode(prompt) or [tokenizer.eod]
 
 
 def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of ``tokens`` as it stands behind the prompt's."""
+    """Return the text that ``tokens`` add to the prompt's text."""
     if prompt == [tokenizer.eod]:
         return tokenizer.decode(tokens)
     head, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])

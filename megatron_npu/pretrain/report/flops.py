@@ -6,21 +6,21 @@ from megatron_npu.pretrain.flags.plan_parts import ModelSizes
 
 
 def of_step(sizes: ModelSizes) -> float:
-    """Return the operations of one global batch: matrix products only, without those that the mask hides.
+    """Return the operations of one global batch: only matmuls, without those that the causal mask hides.
 
-    A product of [m, k] and [k, n] takes 2mnk operations, and training needs three: forward, the input's
+    A matmul of [m, k] and [k, n] takes 2mnk operations, and training needs three: forward, the input's
     gradient and the weight's gradient. With hidden size h, q the total size of the query heads, g that of the
     keys (and of the values), f the feed-forward size, s the sequence length, V the padded vocabulary and L
     layers, a token costs ::
 
-        6 · (L · (h(q + 2g) + qh + m·hf + q·s) + hV),    m = 3 with SwiGLU, else 2
+        6 · (L · (h(q + 2g) + qh + m·hf + q·s) + hV),    m = 3 with SwiGLU, otherwise 2
 
-    where q·s are scores and weighted values, 2·q·s, of which a causal mask needs half. In a layer with
-    experts, f is the total size used per token, including the shared expert; the router is not counted. This
-    is the same count as Megatron's ``num_floating_point_operations`` (compare arXiv:2104.04473, equation 3).
-    Multi-latent attention has its own products; multi-token prediction adds, per further token, a layer like
-    the last one, a projection from 2h to h, and logits. Recomputed activations are not counted; a window
-    (``--pre-tockens``) is not subtracted.
+    where q·s is half of 2·q·s, the cost of scores and weighted values, because a causal mask needs only half.
+    In a layer with experts, f is the total size used per token, including the shared expert; the router is
+    not counted. This is the same count as Megatron's ``num_floating_point_operations`` (compare
+    arXiv:2104.04473, equation 3). Multi-latent attention has its own matmuls; multi-token prediction adds,
+    per additional token, a layer like the last one, a projection from 2h to h, and logits. Recomputed
+    activations are not counted; a window (``--pre-tockens``) is not subtracted.
     """
     hidden, further = sizes.hidden_size, sizes.mtp_num_layers or 0
     matrices = 3 if sizes.swiglu else 2
@@ -34,7 +34,7 @@ def of_step(sizes: ModelSizes) -> float:
 
 
 def _of_attention(sizes: ModelSizes) -> float:
-    """Return the products of a token in the attention of one layer."""
+    """Return the number of multiplications per token in the attention matmuls of one layer."""
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     if not sizes.multi_latent_attention:
         queries, groups = sizes.kv_channels * heads, sizes.kv_channels * sizes.num_query_groups
@@ -47,6 +47,6 @@ def _of_attention(sizes: ModelSizes) -> float:
 
 
 def _of_experts(sizes: ModelSizes) -> int:
-    """Return the inner sizes of all experts of a token together."""
+    """Return the total inner size of all experts that process a token."""
     shared = sizes.moe_shared_expert_intermediate_size or 0
     return sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or 0) + shared

@@ -54,8 +54,8 @@ class History:
         """Add one JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is not an object of a run; the file may be
-                untrusted.
+            KeyError, TypeError, ValueError, OverflowError: the object was not written by a run; the
+                file may be untrusted.
         """
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
             raise ValueError(f"iteration {row['iteration']!r}")
@@ -90,7 +90,7 @@ class History:
         self.end = row
 
     def _restart(self, row: dict[str, Any]) -> None:
-        """Forget what came after the iteration at which a run begins."""
+        """Discard everything after the iteration at which a run starts."""
         for name in _COUNTED:
             value = row.get(name)
             if value is not None and not (type(value) is int and 0 <= value < _MANY):
@@ -145,7 +145,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reads the file that ``log.Log`` writes, and later its new lines.
+    """Reads the file that ``log.Log`` writes, including lines added later.
 
     Args:
         path: the file; it may not exist yet.
@@ -160,8 +160,8 @@ class Reader:
     def update(self) -> bool:
         """Read new lines; return whether there were any.
 
-        An incomplete line is left for the next time, an invalid one is skipped. A file that has been replaced
-        is read again.
+        An incomplete line is left for the next call, an invalid one is skipped. A file that has been replaced
+        is read again from its beginning.
         """
         if not self.path.exists():
             return False
@@ -179,7 +179,7 @@ class Reader:
 
 
 def read(path: Path) -> History:
-    """Return the history in the file that ``log.Log`` writes."""
+    """Return the history from the file that ``log.Log`` writes."""
     reader = Reader(path)
     reader.update()
     return reader.history
@@ -189,7 +189,7 @@ def draw(history: History, path: Path) -> None:
     """Write a PNG: training and validation loss above, learning rate below.
 
     Raises:
-        ModuleNotFoundError: matplotlib is missing (``validation.check`` tests this before).
+        ModuleNotFoundError: matplotlib is missing (``validation.check`` tests for it earlier).
     """
     with _without_old_garbage():
         _draw(history, path)
@@ -197,10 +197,11 @@ def draw(history: History, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """Free at its end what the block has made in circles, such as a figure and its canvas.
+    """Free objects in reference cycles that the block created, such as a figure and its canvas, at its end.
 
-    Python's collector would find them among the old objects, dozens of pictures later: a hundred megabytes.
-    Kept from running in the block, it leaves them among the young ones, which are looked through at once.
+    Otherwise Python's collector would find them only among the old objects, dozens of plots later, after some
+    hundred megabytes. The collector is disabled in the block, so the objects stay in the young generation,
+    which is quick to collect.
     """
     ran = gc.isenabled()
     gc.disable()

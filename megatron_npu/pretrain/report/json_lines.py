@@ -25,8 +25,10 @@ class JsonLines:
             _end_line(path)
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values; NaN and infinite values become
-        null."""
+        """Append one JSON object: the event, its iteration and values.
+
+        NaN and infinite values become null.
+        """
         if self.path is None:
             return
         row = {"event": event, "iteration": iteration, **values}
@@ -35,7 +37,7 @@ class JsonLines:
 
 
 def _end_line(path: Path) -> None:
-    """End a line in the middle of which a run was killed, so that the next one is not lost with it."""
+    """Complete a line that a killed run left unfinished, so that the next line is not lost with it."""
     with open(path, "ab+", opener=files.own_opener) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
@@ -44,7 +46,7 @@ def _end_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with what JSON cannot say, infinities and not-a-numbers, as None."""
+    """Return the value with infinite and NaN numbers, which JSON cannot express, replaced by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""Log output of a pre-training: lines like Megatron's, JSON lines and TensorBoard curves.
+"""Log output of a pre-training run: lines like Megatron's, JSON lines and TensorBoard curves.
 
-Between two log events a step only costs two Python appends: losses stay on the device, and one reduction per
+Between two log events a step costs only two Python appends: losses stay on the device, and one reduction per
 interval (``loss.means``) gathers them.
 """
 
@@ -28,13 +28,13 @@ _CURVES = "learning_rate grad_norm loss_scale tokens_per_second tflops_per_devic
 
 @dataclass
 class Interval:
-    """What happened since the last log event.
+    """Data recorded since the last log event.
 
     Attributes:
         losses: for each iteration [2], this process's sum of losses and number of tokens.
         norms: gradient norm of each iteration; None if it was skipped.
         batches: number of samples of each iteration, over all ranks.
-        skipped: iterations whose update was skipped.
+        skipped: number of iterations whose update was skipped.
     """
 
     losses: Rows = field(default_factory=Rows)
@@ -90,7 +90,7 @@ class Log(Sinks):
         """Report the iterations of an interval: a log line, a JSON object and TensorBoard curves.
 
         Args:
-            iteration: the last of them, counted from 1 since the start of the run.
+            iteration: number of the last iteration, counted from 1 since the start of the run.
             steps: the iterations.
             of_ranks: each rank's own mean loss (``loss.of_ranks``), if it is reported too.
             of_experts: losses of each layer with experts (``ExpertLosses.take``), if they are reported.
@@ -114,14 +114,14 @@ class Log(Sinks):
             self.scalars(iteration, [("batch-size", row["global_batch_size"])])
 
     def _of_layers(self, of_experts: Mapping[str, list[float]]) -> dict[str, Any]:
-        """Return the mean of each loss of experts, and those of the layers where that is asked for."""
+        """Return the mean of each expert loss over the layers, and if requested the losses of each layer."""
         row: dict[str, Any] = {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
         if self.flags.moe_per_layer_logging:
             row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report the machine and pipeline stage of each rank; nothing for a single rank."""
+        """Report the machine and pipeline stage of each rank; nothing if there is a single rank."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
@@ -178,7 +178,7 @@ class Log(Sinks):
         self.scalars(iteration, curves)
 
     def sample(self, iteration: int, text: Text) -> None:
-        """Report a generated sample, in one line on the console whatever it contains."""
+        """Report a generated sample, as a single line on the console even if it contains line breaks."""
         self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
         self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
         if self._board is not None:
@@ -197,14 +197,14 @@ class Log(Sinks):
 
 
 def _printable(text: str) -> str:
-    """Return a text for the console: escapes for line ends, control codes and what it cannot show."""
+    """Return a text for the console, with line breaks, control codes and unprintable characters escaped."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss), with Megatron's limit of exp(20)."""
+    """Return exp(loss), limited to exp(20) as in Megatron."""
     return math.exp(min(20.0, loss))
 
 

@@ -1,6 +1,6 @@
 """The computation time of each rank: the forward pass of one micro batch per step, before ranks wait.
 
-All ranks' steps take as long as the slowest rank's. Ranks differ in their work before they communicate: data
+Every rank's step takes as long as the slowest rank's. Ranks differ in the work before they communicate: data
 loading, and the first micro batch through their part of the model. Each rank measures this, on the device's
 clock if there is one, and one exchange per log event collects the times.
 """
@@ -29,7 +29,7 @@ class Place:
 
     Attributes:
         host: its machine.
-        stage: its pipeline stage; ranks of a stage compute the same.
+        stage: its pipeline stage; ranks of the same stage do the same computation.
     """
 
     host: str
@@ -40,7 +40,7 @@ class RankTimes:
     """Measures one forward pass per step on this rank, and compares the ranks. Disabled for a single rank.
 
     Args:
-        measures: whether to measure; not if a step's kernels are replayed as a graph.
+        measures: whether to measure; False if a step's kernels are replayed as a graph.
     """
 
     def __init__(self, *, measures: bool) -> None:
@@ -53,11 +53,11 @@ class RankTimes:
             self.places = _places()
 
     def begin(self) -> None:
-        """Measure the next forward pass, because a step starts."""
+        """Start a step: its first forward pass is measured."""
         self._due = self._measures
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a micro batch and measures it if due."""
+        """Return a function that runs a micro batch, and measures it if it is the first one of a step."""
 
         @functools.wraps(step)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,10 @@ class RankTimes:
         return measured if self._measures else step
 
     def take(self) -> list[float]:
-        """Return the milliseconds of each rank since the last call; empty without any. Collective."""
+        """Return each rank's mean forward time in milliseconds since the last call; empty if disabled.
+
+        A collective: all ranks must call it.
+        """
         if not self._measures:
             return []
         marks, self._marks = self._marks, []
@@ -83,7 +86,7 @@ class RankTimes:
         return torch.cat(every).tolist()
 
     def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
-        """Return a log line that names ranks that have become slow, once each time.
+        """Return a log line about ranks that have become slow; each rank is reported once until it recovers.
 
         Args:
             milliseconds: the result of ``take``.
@@ -112,7 +115,7 @@ def _places() -> list[Place]:
 
 
 def _mark() -> Any:
-    """Return a point in time: of the host, or in the queue of the device."""
+    """Return the current time: a host time, or an event in the device's queue."""
     device = devices.current()
     if device.is_host:
         return time.perf_counter()

@@ -16,12 +16,12 @@ ENDS = ("iterations", "exit-interval", "exit-duration", "signal")  # of a run th
 
 
 class Sinks:
-    """The sinks of a run. On ranks other than 0 every method is silent.
+    """The sinks of a run. On ranks other than 0 every method does nothing.
 
     Args:
         flags: the destinations.
         iteration: the first iteration.
-        start: further values for the first JSON object, besides the device.
+        start: additional values for the first JSON object, besides the device.
     """
 
     def __init__(self, flags: SinkFlags, iteration: int, start: dict[str, Any]) -> None:
@@ -68,13 +68,15 @@ class Sinks:
             self._bar.update()
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values; NaN and infinite values become
-        null."""
+        """Append one JSON object: the event, its iteration and values.
+
+        NaN and infinite values become null.
+        """
         self._iteration = iteration
         self._lines.write(event, iteration, values)
 
     def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
-        """Send numbers to TensorBoard and Weights & Biases; None is skipped."""
+        """Send values to TensorBoard and Weights & Biases; None values are skipped."""
         numbers = {name: value for name, value in values if value is not None}
         if self._board is not None:
             for name, value in numbers.items():

@@ -9,7 +9,7 @@ SLOWER = 1.5  # than the median of ranks with the same layers
 
 
 def slow_ranks(milliseconds: Sequence[float], stages: Sequence[int]) -> Mapping[int, float]:
-    """Return the ranks that are slower than others with the same layers, with their factor."""
+    """Return the ranks that are slower than others with the same layers, each with the slowdown factor."""
     if len(milliseconds) != len(stages):
         return {}
     found: dict[int, float] = {}

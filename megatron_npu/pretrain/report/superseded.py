@@ -1,4 +1,4 @@
-"""Move log entries after the last checkpoint of a killed run aside, so that each step occurs once.
+"""Set aside the log entries after the last checkpoint of a killed run, so that each step occurs once.
 
 The lines are moved to ``NAME.superseded.jsonl`` beside the file, so that nothing is lost.
 """
@@ -15,14 +15,14 @@ _COUNTED = ("train", "validation", "sample", "rewind")  # events whose iteration
 
 
 def place_of(path: Path) -> Path:
-    """Return the path of a file's superseded lines."""
+    """Return the path to which a file's superseded lines are moved."""
     return path.with_name(f"{path.stem}.superseded{path.suffix or '.jsonl'}")
 
 
 def put_aside(path: Path, iteration: int) -> None:
-    """Move lines of later iterations than the first one of this run out of a JSON-lines file.
+    """Move the lines about iterations after the start of this run out of a JSON-lines file.
 
-    A line about an interval that ends later is shortened: the losses up to that iteration stay.
+    A line about an interval that ends later is shortened: only the losses up to that iteration are kept.
     """
     if not path.is_file():
         return
@@ -43,7 +43,7 @@ def put_aside(path: Path, iteration: int) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return an event; None: the line is none, or torn."""
+    """Return the event in a line, or None if the line is invalid or incomplete."""
     try:
         row = json.loads(line)
         known = isinstance(row, dict) and isinstance(row["event"], str) and type(row["iteration"]) is int
@@ -53,7 +53,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _up_to(row: dict[str, Any], iteration: int) -> list[bytes]:
-    """Return the log line for the part of an interval up to the checkpoint, or an empty list."""
+    """Return a log line for the part of an interval up to the checkpoint; empty if there is none."""
     losses = row.get("losses")
     if row["event"] != "train" or not isinstance(losses, list):
         return []

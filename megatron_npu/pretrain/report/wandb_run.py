@@ -22,7 +22,7 @@ class WandbRun:
         flags: project, name and contents of the run.
 
     Raises:
-        UsageError: no run can be started, because nobody is logged in or the server cannot be reached.
+        UsageError: no run can be started, because the user is not logged in or the server cannot be reached.
     """
 
     def __init__(self, flags: WandbFlags) -> None:
@@ -75,10 +75,12 @@ def _words(error: Exception) -> str:
 
 
 def _tell_of_server() -> None:
-    """Say which server wandb's settings in the working directory name: it gets the key of the account.
+    """Print the server that wandb's settings in the working directory select.
+
+    That server receives the account's key.
 
     Raises:
-        UsageError: somebody else can have written them.
+        UsageError: another user could have written these settings.
     """
     for folder in (".wandb", "wandb"):  # of which wandb reads one
         path = Path(os.environ.get("WANDB_DIR", ""), folder, "settings")

@@ -1,4 +1,4 @@
-"""Detect bad iterations before their update: repeat, skip, or rewind.
+"""Detect bad iterations before their update, and repeat, skip or rewind them.
 
 ``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
 an unexpected result is computed again from the same state, to distinguish a device that computes wrongly from
@@ -45,7 +45,7 @@ class Replay(Iterator[Any]):
     """An iterator that can repeat the items since ``begin``.
 
     Args:
-        source: iterator of micro batches.
+        source: iterator over micro batches.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -58,11 +58,11 @@ class Replay(Iterator[Any]):
         return self._kept[self._at - 1]
 
     def begin(self) -> None:
-        """Forget earlier items, because an iteration starts."""
+        """Discard earlier items, because a new iteration starts."""
         self._kept, self._at = [], 0
 
     def again(self) -> None:
-        """Repeat the items."""
+        """Repeat the items since ``begin``."""
         self._at = 0
 
 
@@ -89,14 +89,14 @@ class Guard:
         self._data: list[Replay] = []
 
     def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
-        """Return a run's micro batches in a form that can be repeated, if that may be needed."""
+        """Make a run's micro batches repeatable, if that may be needed."""
         if found is None or not self.reruns:
             return found
         self._data = [Replay(each) for each in found]
         return [*self._data]
 
     def begin(self) -> None:
-        """Start an iteration: store what is needed to compute it again."""
+        """Start an iteration: store the state from which it can be computed again."""
         if self.reruns:
             self._random = generators.state()
             for each in self._data:
@@ -147,7 +147,7 @@ class Guard:
     def _again(
         self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Compute an iteration again from the same state; the second result counts."""
+        """Compute an iteration again from the same state; the second result is used."""
         generators.set_state(self._random)
         for each in self._data:
             each.again()
@@ -192,7 +192,7 @@ class Guard:
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run; return where it continues, after the samples already used.
+        """Load a checkpoint of this run; return where training continues, after the samples already used.
 
         Args:
             iteration: iteration of the checkpoint.
@@ -200,7 +200,7 @@ class Guard:
             position: the run's current position, including the samples of the bad iteration.
 
         Raises:
-            DivergedError: the run has returned there too often.
+            DivergedError: the run has returned to this checkpoint too often.
         """
         self._gone_back[iteration] = times = self._gone_back.get(iteration, 0) + 1
         if times > GONE_BACK:
@@ -219,5 +219,5 @@ class Guard:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient, which torch's FSDP shards."""
+    """Return this rank's part of a gradient, which may be sharded by torch's FSDP."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -10,8 +10,9 @@ from megatron_npu import devices
 
 
 class Clock:
-    """Seconds of training only: stopped while a run evaluates, generates samples and saves. It starts
-    stopped.
+    """Measures only the seconds of training: it is stopped during evaluation, sample generation and saving.
+
+    It is initially stopped.
     """
 
     def __init__(self) -> None:

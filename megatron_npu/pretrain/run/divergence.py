@@ -61,8 +61,9 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Finds the first module of a step with a non-finite output. Only in verify mode, because each check
-    synchronizes.
+    """Finds the first module of a step with a non-finite output.
+
+    It is enabled only in verify mode, because each check synchronizes.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class FirstNonFinite:
         verify.forget_bad_output()
 
     def words(self) -> str:
-        """Return a sentence about where it started."""
+        """Return a sentence that names the first such module."""
         if not self.watches:
             return f"{settings.VERIFY.name}=all names the first module whose output is not finite."
         if (where := verify.first_bad_output()) is None:

@@ -1,4 +1,4 @@
-"""Validation between two steps: losses on other data, and samples."""
+"""Validation between two steps: losses on held-out data, and samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_npu.pretrain.run.outcome import Prepared
 
 
 class _TimeIsUpError(Exception):
-    """The run has to end, and what is measured is given up."""
+    """The time limit has passed, and the current evaluation is abandoned."""
 
 
 class Evaluation:
@@ -87,7 +87,7 @@ class Evaluation:
         self.log.test(iteration, self.test_loss)
 
     def _validate(self, position: Position) -> Position:
-        """Measure the loss on the validation samples, and on those of training if a flag says so."""
+        """Measure the loss on the validation samples, and on training samples if a flag requests it."""
         if not self._sets:
             return position
         count, trained = self.plan.evaluation.eval_iters, None
@@ -107,7 +107,7 @@ class Evaluation:
         return checkpoints.advance(position, valid=used)
 
     def _sample(self, iteration: int) -> None:
-        """Draw the texts of --sample-prompt; that the model cannot is no reason to end its training."""
+        """Generate the samples of --sample-prompt; an error is logged and does not end training."""
         if self._samples is None:
             return
         with self._evaluating():
@@ -121,7 +121,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Hold the model in evaluation mode, without gradients."""
+        """Keep the model in evaluation mode, without gradients, inside the block."""
         with (
             watchdog.phase("evaluating"),
             gathered(self._model, overlaps=self.plan.overlap_param_gather),
@@ -136,10 +136,10 @@ class Evaluation:
                     chunk.train()
 
     def _mean_loss(self, dataset: Dataset | None, consumed: int, count: int) -> float:
-        """Return the loss of so many global batches.
+        """Return the mean loss of ``count`` global batches.
 
         Raises:
-            _TimeIsUpError: before the last of them.
+            _TimeIsUpError: the time limit passed before the last of them.
         """
         batches = self._batches(dataset, consumed)
         sums = Rows()

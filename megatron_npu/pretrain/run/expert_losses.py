@@ -1,4 +1,4 @@
-"""Balancing losses of experts for the log; megatron-core adds their gradients itself."""
+"""Collect the balancing losses of experts for the log; megatron-core adds their gradients itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSSES = (*_NAMES.values(), "z_loss")
 
 
 def names(flags: ExpertFlags) -> list[str]:
-    """Return megatron-core's names of a run's balancing losses."""
+    """Return megatron-core's names for a run's balancing losses."""
     if flags.num_experts is None:
         return []
     kinds, weights = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
@@ -36,7 +36,7 @@ def _each(values: _Value | list[_Value]) -> list[_Value]:
 
 
 def _name(kind: str, version: str) -> str:
-    """Return the name of a loss; up to 0.13 that of sequences has no name of its own."""
+    """Return megatron-core's name for a loss; up to 0.13 the sequence-level loss has no separate name."""
     old = tuple(map(int, version.split(".")[:2])) < (0, 14)
     return "load_balancing_loss" if old else _NAMES[kind]
 
@@ -46,8 +46,8 @@ class ExpertLosses:
     """The balancing losses of a run.
 
     Attributes:
-        names: megatron-core's names of these losses.
-        layers: whether each layer has experts; layers of multi-token prediction come last.
+        names: megatron-core's names for these losses.
+        layers: whether each layer has experts; multi-token prediction layers come last.
     """
 
     names: tuple[str, ...]
@@ -61,10 +61,11 @@ class ExpertLosses:
     def take(self, micro_batches: int) -> dict[str, list[float]]:
         """Return each loss of each layer with experts, averaged since the last call.
 
-        Unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must call it.
+        The values are unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must
+        call it.
 
         Args:
-            micro_batches: micro batches per rank since the last call.
+            micro_batches: number of micro batches per rank since the last call.
         """
         from megatron.core import parallel_state
 
@@ -84,7 +85,7 @@ class ExpertLosses:
         }
 
     def forget(self) -> None:
-        """Discard values left by an earlier run of this process, possibly with another number of layers."""
+        """Discard values left by an earlier run in this process, possibly with another number of layers."""
         if self.names:
             from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -94,7 +95,7 @@ class ExpertLosses:
 
 
 def _take_into(row: torch.Tensor, name: str) -> None:
-    """Add what has been measured of a loss, ``[layers]``, and begin again."""
+    """Add the recorded values of a loss, ``[layers]``, to ``row``, and reset them."""
     tracker = _tracker()
     if name not in tracker:
         return

@@ -1,4 +1,4 @@
-"""Check that this machine has enough memory before it is used."""
+"""Check that this machine has enough memory before allocating it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GROUP = Path("/sys/fs/cgroup")  # of a container, where version 2 of control gr
 
 
 def require(needed: int, what: str) -> None:
-    """Check that the given memory is available.
+    """Check that the given amount of memory is available.
 
     Args:
         needed: number of bytes.
         what: what needs the memory.
 
     Raises:
-        UsageError: less is available.
+        UsageError: less memory is available.
     """
     free = available()
     if needed > free:
@@ -46,7 +46,7 @@ def available(group: Path = _GROUP) -> int:
 
 
 def _left_of_the_process() -> int:
-    """Return the bytes that a limit of the process (ulimit -v) leaves it."""
+    """Return the number of bytes that a limit of the process (ulimit -v) still allows."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

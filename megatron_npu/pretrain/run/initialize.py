@@ -34,7 +34,8 @@ def session(args: Flags) -> Iterator[None]:
     """Set up a run inside the block: bug fixes, process groups, current device, seeds.
 
     Args:
-        args: the result of ``validation.check``, or flags stored in a checkpoint: some callers have no plan.
+        args: the result of ``validation.check``, or flags stored in a checkpoint, because some callers have
+            no plan.
     """
     from megatron.core import parallel_state
 
@@ -71,8 +72,8 @@ def session(args: Flags) -> Iterator[None]:
 def deterministic(asked: bool) -> Iterator[None]:
     """Use deterministic algorithms in torch inside the block if ``asked``.
 
-    Two variables are set if they are unset: cuBLAS is deterministic only with such a workspace (otherwise
-    torch raises an error), and NCCL's order of summation depends on its algorithm.
+    Two environment variables are set if they are unset: cuBLAS is deterministic only with a fixed workspace
+    (otherwise torch raises an error), and NCCL's order of summation depends on its algorithm.
     """
     before = torch.are_deterministic_algorithms_enabled()
     if asked:
@@ -86,11 +87,11 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 def _init_process_group(world_size: int, timeout: timedelta) -> None:
-    """Join the group of all processes; a process that is alone needs no address.
+    """Join the group of all processes; a single process needs no address.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that they cannot meet, or they may open too few
-            files for it.
+        UsageError: torchrun has restarted the run with a stale store, so that the processes cannot meet, or
+            the limit of open files is too low.
     """
     backend = devices.current().backend
     watchdog.require_open_files(world_size)
@@ -103,8 +104,9 @@ def _init_process_group(world_size: int, timeout: timedelta) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, host, device and Megatron's tracker; pipeline stages use different seeds, as in
-    Megatron.
+    """Seed Python, numpy, host, device and Megatron's tracker.
+
+    Each pipeline stage uses another seed, as in Megatron.
     """
     from megatron.core import parallel_state, tensor_parallel
 

@@ -45,7 +45,7 @@ def what_is_saved(save: str | None) -> str:
     """Return where an interrupted run can be resumed, as the end of a sentence.
 
     Args:
-        save: folder of its checkpoints; None: none, or not known yet.
+        save: folder of its checkpoints; None: there is none, or it is not known yet.
     """
     if not save:
         return "; nothing was saved"
@@ -58,8 +58,9 @@ def what_is_saved(save: str | None) -> str:
 def wait_for_rank_0_to_report() -> None:
     """Wait until rank 0 has failed, because a launcher stops all ranks when the first one fails.
 
-    If only this rank is wrong, nothing ends it, and it continues to report. So does the first rank of another
-    machine, whose launcher does not notice rank 0 and ends the others there.
+    If only this rank has an error, nothing ends it, and it goes on to report the error itself. The same holds
+    for the first rank on another machine, whose launcher does not notice rank 0 and stops the other ranks
+    there.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
     time.sleep(_SECONDS + (_MORE if os.environ.get("LOCAL_RANK", "0") != "0" else 0))

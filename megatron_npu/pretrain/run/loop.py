@@ -45,7 +45,7 @@ class Trainer:
         log: the run's log.
         on_gradients: called in each iteration with its number and the model's chunks, when every
             ``main_grad`` is complete and before the optimizer's step.
-        began: start time of the command on the clock of ``time.monotonic``; None: now.
+        began: start time of the command, as returned by ``time.monotonic``; None: now.
     """
 
     # what a user can do about a NaN loss
@@ -119,7 +119,7 @@ class Trainer:
         return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
-        """Train one iteration; log, evaluate and save if it is time."""
+        """Train one iteration; log, evaluate and save when due."""
         due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return
@@ -139,7 +139,7 @@ class Trainer:
 
     @watchdog.phase("training")
     def _step(self) -> bool:
-        """Train one iteration; return False where the run has gone back instead."""
+        """Train one iteration; return False if the run has rewound to a checkpoint instead."""
         watchdog.step(self.position.iteration + 1)
         if self.position.iteration in self.plan.loop.iterations_to_skip:
             self._skip_data()
@@ -154,7 +154,7 @@ class Trainer:
         return True
 
     def _compute_gradients(self) -> torch.Tensor:
-        """Compute the gradients of one global batch; return this process's sum of losses and tokens, [2]."""
+        """Compute the gradients of one global batch; return this process's loss sum and token count, [2]."""
         self.nonfinite.forget()
         for chunk in self.state.model:
             chunk.zero_grad_buffer()
@@ -164,11 +164,11 @@ class Trainer:
         return self._forward(self._data, forward_only=False, micro_batches=count)
 
     def _batch(self) -> int:
-        """Return the sequences of all ranks in the iteration that the run stands before."""
+        """Return the number of sequences on all ranks in the next iteration."""
         return self.plan.batch_behind(self.position.train_samples)
 
     def _skip_data(self) -> None:
-        """Pass over the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
+        """Skip the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
         self._report()  # the iterations of a log event follow one another
         for batches in self._data or ():
             for _ in range(self.plan.micro_batches_of(self._batch())):
@@ -180,7 +180,11 @@ class Trainer:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
-        """Return whether an iteration is to count in spite of its fault, after saying so; or end the run."""
+        """Return whether to update the weights despite a fault, which is logged.
+
+        Raises:
+            DivergedError: the loss or gradient is NaN or infinite, and the flags do not allow it.
+        """
         if self.guard.acts:
             return False
         if not fault.is_leap:
@@ -189,7 +193,7 @@ class Trainer:
         return True
 
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
-        """Go back to the last good checkpoint, or leave this update out; return whether that was it."""
+        """Skip this update, or rewind to the last good checkpoint; return False after rewinding."""
         self.saving.wait()  # what is being written may be the last good one
         to = self.guard.goes_back_to() if self.plan.guard.loss_spike_policy == "rewind" else None
         if to is None:
@@ -205,7 +209,7 @@ class Trainer:
         return False
 
     def _count(self, losses: torch.Tensor, norm: float | None, *, updated: bool) -> None:
-        """Note an iteration for the log; the run has come by it."""
+        """Record an iteration for the log, and advance the position."""
         self.interval.losses.add(losses[None])
         self.interval.norms.append(norm)
         self.interval.batches.append(self._batch())
@@ -213,7 +217,7 @@ class Trainer:
         self._advance()
 
     def _update(self, losses: torch.Tensor) -> None:
-        """Update the weights by the gradients that were computed."""
+        """Update the weights with the computed gradients."""
         model, optimizer = self.state.model, self.state.optimizer
         if self.on_gradients is not None:
             self.on_gradients(self.position.iteration + 1, model)
@@ -246,7 +250,7 @@ class Trainer:
         forward_only: bool,
         micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """Run one global batch; return this process's sum of losses and tokens, [2]."""
+        """Run one global batch; return this process's loss sum and token count, [2]."""
         model = self.state.model
         single = len(model) == 1
         iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
@@ -262,12 +266,14 @@ class Trainer:
         return torch.stack(outputs).sum(0) if outputs else self.no_loss
 
     def _check_gradient(self, norm: float | None) -> None:
-        """End a run whose gradient is not a number (fp16 skips such an update and lowers its scale)."""
+        """End the run if the gradient norm is NaN or infinite; fp16 skips such an update and lowers its
+        scale.
+        """
         if norm is not None and not math.isfinite(norm):
             self._diverged(f"the norm of the gradient is {norm} at iteration {self.position.iteration + 1}")
 
     def _check_losses(self, losses: list[float]) -> None:
-        """End a run whose loss is not a number, though its gradient is; say where one spikes."""
+        """End the run if a loss is NaN or infinite although its gradient is finite; log loss spikes."""
         if self.guard.watches:  # which has looked at each before its update
             return
         last = self.position.iteration
@@ -292,7 +298,7 @@ class Trainer:
         )
 
     def _report(self) -> None:
-        """Log what was gathered since the last time."""
+        """Log the iterations since the last report."""
         if not self.interval.losses:
             return
         groups = self.state.optimizer.param_groups
@@ -346,7 +352,7 @@ class Trainer:
         return True
 
     def _finish(self) -> None:
-        """Log the rest, evaluate at the true end, save what is not saved yet."""
+        """Log the remaining iterations, evaluate if training is complete, and save if not saved yet."""
         plan, saves = self.plan, bool(self.plan.saves.save)
         self._report()
         self.saving.wait()
@@ -367,7 +373,7 @@ class Trainer:
 def _forward_step(
     batches: Iterator[data.Batch] | None, model: torch.nn.Module, of_all_parts: bool
 ) -> tuple[Any, Any]:
-    """Run one micro batch through one chunk of the model; the loss is told the tokens ``of_all_parts``."""
+    """Run one micro batch through one model chunk; for ``of_all_parts`` see ``loss.masked_sum``."""
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),

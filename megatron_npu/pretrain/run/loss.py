@@ -1,4 +1,4 @@
-"""The loss: of one micro batch on one process, and its mean over all processes."""
+"""The loss of one micro batch on one process, and its mean over all processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def masked_sum(
     be counted once per context-parallel rank.
 
     Args:
-        mask: [b, s], 1 for tokens that count, else 0.
+        mask: [b, s], 1 for tokens that count, otherwise 0.
         output: [b, s], loss of each token in nats.
         of_all_parts: return the number of tokens of all context-parallel ranks.
     """
@@ -59,8 +59,8 @@ def means(sums: torch.Tensor) -> list[float]:
 def of_ranks(sums: torch.Tensor) -> dict[int, float]:
     """Return each rank's mean loss over its tokens, averaged over the iterations, in nats per token.
 
-    Ranks without a loss of their own are left out: pipeline stages before the last, and all tensor-parallel
-    ranks except the first. A collective: all ranks must call it.
+    Ranks that do not compute a loss of their own are left out: pipeline stages before the last, and all
+    tensor-parallel ranks except the first. A collective: all ranks must call it.
 
     Args:
         sums: [iterations, 2], this process's sum of losses and number of tokens.

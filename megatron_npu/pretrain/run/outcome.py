@@ -1,4 +1,4 @@
-"""What a run of the built-in trainer starts from, and its result."""
+"""The inputs and the result of a run of the built-in trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         state: model, optimizer and schedule.
-        datasets: of training, validation and test samples.
+        datasets: training, validation and test datasets.
         position: where the run starts.
     """
 
@@ -26,18 +26,17 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The outcome of the loop.
+    """The outcome of the training loop.
 
     Attributes:
-        position: where it ended.
+        position: where the loop ended.
         loss_first, loss_last: training loss of the first and last iteration of this process.
         validation_loss: loss of the last evaluation; with several sets their mean.
         validation_losses: loss of each of several sets, by its prefix.
         test_loss: loss of the final evaluation on --test-data-path.
-        seconds, steps: training only.
+        seconds, steps: training time, without evaluation and saving, and number of steps.
         samples: samples of all ranks in these steps.
-        first_seconds, first_steps, first_samples: the part up to the first log event, which includes warming
-            up.
+        first_seconds, first_steps, first_samples: the part up to the first log event, which includes warm-up.
         checkpoint: the last checkpoint written.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
     """
@@ -58,7 +57,7 @@ class Outcome:
     ended_by: str = "iterations"
 
     def samples_per_second(self) -> float | None:
-        """Return the samples per second, without warming up if there is more; None without a step."""
+        """Return the samples per second, without the warm-up if there are later steps; None without steps."""
         if self.steps > self.first_steps:
             return (self.samples - self.first_samples) / (self.seconds - self.first_seconds)
         return self.samples / self.seconds if self.steps else None

@@ -101,5 +101,5 @@ def _steps(stretches: Collection[_Stretch]) -> int:
 
 
 def _middle(stretches: Collection[_Stretch]) -> _Stretch:
-    """Return the one whose time is the median (the upper of two)."""
+    """Return the entry whose time is the median (the upper one of two)."""
     return sorted(stretches, key=lambda stretch: stretch.seconds)[len(stretches) // 2]

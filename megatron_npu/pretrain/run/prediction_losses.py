@@ -1,4 +1,4 @@
-"""Losses of multi-token prediction for the log; megatron-core adds their gradients itself."""
+"""Collect the losses of multi-token prediction for the log; megatron-core adds their gradients itself."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TOKENS = "megatron_npu_tokens"
 
 @dataclass(frozen=True)
 class PredictionLosses:
-    """The losses of a run.
+    """The multi-token prediction losses of a run.
 
     Attributes:
-        further: number of further tokens that are predicted.
+        further: number of additional tokens that are predicted.
     """
 
     further: int
 
     @property
     def names(self) -> list[str]:
-        """Upstream's names of the losses, one per further token."""
+        """Upstream's names for the losses, one per additional token."""
         return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
 
     def take(self) -> dict[str, float]:
@@ -46,13 +46,13 @@ class PredictionLosses:
         return dict(zip(self.names, (losses / tokens).tolist(), strict=True))
 
     def forget(self) -> None:
-        """Discard values left by an earlier run of this process, possibly with another number of layers."""
+        """Discard values left by an earlier run in this process, possibly with another number of layers."""
         if self.further:
             _tracker().clear()
 
 
 def _tracked() -> list[torch.Tensor]:
-    """Return the sums of losses of this process, and of how many tokens; nothing before the last stage."""
+    """Return this process's sums of losses and its token counts; empty on stages before the last."""
     tracker = _tracker()
     return [tracker[name] for name in ("values", "loss_values", TOKENS) if name in tracker]
 

@@ -42,20 +42,20 @@ class Summary:
     """The result of a run, also written to ``<save>/summary.json``. None: not applicable.
 
     Attributes:
-        device, backend, upstream: what it ran on, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
-        simulated: whether the device is simulated, so that times and throughput mean nothing.
+        device, backend, upstream: what the run used, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
+        simulated: whether the device is simulated, so that times and throughput are meaningless.
         ledger: the patch report in one line.
         world_size: number of processes.
         parameters, parameters_without_embeddings: numbers of weights of the whole model.
         active_parameters: weights used per token; fewer with experts.
-        iterations, consumed_samples: since the start of the run.
+        iterations, consumed_samples: counted since the start of the run.
         loss_first, loss_last: training loss of the first and last iteration since the start of the run, in
             nats per token.
-        validation_loss, validation_perplexity: of the last evaluation; with several sets their mean.
+        validation_loss, validation_perplexity: results of the last evaluation; with several sets their mean.
         validation_losses: loss of each of several sets, by its prefix.
         test_loss: loss of the final evaluation on --test-data-path.
-        tokens_per_second, tflops_per_device: of this part of the run without its first log event; of an
-            earlier part's last log event if nothing was left to train.
+        tokens_per_second, tflops_per_device: for this part of the run without its first log event; if nothing
+            was left to train, those of an earlier part's last log event.
         peak_memory_bytes: peak memory of rank 0.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
         checkpoint, plot, metrics: paths.
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit code.
 
     Raises:
-        UsageError: bad input, reported by rank 0; other ranks report it if they are not ended meanwhile.
+        UsageError: bad input, reported by rank 0; other ranks report it too if they are not stopped before.
     """
     initialize.silence_known_warnings()
     args = None
@@ -196,7 +196,7 @@ def train_chunks(
 
 @contextlib.contextmanager
 def _dashboard(places: SinkFlags, address: Address | None) -> Iterator[None]:
-    """Have the page of the run served inside the block, if the flags ask for it."""
+    """Serve the run's dashboard inside the block, if the flags request it."""
     metrics = sinks.metrics_path(places)
     if address is None or places.rank or metrics is None:
         yield
@@ -227,13 +227,13 @@ def _log_start(plan: RunPlan, size: gpt.Parameters, journal: log.Log, position: 
 
 
 def _micro_batches(plan: RunPlan) -> str:
-    """Return how many an iteration has; of a growing batch, from how many to how many."""
+    """Return the number of micro batches per iteration; with a batch size ramp, the first and last number."""
     first = "" if plan.ramp is None else f"{plan.micro_batches_of(plan.ramp.start)} to "
     return f"{first}{plan.micro_batches}"
 
 
 def _say_changes(args: Flags, journal: log.Log) -> None:
-    """Say what differs from the run that saved the checkpoint."""
+    """Log the differences from the run that saved the checkpoint."""
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     if found.is_own:
         for line in resume_changes.since(found, args):
@@ -241,7 +241,7 @@ def _say_changes(args: Flags, journal: log.Log) -> None:
 
 
 def _report(plan: RunPlan, size: gpt.Parameters, outcome: Outcome, journal: log.Log) -> Summary:
-    """Draw the plot, write the summary, return it."""
+    """Draw the plot, and write and return the summary."""
     summary = _summary(plan, size, outcome, journal.past(), journal.draw(), journal.path)
     if plan.saves.save and plan.rank == 0:
         path = Path(plan.saves.save) / "summary.json"

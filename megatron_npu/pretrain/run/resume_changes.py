@@ -1,7 +1,7 @@
-"""Differences between a run and the checkpoint it resumes from, with their effects.
+"""Differences between a run and the checkpoint that it resumes from, with their effects.
 
-One table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are reported by the
-checks (``checkpoint_compatibility``) and listed only on the page.
+This is a single table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are
+reported by the checks (``checkpoint_compatibility``) and listed only on the page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Flag:
     Attributes:
         name: its attribute.
         flag: its spelling.
-        effect: the effect of another value.
+        effect: what a changed value affects.
     """
 
     name: str
@@ -79,11 +79,11 @@ _LONGEST = 100  # characters of a value that are shown
 
 
 def since(found: CheckpointInfo, args: Flags) -> list[str]:
-    """Return the log lines, one per difference; empty without any.
+    """Return the log lines, one per difference; empty if there is none.
 
     Args:
         found: a checkpoint of the built-in trainer.
-        args: the result of ``validation.check``: the table names flags of every subject.
+        args: the result of ``validation.check``, because the table names flags of every subject.
     """
     lines = [*_differences(found.arguments, args)]
     if args.no_load_optim and found.has_optimizer and not args.finetune:

@@ -32,7 +32,7 @@ class Retention:
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
-        """Remove surplus checkpoints after that of an iteration is complete."""
+        """Remove surplus checkpoints, once the checkpoint of an iteration is complete."""
         if not self._acts or self._root is None:
             return
         before, self._before = self._before, path
@@ -49,5 +49,5 @@ class Retention:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether all files are there with their sizes: their contents were read when they were saved."""
+    """Return whether all files exist with the expected sizes; their contents were verified when saved."""
     return not (whole_checkpoints.incomplete(folder) or checksums.of_other_sizes(folder))

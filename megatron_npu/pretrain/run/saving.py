@@ -21,7 +21,7 @@ class Saving:
     Args:
         plan: the plan of the run.
         state: the state to save.
-        clock: the training clock, which is paused meanwhile.
+        clock: the training clock, which is paused while a checkpoint is saved.
         log: the run's log.
 
     Attributes:
@@ -35,10 +35,10 @@ class Saving:
         self._writers = AsyncSaves(plan.flags, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
-        """Write the checkpoint of a position, or start writing it with --async-save. Collective.
+        """Write the checkpoint of a position, or with --async-save start writing it. Collective.
 
         Raises:
-            UnsavedError: it, or the previous one, could not be written.
+            UnsavedError: this checkpoint or the previous one could not be written.
         """
         try:
             with self.clock.paused(), gathered(self.state.model, overlaps=self.plan.overlap_param_gather):
@@ -63,7 +63,7 @@ class Saving:
         """Complete a checkpoint whose background writers have finished. Collective.
 
         Raises:
-            UnsavedError: it could not be written.
+            UnsavedError: the checkpoint could not be written.
         """
         if self._writers is not None and self._writers.busy:
             with self.clock.paused():
@@ -80,7 +80,7 @@ class Saving:
                 self._writers.finish()
 
     def _saved(self, path: Path, iteration: int) -> None:
-        """Note that the checkpoint of an iteration, perhaps an earlier one, is whole."""
+        """Record that the checkpoint of an iteration, possibly an earlier one, is complete."""
         self.last = path
         self.log.say(f" saved {path}")
         self.log.write("checkpoint", iteration, {"path": str(path)})

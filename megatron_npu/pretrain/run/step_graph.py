@@ -1,7 +1,7 @@
-"""Forward and backward of a step as one CUDA graph: --cuda-graph-impl local.
+"""Forward and backward pass of a step as one CUDA graph: --cuda-graph-impl local.
 
 The host then launches one graph instead of thousands of kernels, so steps whose kernels are shorter than the
-Python code between them take only the time of the kernels. It does what upstream's wrapper does
+Python code between them take only the time of the kernels. It does the same as upstream's wrapper
 (``full_cuda_graph.py``, megatron-core 0.16.1), for any megatron-core version and without TransformerEngine.
 """
 
@@ -36,7 +36,7 @@ def on_its_stream(captures: bool) -> Iterator[None]:
 
 
 class StepGraph:
-    """Replaces megatron-core's ``forward_backward_func`` for a model without a pipeline.
+    """Replaces megatron-core's ``forward_backward_func`` for a model without pipeline parallelism.
 
     A graph is captured after ``WARM_UP`` steps, and again when the number of micro batches changes (a batch
     ramp). Evaluation is not captured.
@@ -60,7 +60,7 @@ class StepGraph:
         forward_only: bool,
         **others: Any,
     ) -> list[torch.Tensor]:
-        """Return the result of ``compute``: for each micro batch, its sum of losses and of tokens, [2]."""
+        """Return the result of ``compute``: for each micro batch, its loss sum and token count, [2]."""
         others |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         if forward_only:
             return self._compute(data_iterator=data_iterator, **others)
@@ -79,13 +79,13 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Begin again; what a graph holds of the device's memory is free again."""
+        """Discard the graph, which frees its device memory, and count the warm-up steps again."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()
 
     def _capture(self, batches: list[data.Batch], others: dict[str, Any]) -> None:
-        """Record the kernels of a step; none of them runs."""
+        """Capture the kernels of a step as a graph, without executing them."""
         self._inputs = [{name: _own(value) for name, value in batch.items()} for batch in batches]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -96,7 +96,7 @@ class StepGraph:
         self._graph = graph
 
     def _fill(self, batches: list[data.Batch]) -> None:
-        """Copy the step's data to where the graph reads it."""
+        """Copy the step's data into the buffers that the graph reads."""
         for own, batch in zip(self._inputs, batches, strict=True):
             for name, value in batch.items():
                 if isinstance(value, torch.Tensor):

@@ -23,7 +23,7 @@ class Termination:
 
     Args:
         enabled: whether signals are recorded.
-        signals: the signals; by default SIGTERM and Ctrl-C.
+        signals: the signals; by default SIGTERM and the one sent by Ctrl-C.
     """
 
     def __init__(self, enabled: bool, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -54,15 +54,16 @@ class Deadline:
 
     Args:
         minutes: the limit; None: no limit, and no communication.
-        began: start time of the command on the clock of ``time.monotonic``.
+        began: start time of the command, as returned by ``time.monotonic``.
     """
 
     def __init__(self, minutes: int | None, began: float) -> None:
         self._end = None if minutes is None else began + 60 * minutes
 
     def has_passed(self) -> bool:
-        """Return whether the limit has passed on any process, so that all end together; all ranks must call
-        this.
+        """Return whether the limit has passed on any process, so that all end together.
+
+        All ranks must call this.
         """
         return self._end is not None and _anywhere(time.monotonic() > self._end)
 

@@ -1,4 +1,4 @@
-"""Python runs this at start in every process under ``megatron-npu sim``: its directory is on PYTHONPATH."""
+"""Runs at startup in every Python process under ``megatron-npu sim``: its directory is on PYTHONPATH."""
 
 import importlib.machinery
 import importlib.util
@@ -17,7 +17,7 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _arm(site: str) -> None:
-    """Load activate.py from its file: importing it as part of its package would arm the plug-in."""
+    """Load activate.py from its file, because importing it as part of its package would arm the plug-in."""
     file = os.path.join(os.path.dirname(_HERE), "activate.py")
     spec = importlib.util.spec_from_file_location("megatron_npu.sim.activate", file)
     assert spec is not None

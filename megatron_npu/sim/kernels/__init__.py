@@ -1,7 +1,7 @@
-"""Reference kernels of torch_npu's own operations, and the limits of Ascend's documentation.
+"""Reference kernels of torch_npu's own operations, and the limits in Ascend's documentation.
 
-One file per family declares the kernels, those of attention are in a folder; ``limits`` says what each
-operation may be given.
+One file per family declares the kernels; those of attention are in a folder. ``limits`` holds the conditions
+on each operation's arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SwiGLU and GELU; sums of products are computed in fp32."""
+"""SwiGLU and GELU, computed in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations without a CPU kernel that torch_npu puts in the place of aten's, mostly backwards."""
+"""Operations that torch_npu uses instead of aten's and that have no CPU kernel, mostly backwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEAN = 1  # aten's number of reduction="mean"
 def matmul_backward(
     grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both factors of ``torch.matmul``, None where ``mask`` does not ask for one."""
+    """Return the gradients of both factors of ``torch.matmul``; None for those not requested in ``mask``."""
     if self.dim() == 1 and other.dim() == 1:
         return (grad * other if mask[0] else None), (grad * self if mask[1] else None)
     left, right, result = self, other, grad
@@ -39,7 +39,7 @@ def matmul_backward(
 def repeat_interleave_backward_int(
     grad: Tensor, input: Tensor, repeats: int, dim: int | None = None
 ) -> Tensor:
-    """Return the gradient of ``repeat_interleave`` with one count."""
+    """Return the gradient of ``repeat_interleave`` with a single count."""
     return repeat_interleave_backward_tensor(grad, input, torch.tensor([repeats]), dim)
 
 
@@ -47,7 +47,7 @@ def repeat_interleave_backward_int(
 def repeat_interleave_backward_tensor(
     grad: Tensor, input: Tensor, repeats: Tensor, dim: int | None = None
 ) -> Tensor:
-    """Return the gradient of ``repeat_interleave`` with a count per slice; None as ``dim`` means flat."""
+    """Return the gradient of ``repeat_interleave`` with one count per slice; ``dim`` None means flattened."""
     source = input.flatten() if dim is None else input
     along = 0 if dim is None else dim % input.dim()
     index = torch.repeat_interleave(torch.arange(source.size(along)), repeats.expand(source.size(along)))
@@ -91,5 +91,5 @@ def l1_loss_backward(grad_output: Tensor, input: Tensor, target: Tensor, reducti
 
 @kernel("one_")
 def one_(input: Tensor) -> Tensor:
-    """Fill ``input`` with ones; torch_npu's ``ones`` calls it."""
+    """Fill ``input`` with ones, as torch_npu's ``ones`` does."""
     return input.fill_(1)

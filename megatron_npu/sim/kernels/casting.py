@@ -1,4 +1,4 @@
-"""Casts between dtypes, and between the device's memory formats, which do not exist here."""
+"""Casts between dtypes, and between the device's memory formats, which the simulator does not have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_dtype_cast")
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
-    """Return a copy of ``input`` in the dtype with this ScalarType number."""
+    """Return a copy of ``input`` in the dtype with the given ScalarType number."""
     return input.to(SCALAR_TYPES[dtype], copy=True)
 
 
@@ -25,7 +25,7 @@ def npu_dtype_cast_backward(
 
 @kernel("_npu_dtype_cast")
 def npu_private_dtype_cast(input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of ``input`` in ``dtype``; what ``Tensor.to`` becomes on the device."""
+    """Return a copy of ``input`` in ``dtype``; on the device, ``Tensor.to`` calls this."""
     return input.to(dtype, copy=True)
 
 
@@ -39,10 +39,10 @@ def npu_private_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def npu_format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return a copy in the plain format, whatever the format asked for.
+    """Return a copy in the plain format, whichever format was requested.
 
-    That is what torch_npu itself does while its private formats are switched off
-    (``torch.npu.config.allow_internal_format = False``), so values and shapes agree with such a device.
+    torch_npu itself does the same while its private formats are disabled
+    (``torch.npu.config.allow_internal_format = False``), so values and shapes match such a device.
     """
     return input.clone()
 
@@ -57,5 +57,5 @@ def npu_private_format_cast(input: Tensor, acl_format: int) -> Tensor:
 def npu_format_cast_in_place(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return ``input``, which stays in the plain format."""
+    """Return ``input`` unchanged: it is in the plain format."""
     return input

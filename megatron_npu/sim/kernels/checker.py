@@ -1,4 +1,4 @@
-"""The mechanism of the limits: what one says about an argument, and the error when it does not hold."""
+"""How limits work: conditions on arguments, and the errors for violated ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LimitError(RuntimeError):
 
 
 class NotSimulatedError(LimitError, NotImplementedError):
-    """An argument that hardware takes and the simulator does not."""
+    """An argument is valid on hardware but not supported by the simulator."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Limit:
     Attributes:
         argument: its name in the operation's schema.
         allowed: what the documentation allows, in words; part of the message and of the generated page.
-        holds: the condition, of all arguments as attributes. It is not asked when the argument is None,
-            unless ``even_none``; earlier limits of the same operation hold when it is asked.
-        even_none: ask also when the argument is None.
-        simulated: False where hardware would take the argument and only the simulator does not.
+        holds: the condition, called with all arguments as attributes. It is skipped if the argument is None,
+            unless ``even_none``; earlier limits of the same operation hold when it is called.
+        even_none: check the condition even if the argument is None.
+        simulated: False if hardware accepts the argument and only the simulator does not.
     """
 
     argument: str
@@ -55,7 +55,7 @@ class Limits:
     Attributes:
         source: the document and section they come from.
         limits: the conditions.
-        notes: what is documented but cannot be checked, or what documents contradict each other about.
+        notes: documented conditions that cannot be checked, and contradictions between documents.
     """
 
     source: str
@@ -64,11 +64,11 @@ class Limits:
 
 
 def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
-    """Raise for the first violated limit: operation, argument, given, allowed, source.
+    """Raise an error for the first violated limit, with operation, argument, given, allowed and source.
 
     Raises:
-        LimitError: an argument the documentation does not allow.
-        NotSimulatedError: an argument hardware takes and the simulator does not.
+        LimitError: the documentation does not allow an argument.
+        NotSimulatedError: hardware accepts an argument that the simulator does not support.
     """
     given = SimpleNamespace(**arguments)
     for limit in table.limits:
@@ -82,7 +82,7 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return the text for a value in an error message: of a tensor its dtype and shape."""
+    """Return a value as shown in an error message; for a tensor, its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{_dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -98,13 +98,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype(argument: str, *allowed: torch.dtype) -> Limit:
-    """The tensor, or every tensor of the list, has one of these dtypes."""
+    """Require that the tensor, or every tensor in the list, has one of these dtypes."""
     names = ", ".join(_dtype_name(each) for each in allowed)
     return Limit(argument, f"dtype {names}", lambda a: all(t.dtype in allowed for t in _tensors(a, argument)))
 
 
 def dtype_of(argument: str, other: str) -> Limit:
-    """The tensor has the dtype of another one."""
+    """Require that the tensor has the dtype of another argument."""
     return Limit(
         argument,
         f"the dtype of {other}",
@@ -113,43 +113,43 @@ def dtype_of(argument: str, other: str) -> Limit:
 
 
 def shape_of(argument: str, other: str) -> Limit:
-    """The tensor has the shape of another one."""
+    """Require that the tensor has the shape of another argument."""
     return Limit(
         argument, f"the shape of {other}", lambda a: getattr(a, argument).shape == getattr(a, other).shape
     )
 
 
 def dimensions(argument: str, least: int, most: int | None = None) -> Limit:
-    """The tensor, or every tensor of the list, has between ``least`` and ``most`` dimensions."""
+    """Require that the tensor, or every tensor in the list, has ``least`` to ``most`` dimensions."""
     most = least if most is None else most
     allowed = f"{least} dimensions" if least == most else f"{least} to {most} dimensions"
     return Limit(argument, allowed, lambda a: all(least <= t.dim() <= most for t in _tensors(a, argument)))
 
 
 def one_of(argument: str, *allowed: Any) -> Limit:
-    """The value is one of these."""
+    """Require that the value is one of these."""
     names = " or ".join(repr(each) for each in allowed)
     return Limit(argument, names, lambda a: getattr(a, argument) in allowed)
 
 
 def between(argument: str, least: float, most: float) -> Limit:
-    """``least <= value <= most``."""
+    """Require that ``least <= value <= most``."""
     return Limit(argument, f"{least} to {most}", lambda a: least <= getattr(a, argument) <= most)
 
 
 def absent(argument: str) -> Limit:
-    """The documentation reserves the argument or says that it is not supported."""
+    """Require None: the documentation reserves the argument or says that it is not supported."""
     return Limit(argument, "only None", lambda a: False)
 
 
 def not_simulated(argument: str, *taken: Any) -> Limit:
-    """Hardware takes other values; the simulator takes None and these."""
+    """Require None or one of these values: the simulator does not support others, which hardware accepts."""
     names = " or ".join(repr(each) for each in (None, *taken))
     return Limit(argument, names, lambda a: getattr(a, argument) in taken, simulated=False)
 
 
 def required(argument: str) -> Limit:
-    """The argument is optional in the schema and yet needed."""
+    """Require a value: the argument is optional in the schema but needed."""
     return Limit(argument, "a value", lambda a: getattr(a, argument) is not None, even_none=True)
 
 

@@ -1,7 +1,7 @@
-"""Products that exchange their factors or results between ranks, as one operation.
+"""Matmuls that exchange their factors or results between ranks, as one operation.
 
-The collective is that of the communicator they name, so that its bytes, order and mistakes are what they
-would be as an operation of its own (docs/reference/simulator-hccl.md).
+The collective runs on the named communicator, so its bytes, order and errors are the same as for a separate
+collective (docs/reference/simulator-hccl.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def npu_all_gather_base_mm(
     """Gather ``input`` ``[m, k]`` to ``[world_size * m, k]`` and multiply by ``x2`` ``[k, n]``.
 
     Returns:
-        The product ``[world_size * m, n]``, and what was gathered; nothing ``[0]`` if it is not asked for.
+        The product ``[world_size * m, n]``, and the gathered input, or an empty tensor if it is not
+        requested.
     """
     gathered = input.new_empty(world_size * input.size(0), input.size(1))
     _collective("AllGather", hcom, input, gathered, input.numel())
@@ -100,10 +101,10 @@ def npu_mm_all_reduce_base(
 
 
 def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count: int) -> None:
-    """Run a collective on host memory and wait for its end; ``count``: elements of the smaller buffer.
+    """Run a collective on host memory and wait until it ends; ``count``: elements of the smaller buffer.
 
     Raises:
-        RuntimeError: there is no such communicator, or the ranks' calls do not fit.
+        RuntimeError: there is no such communicator, or the ranks' calls do not match.
     """
     given = given.contiguous()
     dtype = _HCCL_TYPES[given.dtype]

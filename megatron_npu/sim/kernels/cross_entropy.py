@@ -1,4 +1,4 @@
-"""Cross entropy: from logits in one operation, and from the output layer's factors without whole logits."""
+"""Cross entropy: from logits in one operation, or from the output layer's factors without full logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def npu_cross_entropy_loss(
     lse_square_scale_for_zloss: float = 0.0,
     return_zloss: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss (``[n]``, or ``[1]`` when reduced), log probabilities ``[n, c]`` and two empty tensors.
+    """Return the loss (``[n]``, or ``[1]`` if reduced), log probabilities ``[n, c]`` and two empty tensors.
 
     A negative ``ignore_index`` ignores nothing, unlike torch's: every target must be a class.
     """
@@ -50,7 +50,7 @@ def npu_cross_entropy_loss_backward(
     label_smoothing: float = 0.0,
     lse_square_scale_for_zloss: float = 0.0,
 ) -> Tensor:
-    """Return the gradient of the logits ``[n, c]``; label smoothing is excluded by the limits."""
+    """Return the gradient of the logits ``[n, c]``; the limits exclude label smoothing."""
     row_weight = _counted(target, ignore_index)
     if weight is not None:
         row_weight = row_weight * weight[target]
@@ -61,7 +61,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
-    """Return 1 where a target counts and 0 where it is ignored."""
+    """Return 1 for targets that count and 0 for ignored ones."""
     if ignore_index < 0:
         return torch.ones(target.shape, dtype=torch.float32)
     return (target != ignore_index).float()
@@ -76,10 +76,11 @@ def npu_fused_linear_online_max_sum(
     vocab_end_index: int,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's largest logit; relative to it, its sum of exponentials and the logit of its target.
+    """Return the per-row statistics of this vocabulary part that the loss needs.
 
-    Then a bit for each target that is not in the part (the first in the lowest bit; ones fill the last byte),
-    its index in there or 0, and the logits ``[n, v]`` if asked for.
+    These are each row's largest logit; its sum of exponentials and its target's logit, both relative to the
+    largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte is
+    filled with ones); the target's index in the part, or 0; and the logits ``[n, v]`` if requested.
     """
     logits = input.float() @ weight.float().t()
     largest = logits.amax(1)
@@ -102,7 +103,7 @@ def npu_fused_cross_entropy_loss_with_max_sum(
     weight: Tensor | None = None,
     vocab_parallel_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss ``[n]`` and, of logits, their probabilities ``[n, v]``."""
+    """Return the loss ``[n]`` and, if logits are given, their probabilities ``[n, v]``."""
     loss = sum_exp_logits.log() - predicted_logits
     if vocab_parallel_logits is None:
         return loss, loss.new_empty(0)
@@ -122,7 +123,7 @@ def npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
     sum_exp_logits: Tensor | None = None,
     softmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` and ``weight``; that of the logits is rounded as they are."""
+    """Return the gradients of ``input`` and ``weight``; the logits' gradient is rounded to their dtype."""
     if softmax is None:
         logits = input.float() @ weight.float().t()
         softmax = (logits - logits_max[:, None]).exp() / sum_exp_logits[:, None]  # type: ignore[index]

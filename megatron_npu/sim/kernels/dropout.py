@@ -1,4 +1,4 @@
-"""Dropout with the mask packed into bits, as the device keeps it."""
+"""Dropout with the mask packed into bits, as the device stores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 @kernel("_npu_dropout")
 def npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the mask: a bit per element, 1 = kept, lowest first, padded to 128 bits."""
+    """Return the output and the mask: one bit per element, 1 = kept, lowest bit first, padded to 128 bits."""
     keep = randomness.kept(*randomness.advance(), input.numel(), 1 - p)
     return _apply(input, keep, p), pack_bits(keep)
 
@@ -32,13 +32,13 @@ def npu_dropout_gen_mask(
     parallel: bool | None = True,
     sync: bool | None = None,
 ) -> Tensor:
-    """Return the packed mask that an operation draws for this many elements at this seed and offset."""
+    """Return the packed mask that an operation generates for ``count`` elements from this seed and offset."""
     return pack_bits(randomness.kept(seed, offset, torch.Size(size).numel(), 1 - p))
 
 
 @kernel("npu_dropout_backward")
 def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return the gradient, from the packed mask of the forward."""
+    """Return the gradient, using the packed mask of the forward pass."""
     return _apply(grad_output, unpack_bits(mask, grad_output.numel()), p)
 
 
@@ -48,12 +48,12 @@ def _apply(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Return booleans ``[n]`` as bytes, eight to one, n rounded up to 128."""
+    """Pack booleans ``[n]`` into bytes, eight per byte, with n rounded up to a multiple of 128."""
     padded = torch.zeros(-(-bits.numel() // _PADDING) * _PADDING, dtype=torch.uint8)
     padded[: bits.numel()] = bits
     return (padded.view(-1, 8) * _WEIGHTS).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` booleans of ``pack_bits``."""
+    """Return the first ``count`` booleans from the result of ``pack_bits``."""
     return ((packed.unsqueeze(-1) & _WEIGHTS) != 0).flatten()[:count]

@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows with different weights, the experts of a mixture."""
+"""Matmuls of groups of rows with different weights: the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def npu_grouped_matmul_list(
     act_type: int | None = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return the products with cumulative host lengths in ``group_list``, one tensor per group or joined."""
+    """Return the products for cumulative lengths on the host in ``group_list``, per group or joined."""
     return _by_rows(x, weight, bias, group_list, joined=split_item in (2, 3))
 
 
@@ -141,7 +141,7 @@ def npu_grouped_matmul_add(
     group_type: int = K_SPLIT,
     group_list_type: int | None = 0,
 ) -> Tensor:
-    """Return the sum of ``npu_grouped_matmul_add_`` and leave ``input`` alone."""
+    """Return the sum that ``npu_grouped_matmul_add_`` computes, without changing ``input``."""
     return npu_grouped_matmul_add_in_place(
         input.clone(), x, weight, group_list, group_list_type=group_list_type
     )

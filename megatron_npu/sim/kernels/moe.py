@@ -1,6 +1,6 @@
-"""Sorting tokens by expert and back, and the choice of the experts.
+"""Sorting tokens by expert and back, and the selection of experts.
 
-``sorted_indices[i * topk + k]`` is the row of the sorted tokens where the k-th copy of token i lies. -1 or
+``sorted_indices[i * topk + k]`` is the row of the sorted tokens that holds the k-th copy of token i. -1 or
 a row beyond the sorted tokens means that the copy was dropped.
 """
 
@@ -20,7 +20,7 @@ def npu_moe_token_permute(
 ) -> tuple[Tensor, Tensor]:
     """Return ``tokens`` ``[t, h]`` copied once per expert in ``indices`` ``[t, topk]`` and sorted by expert.
 
-    ``num_out_tokens`` keeps the first so many rows, as a slice does: 0 keeps all, -n drops the last n.
+    ``num_out_tokens`` limits the number of rows as a slice does: 0 keeps all, -n drops the last n.
     """
     order, positions = _sort(indices.flatten())
     copies = max(1, indices.numel() // max(1, tokens.size(0)))
@@ -51,7 +51,7 @@ def npu_moe_token_permute_grad(
     sorted_indices: Tensor,
     padded_mode: bool = False,
 ) -> Tensor:
-    """Return the gradient of the tokens, the form of older torch_npu."""
+    """Return the gradient of the tokens, with the signature of older torch_npu versions."""
     copies = 1 if indices.dim() == 1 else indices.size(1)
     return npu_moe_token_permute_grad_v2(
         grad_permuted_tokens, sorted_indices, tokens.size(0), tokens.dtype, copies
@@ -66,7 +66,7 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return ``[t, h]``: the copies of each token added up, times ``probs`` ``[t, topk]`` if given."""
+    """Return ``[t, h]``: the sum of each token's copies, weighted by ``probs`` ``[t, topk]`` if given."""
     shape = (len(sorted_indices), 1) if probs is None else probs.shape
     copies = _copies(permuted_tokens, sorted_indices, *shape)
     if probs is not None:
@@ -82,7 +82,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and what the backward needs of the input: nothing unless there are probabilities."""
+    """Return the result and the input that the backward pass needs, which is empty without probabilities."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -121,7 +121,7 @@ def npu_moe_token_unpermute_grad(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients, the form of older torch_npu."""
+    """Return the gradients, with the signature of older torch_npu versions."""
     return npu_moe_token_unpermute_grad_v2(
         grad_unpermuted_tokens,
         sorted_indices,
@@ -141,7 +141,7 @@ def npu_moe_token_permute_with_routing_map(
     num_out_tokens: int | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens sorted by expert, their probabilities (empty without ``probs``), ``sorted_indices``.
+    """Return the tokens sorted by expert, their probabilities (or an empty tensor) and ``sorted_indices``.
 
     ``routing_map`` and ``probs`` are ``[t, experts]``; each row of the map has the same number of ones.
     """
@@ -163,8 +163,8 @@ def npu_moe_token_permute_with_routing_map_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the tokens and of ``probs`` ``[t, experts]``.
 
-    Without ``probs_grad`` the second is undefined, as in op-plugin, which autograd reads as zeros: so when
-    the sorted probabilities are not used for anything.
+    Without ``probs_grad``, that is, if the sorted probabilities are not used, the second gradient is
+    undefined, as in op-plugin; autograd treats it as zeros.
     """
     copies = _copies(permuted_token_out_grad, sorted_indices, tokens_num)
     grad_tokens = copies.sum(1).to(permuted_token_out_grad.dtype)
@@ -185,7 +185,7 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """Return ``[t, h]``: the copies of each token added up, times their probabilities if given."""
+    """Return ``[t, h]``: the sum of each token's copies, weighted by their probabilities if given."""
     copies = _copies(permuted_tokens, sorted_indices, restore_shape[0])
     if probs is not None:
         assert routing_map is not None  # by the limits
@@ -205,7 +205,8 @@ def npu_private_moe_token_unpermute_with_routing_map(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, two copies of ``sorted_indices`` and the sorted probabilities (empty without them).
 
-    The backward of this mode reads ``sorted_indices`` itself; the other outputs only have the right shape.
+    The backward pass in this mode reads ``sorted_indices`` itself; the other outputs only have the right
+    shape.
     """
     result = npu_moe_token_unpermute_with_routing_map(
         permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map
@@ -247,7 +248,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of the copies by expert, and the row where each copy then lies (int32)."""
+    """Return the stable order of the copies by expert, and the row that each copy then has (int32)."""
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
@@ -255,7 +256,7 @@ def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return fp32 ``rows[positions]``, zeros where a position is no row."""
+    """Return fp32 ``rows[positions]``, with zeros for positions that are not rows."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < rows.size(0))
     gathered = torch.zeros(len(positions), rows.size(1), dtype=torch.float32)
@@ -264,7 +265,7 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = None) -> Tensor:
-    """Return the copies of every token, fp32 ``[tokens, topk, h]``; ``topk`` can be left to be found."""
+    """Return the copies of every token as fp32 ``[tokens, topk, h]``; ``topk`` None: inferred."""
     each = len(positions) // max(1, tokens) if topk is None else topk
     return _gather(rows, positions).view(tokens, each, rows.size(1))
 
@@ -300,8 +301,9 @@ def npu_moe_gating_top_k(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and experts (int32) ``[t, k]`` and, with ``out_flag``, all scores (fp32, ``[t, e]``).
 
-    Softmax (``norm_type`` 0) or sigmoid scores; ``bias`` is added for the choice alone. With groups, experts
-    are chosen from the ``k_group`` of them with the largest score (mode 0) or sum of two (mode 1).
+    Scores are softmax (``norm_type`` 0) or sigmoid; ``bias`` affects only the selection. With groups, experts
+    are selected from the ``k_group`` groups with the largest score (mode 0) or sum of the two largest (mode
+    1).
     """
     scores = x.float().softmax(-1) if norm_type == 0 else x.float().sigmoid()
     preference = scores if bias is None else scores + bias.float()
@@ -329,7 +331,7 @@ def npu_moe_gating_top_k_backward(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> Tensor:
-    """Return the gradient ``[t, e]`` of ``x``, of sigmoid scores ``x_norm``."""
+    """Return the gradient of ``x`` ``[t, e]``, given its sigmoid scores ``x_norm``."""
     chosen, grad = expertIdx.long(), grad_y.float() * routed_scaling_factor
     scores = x_norm.gather(1, chosen)
     total = scores.sum(-1, keepdim=True) + eps

@@ -1,4 +1,4 @@
-"""Norms: RMSNorm, y = x / sqrt(mean(x²) + epsilon) · gamma, and both norms after a residual addition."""
+"""RMSNorm, y = x / sqrt(mean(x²) + epsilon) · gamma, and RMSNorm and layer norm after a residual addition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_rms_norm")
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return y, like ``input``, and 1 / rms in fp32 with the normalised dimensions kept as 1."""
+    """Return y, with the dtype of ``input``, and 1 / rms in fp32 with the normalized dimensions kept as 1."""
     x = input.float()
     rstd = torch.rsqrt(x.pow(2).mean(_normalised(input, gamma), keepdim=True) + epsilon)
     return (x * rstd * gamma.float()).to(input.dtype), rstd
@@ -31,7 +31,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rms_norm(x1 + x2), its 1 / rms, and the sum; torch_npu gives this operation no gradient."""
+    """Return rms_norm(x1 + x2), its 1 / rms, and the sum; torch_npu defines no gradient for this."""
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)
     return y, rstd, total
@@ -46,7 +46,7 @@ def npu_add_layer_norm(
     epsilon: float = 1e-5,
     additional_output: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return layer_norm(x1 + x2), its mean and 1 / deviation in fp32, and the sum if asked for."""
+    """Return layer_norm(x1 + x2), its mean and 1 / deviation in fp32, and the sum if requested."""
     total = x1 + x2
     x, dims = total.float(), _normalised(total, gamma)
     mean = x.mean(dims, keepdim=True)
@@ -65,9 +65,9 @@ def npu_add_layer_norm_backward(
     gamma: Tensor,
     dsum_opt: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the sum (their dtype) twice, and those of gamma and beta (fp32, as there).
+    """Return the gradient of the sum twice, in its dtype, and those of gamma and beta in fp32.
 
-    ``dsum_opt`` is the gradient of the sum itself, which forward gave out.
+    ``dsum_opt`` is the gradient of the sum that the forward pass returned.
     """
     dy = torch.zeros_like(x1).float() if dy_opt is None else dy_opt.float()
     dims = _normalised(x1, gamma)
@@ -81,5 +81,5 @@ def npu_add_layer_norm_backward(
 
 
 def _normalised(input: Tensor, gamma: Tensor) -> tuple[int, ...]:
-    """Return the dimensions that gamma spans: the last ones."""
+    """Return the dimensions that gamma spans, which are the last ones."""
     return tuple(range(input.dim() - gamma.dim(), input.dim()))

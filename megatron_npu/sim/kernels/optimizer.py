@@ -23,10 +23,10 @@ def npu_apply_adam_w(
     *,
     out: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update ``out`` = (var, m, v) in place by a step of AdamW (Loshchilov and Hutter 2019); return them.
+    """Update ``out`` = (var, m, v) in place with an AdamW step (Loshchilov and Hutter 2019); return them.
 
-    ``beta1_power`` and ``beta2_power`` are beta^(t-1), those of the step before: the operation multiplies
-    them by beta itself. Computed in fp32.
+    ``beta1_power`` and ``beta2_power`` are beta^(t-1), those of the previous step: the operation itself
+    multiplies them by beta. Computed in fp32.
     """
     var, m, v = out
     g = grad.float() if not maximize else -grad.float()

@@ -1,4 +1,4 @@
-"""Random numbers of the device's generator that a backward kernel can draw again from (seed, offset)."""
+"""Random numbers from the device's generator that a backward kernel can regenerate from (seed, offset)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK_63_BITS = (1 << 63) - 1
 
 
 def advance() -> tuple[int, int]:
-    """Return (seed, offset) of the current device's default generator and move its offset on."""
+    """Return (seed, offset) of the current device's default generator, and advance its offset."""
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu is imported when a kernel runs
     generator = npu.default_generators[npu.current_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
@@ -22,7 +22,7 @@ def advance() -> tuple[int, int]:
 
 
 def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
-    """Return ``count`` booleans, True with probability ``keep_prob``, the same for the same arguments."""
+    """Return ``count`` booleans, True with probability ``keep_prob``, determined by the arguments."""
     return _uniform(seed, offset, count) < keep_prob
 
 

@@ -1,4 +1,4 @@
-"""Which function computes which operation of torch_npu, and how torch's dispatcher learns of it."""
+"""Which function computes which torch_npu operation, and their registration with torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAMESPACES = ("npu", "aten")
 
 @dataclass(frozen=True)
 class Kernel:
-    """The reference of one operation.
+    """The reference kernel of one operation.
 
     Attributes:
         operation: name and overload without namespace, such as ``npu_apply_adam_w.out``.
         function: the bare computation, on host tensors, without autograd.
-        checked: the same behind the operation's limits; this is what torch calls.
+        checked: the same function after a check of the operation's limits; torch calls this one.
     """
 
     operation: str
@@ -58,9 +58,10 @@ def _library(namespace: str) -> torch.library.Library:
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
     """Declare a function as the computation of operations ``npu::name``, on host tensors.
 
-    It has the parameters of the operation's schema, with the same names, order and defaults: torch leaves out
-    arguments that equal the default. Tensors alias the device's memory; it returns fresh host tensors, or the
-    arguments that it has written. torch_npu keeps schema, Python entry point and autograd formula.
+    It has the parameters of the operation's schema, with the same names, order and defaults: torch omits
+    arguments that equal the default. Tensors alias the device's memory; the function returns new host
+    tensors, or the arguments that it has written to. torch_npu keeps its schema, Python entry point and
+    autograd formula.
     """
 
     def declare(function: _Function) -> _Function:
@@ -72,7 +73,7 @@ def kernel(*operations: str) -> Callable[[_Function], _Function]:
 
 
 def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its operation's limits checked first; as it is where there are none."""
+    """Return the function with a check of its operation's limits; unchanged if it has no limits."""
     table = LIMITS.get(operation)
     if table is None:
         return function
@@ -91,8 +92,8 @@ def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., 
 def register_all() -> list[str]:
     """Register every declared kernel as the CPU kernel of each schema that this torch_npu has.
 
-    The simulator's device kernel calls them with host views of the device's memory, below autograd. An
-    operation of torch_npu that computes and has no kernel raises an error that says so.
+    The simulator's device kernel calls them with host views of the device's memory, below autograd. A
+    torch_npu operation that computes but has no kernel raises an error that says so.
 
     Returns:
         The operations that this torch_npu does not define; the tested version defines all.
@@ -110,9 +111,9 @@ def register_all() -> list[str]:
 
 
 def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
-    """Register a kernel; for host tensors, which hardware cannot compute with, a refusal in front of it.
+    """Register a kernel, and an error for host tensors, with which hardware cannot compute.
 
-    The simulator's device kernel goes to the CPU key directly, past the one for autograd on the host.
+    The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key with the error.
     """
     full = f"{namespace}::{operation}"
     if not _has_kernel(full, "CPU"):
@@ -122,7 +123,7 @@ def _register(library: torch.library.Library, namespace: str, operation: str, ea
 
 
 def _lacks_kernel(name: str) -> bool:
-    """Tell whether an operation is one that torch_npu computes on the device and nothing here does."""
+    """Return whether torch_npu computes an operation on the device but the simulator has no kernel for it."""
     namespace, _, operation = name.partition("::")
     return (
         namespace == "npu"

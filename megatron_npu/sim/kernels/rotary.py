@@ -14,7 +14,7 @@ def npu_rotary_mul(
 ) -> Tensor:
     """Return ``input`` (4 dimensions, the last of size d) rotated by cos ``r1`` and sin ``r2``.
 
-    The device casts cos and sin to the dtype of ``input`` before it multiplies, and so does this.
+    Like the device, this casts cos and sin to the dtype of ``input`` before multiplying.
     """
     x, cos, sin = input.float(), r1.to(input.dtype).float(), r2.to(input.dtype).float()
     turned = _rotate(x, rotary_mode) if rotate is None else x @ rotate.float()
@@ -42,14 +42,14 @@ def npu_apply_rotary_pos_emb(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``query`` and ``key`` in place, although the schema does not say so, and return them."""
+    """Rotate ``query`` and ``key`` in place and return them; the schema does not declare that they change."""
     for tensor in (query, key):
         tensor.copy_(npu_rotary_mul(tensor, cos, sin, rotary_mode))
     return query, key
 
 
 def _rotate(x: Tensor, mode: str) -> Tensor:
-    """Turn the pairs (i, i + d/2) ("half") or (2i, 2i + 1) ("interleave") by a right angle."""
+    """Rotate the pairs (i, i + d/2) ("half") or (2i, 2i + 1) ("interleave") by 90 degrees."""
     if mode == "half":
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)

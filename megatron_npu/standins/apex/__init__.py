@@ -1,1 +1,1 @@
-"""Stand-in for apex: only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""
+"""Stub for apex: only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""

@@ -1,4 +1,4 @@
-"""Stand-in for ``apex.multi_tensor_apply``."""
+"""Stub for ``apex.multi_tensor_apply``."""
 
 from megatron_npu.ops.optimizers.multi_tensor import MultiTensorApply
 

@@ -1,4 +1,4 @@
-"""Stand-in for ``apex.optimizers``."""
+"""Stub for ``apex.optimizers``."""
 
 from megatron_npu.ops.optimizers.adam import FusedAdam
 from megatron_npu.ops.optimizers.sgd import FusedSGD

@@ -1,8 +1,8 @@
-"""What Megatron's gated delta nets take from flash-linear-attention (``fla``), where that package is absent.
+"""What Megatron's gated delta nets import from flash-linear-attention (``fla``) if that package is absent.
 
-Its kernels are Triton's; here the same is plain torch. They stand beside the layers under TransformerEngine's
-names, which a gated delta net is made of: where ``MEGATRON_NPU_TE=local`` asks for them. States of generation
-are refused.
+Its kernels are written in Triton; here the same is computed in plain torch. The stub is installed with
+``MEGATRON_NPU_TE=local``, together with the layers under TransformerEngine's names, on which a gated delta
+net is built. Generation from a state is rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __version__ = "0.0+megatron.npu"  # Transformers takes other names of it from 0.
 
 
 def refuse_states(initial_state: Any, output_final_state: bool) -> None:
-    """Raise UsageError if a text is continued from a state."""
+    """Raise a UsageError if generation from a state is requested."""
     if initial_state is not None or output_final_state:
         raise UsageError(
             "the state of a gated delta net without the package flash-linear-attention",
@@ -28,9 +28,9 @@ def refuse_states(initial_state: Any, output_final_state: bool) -> None:
 
 
 def lengths_of(cu_seqlens: Tensor | None, steps: int) -> list[int]:
-    """Return the lengths of the packed sequences, whose first places and end ``cu_seqlens`` ``[n + 1]`` has.
+    """Return the lengths of the packed sequences whose boundaries are in ``cu_seqlens`` ``[n + 1]``.
 
-    They are read on the host, once for each call. What stands after the last sequence is one more.
+    They are read on the host, once per call. Tokens after the last sequence count as one more sequence.
     """
     if cu_seqlens is None:
         return [steps]

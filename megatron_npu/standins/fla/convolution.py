@@ -1,4 +1,4 @@
-"""``fla.modules.convolution``: the short causal convolution of each channel by itself."""
+"""``fla.modules.convolution``: a short causal convolution of each channel."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``[b, s, d]`` to the same, and no state: ``silu(convolution + bias)``.
+    """Return ``silu(convolution + bias)`` of ``[b, s, d]``, and None instead of a state.
 
     Args:
         x: ``[b, s, d]``; with ``cu_seqlens`` b is 1.
         weight, bias: ``[d, w]`` and ``[d]``.
-        initial_state, output_final_state: refused.
+        initial_state, output_final_state: rejected.
         activation: ``silu`` or ``swish``, which are the same.
         cu_seqlens: where packed sequences begin, ``[n + 1]``, of any integer dtype.
 
     Raises:
-        UsageError: a state is asked for, or another activation.
+        UsageError: a state or another activation is requested.
     """
     refuse_states(initial_state, output_final_state)
     if activation not in ("silu", "swish"):

@@ -1,4 +1,4 @@
-"""``fla.ops.gated_delta_rule``: linear attention's state that forgets and corrects."""
+"""``fla.ops.gated_delta_rule``: linear attention with a decaying, corrected state."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The outputs, ``[b, s, heads, p]``, and no state.
+    """Return the outputs, ``[b, s, heads, p]``, and None instead of a state.
 
     Args:
-        q, k, v, g, beta: those of ``ops.delta_rule.gated_delta_rule``; with ``cu_seqlens`` b is 1.
-        scale: of the outputs; None: ``n ** -0.5`` of keys ``[b, s, heads, n]``.
-        initial_state, output_final_state: refused.
-        use_qk_l2norm_in_kernel: queries and keys get the length one first.
+        q, k, v, g, beta: as in ``ops.delta_rule.gated_delta_rule``; with ``cu_seqlens`` b is 1.
+        scale: factor of the outputs; None: ``n ** -0.5`` for keys ``[b, s, heads, n]``.
+        initial_state, output_final_state: rejected.
+        use_qk_l2norm_in_kernel: whether to scale queries and keys to length one first.
         cu_seqlens: where packed sequences begin, ``[n + 1]``, of any integer dtype.
 
     Raises:
-        UsageError: a state is asked for.
+        UsageError: a state is requested.
     """
     refuse_states(initial_state, output_final_state)
     if use_qk_l2norm_in_kernel:

@@ -1,8 +1,8 @@
-"""What Megatron's Mamba layers take from mamba_ssm to train, where that package is absent.
+"""What Megatron's Mamba layers import from mamba_ssm for training if that package is absent.
 
-They stand beside the layers under TransformerEngine's names, which Mamba's specifications are made of: where
-``MEGATRON_NPU_TE=local`` asks for them. Generation's kernels are not here: upstream asks for each and goes on
-without. Packed sequences are taken one by one.
+The stub is installed with ``MEGATRON_NPU_TE=local``, together with the layers under TransformerEngine's
+names, on which Mamba's specs are built. Generation kernels are missing: upstream checks for each and
+continues without it. Packed sequences are processed one by one.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from torch.nn import Parameter
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm of groups of channels, with a gate: parameter ``weight`` ``[h]``.
+    """RMS norm of groups of channels, with a gate; its parameter is ``weight`` ``[h]``.
 
     Args:
         hidden_size: h.
-        eps: added to the mean of squares.
-        group_size: channels whose mean is taken together; None: all.
-        norm_before_gate: the gate multiplies what the norm gives, else what it takes.
-        device, dtype: of the weight.
+        eps: added to the mean square.
+        group_size: number of channels that are normalized together; None: all.
+        norm_before_gate: whether the gate multiplies the norm's output or its input.
+        device, dtype: device and dtype of the weight.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """``[..., h]``, and perhaps the gate's logits ``[..., h]``, to ``[..., h]``; computed in fp32."""
+        """Normalize ``[..., h]``, with the gate's logits ``[..., h]`` if given; computed in fp32."""
         values = x.float()
         if z is not None and not self.norm_before_gate:
             values = values * F.silu(z.float())

@@ -1,4 +1,4 @@
-"""``mamba_ssm.ops.triton.ssd_combined``: the scan of a Mamba-2 layer, alone and with its convolution."""
+"""``mamba_ssm.ops.triton.ssd_combined``: a Mamba-2 layer's scan, alone and with its convolution."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """``[b, s, heads, p]`` to the same: scan, plus ``D x``, times ``silu(z)``.
+    """Return the scan of ``[b, s, heads, p]``, plus ``D x``, times ``silu(z)``.
 
     Args:
-        x, dt, A, B, C: those of ``ops.state_space.selective_scan``.
-        chunk_size: steps computed together.
+        x, dt, A, B, C: as in ``ops.state_space.selective_scan``.
+        chunk_size: number of steps computed together.
         D: ``[heads]`` or ``[heads, p]``.
         z: ``[b, s, heads, p]``.
         dt_bias: ``[heads]``, added to ``dt``.
-        dt_softplus: then its softplus is taken.
-        seq_idx: ``[1, s]``, the number of each token's sequence, of packed ones; each is scanned by itself.
-        others: states of generation, limits of dt: refused.
+        dt_softplus: whether to apply softplus to the result.
+        seq_idx: ``[1, s]``, the index of each token's packed sequence; each sequence is scanned separately.
+        others: generation states and limits of dt: rejected.
 
     Raises:
-        UsageError: one of them is given, or ``seq_idx`` of another shape.
+        UsageError: one of these is given, or ``seq_idx`` has another shape.
     """
     _refuse(others)
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
@@ -73,20 +73,20 @@ def mamba_split_conv1d_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """All that a layer's first product gives, to what its last one takes: ``[b, s, heads p]``.
+    """Return the input ``[b, s, heads p]`` of a layer's last projection from the output of its first.
 
     Args:
-        zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: gate, values, b, c and steps, side by side.
-        conv1d_weight, conv1d_bias: ``[d, w]`` and ``[d]``, d those of values, b and c.
-        dt_bias, A, D, chunk_size: those of ``mamba_chunk_scan_combined``.
-        headdim: p; None: it is the second size of ``D``.
-        ngroups: of b and c.
-        norm_before_gate: for a norm in between, which no caller here asks for.
-        seq_idx: as there; the convolution begins again with each sequence too.
-        others: refused, as there; also the weights of that norm and of the last product.
+        zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: gate, values, b, c and steps, concatenated.
+        conv1d_weight, conv1d_bias: ``[d, w]`` and ``[d]``, where d is the size of values, b and c.
+        dt_bias, A, D, chunk_size: as in ``mamba_chunk_scan_combined``.
+        headdim: p; None: the second size of ``D``.
+        ngroups: number of groups of b and c.
+        norm_before_gate: for a norm in between, which no caller here requests.
+        seq_idx: as there; the convolution also restarts with each sequence.
+        others: rejected, as there; also the weights of that norm and of the output projection.
 
     Raises:
-        UsageError: one of them is given, ``seq_idx`` of another shape, or an activation that is not silu.
+        UsageError: one of these is given, ``seq_idx`` has another shape, or the activation is not silu.
     """
     _refuse(others | ({} if activation in ("silu", "swish") else {"activation": activation}))
     heads, width = D.size(0), D.size(1) if headdim is None else headdim
@@ -106,7 +106,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _one_by_one(function: Callable[..., Tensor], lengths: list[int], *tensors: Tensor) -> Tensor:
-    """Return what ``function`` makes of each sequence of ``tensors`` ``[b, s, …]``, side by side again."""
+    """Apply ``function`` to each sequence of ``tensors`` ``[b, s, …]``, and concatenate the results."""
     if len(lengths) == 1:
         return function(*tensors)
     parts = zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)
@@ -114,7 +114,7 @@ def _one_by_one(function: Callable[..., Tensor], lengths: list[int], *tensors: T
 
 
 def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
-    """Return how many tokens of ``x`` ``[1, s, …]`` each packed sequence has; they are read on the host."""
+    """Return the number of tokens of each packed sequence in ``x`` ``[1, s, …]``, read on the host."""
     if seq_idx is None:
         return [x.size(1)]
     if seq_idx.shape != (1, x.size(1)) or x.size(0) != 1:

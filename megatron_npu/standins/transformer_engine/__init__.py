@@ -1,14 +1,14 @@
-"""Layers of ours under the names of TransformerEngine's, where that package is absent and they are asked for.
+"""Our layers under TransformerEngine's names, if that package is absent and they are requested.
 
-megatron-core wraps TransformerEngine's modules in classes of its own (``megatron.core.extensions.
-transformer_engine``): constructors, sharded checkpoints and bias conventions are there, a little different in
-every version. These modules are what it wraps: parameter names, attributes and forward passes of
-TransformerEngine 2.6, made of our operations and of megatron-core's own tensor-parallel functions. What is
-another precision (fp8, fp4), or a kernel of CUDA's that nobody here has, is refused with the reason, or is
-not there: upstream asks for each such name and goes on without.
+megatron-core wraps TransformerEngine's modules in its own classes (``megatron.core.extensions.
+transformer_engine``), which define constructors, sharded checkpoints and bias conventions, with small
+differences in every version. The modules here are what these classes wrap: they have the parameter names,
+attributes and forward passes of TransformerEngine 2.6, built on our operations and megatron-core's own
+tensor-parallel functions. Other precisions (fp8, fp4), and CUDA kernels that are not available here, are
+either rejected with the reason or missing: upstream checks for each such name and continues without it.
 
-They stand in ``sys.modules`` under ``transformer_engine`` where ``MEGATRON_NPU_TE=local`` asks for them, and
-never where the real package is installed.
+With ``MEGATRON_NPU_TE=local`` they are in ``sys.modules`` under ``transformer_engine``, but never if the real
+package is installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``transformer_engine.pytorch.attention``.
 
-Upstream's class that wraps ``DotProductAttention`` is replaced by one made of megatron-core's own attention:
-``adaptors.megatron_core.te_layers``.
+Upstream's class that wraps ``DotProductAttention`` is replaced with one based on megatron-core's own
+attention: ``adaptors.megatron_core.te_layers``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megatron_npu.base.errors import UsageError
 
 
 class DotProductAttention(torch.nn.Module):
-    """What upstream's wrapper is derived from; by itself it cannot be made.
+    """The base class of upstream's wrapper; it cannot be instantiated itself.
 
     Raises:
-        UsageError: it is made.
+        UsageError: it is instantiated.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -31,13 +31,13 @@ class DotProductAttention(torch.nn.Module):
 
 
 class _SplitAlongDim:
-    """The one function of it that upstream takes: views of a tensor, along a dimension."""
+    """The class with the one function that upstream uses: views of a tensor along a dimension."""
 
     @staticmethod
     def apply(
         tensor: Tensor, split_dim: int, split_size_or_sections: int | Sequence[int], squeeze: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return ``torch.split``; ``squeeze`` takes the dimension out of each part."""
+        """Return ``torch.split``; with ``squeeze``, remove the dimension from each part."""
         size = split_size_or_sections
         parts = torch.split(tensor, size if isinstance(size, int) else list(size), dim=split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)

@@ -1,4 +1,4 @@
-"""``transformer_engine.common``: the recipes of low precision."""
+"""``transformer_engine.common``: low-precision recipes."""
 
 from __future__ import annotations
 

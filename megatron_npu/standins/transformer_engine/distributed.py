@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.distributed``: recomputation, and the random states of model parallelism."""
+"""``transformer_engine.pytorch.distributed``: recomputation, and RNG states of model parallelism."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``; megatron-core's own recomputes it in the backward pass.
+    """Return ``function(*args, **kwargs)``; megatron-core's own checkpoint recomputes it in backward.
 
     Args:
-        distribute_saved_activations: cut the first argument into as many parts as tensor-parallel ranks.
-        get_rng_state_tracker, tp_group: megatron-core's own are taken.
+        distribute_saved_activations: whether to split the first argument over the tensor-parallel ranks.
+        get_rng_state_tracker, tp_group: ignored; megatron-core's own are used.
     """
     from megatron.core import tensor_parallel
 
@@ -30,7 +30,7 @@ def checkpoint(
 
 
 def activation_recompute_forward(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    """Return a context that changes nothing: it keeps the scales of fp8 between the two forward passes."""
+    """Return a context that does nothing; TransformerEngine's keeps fp8 scales between forward passes."""
     return nullcontext()
 
 
@@ -40,10 +40,10 @@ def is_fp8_activation_recompute_enabled() -> bool:
 
 
 class CudaRNGStatesTracker:
-    """What upstream's tracker for TransformerEngine is derived from; megatron-core's own takes its place.
+    """The base class of upstream's tracker for TransformerEngine; megatron-core's own is used instead.
 
     Raises:
-        UsageError: it is made.
+        UsageError: it is instantiated.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.fp8``: the state of fp8, which is off."""
+"""``transformer_engine.pytorch.fp8``: the global fp8 state, which is always off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class FP8GlobalStateManager:
-    """What upstream asks the state of fp8."""
+    """The queries that upstream makes about the fp8 state."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -19,27 +19,27 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def get_fp8_recipe() -> None:
-        """Return None: there is none in force."""
+        """Return None: no recipe is in use."""
 
 
 def fp8_autocast(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Return a context that changes nothing.
+    """Return a context that does nothing.
 
     Raises:
-        UsageError: ``enabled``.
+        UsageError: ``enabled`` is set.
     """
     return refuse("fp8_autocast") if enabled else contextlib.nullcontext()
 
 
 def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Return a context in which parameters are made in their own precision.
+    """Return a context in which parameters are created in their own precision.
 
     Raises:
-        UsageError: ``enabled``.
+        UsageError: ``enabled`` is set.
     """
     return refuse("fp8_model_init") if enabled else contextlib.nullcontext()
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Return False, and why."""
+    """Return False, and why fp8 is not supported."""
     return False, "layers of megatron_npu under TransformerEngine's names have no fp8"

@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.GroupedLinear``: a linear layer for each expert, in one grouped product."""
+"""``transformer_engine.pytorch.GroupedLinear``: a linear layer for each expert, in one grouped matmul."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from megatron_npu.standins.transformer_engine.layers import Initializer, Linear
 
 
 class GroupedLinear(Linear):
-    """Parameters ``weight0`` ``[o, i]``, ``bias0`` ``[o]``, ``weight1``, …; no communication.
+    """A group of linear layers with parameters ``weight0`` ``[o, i]``, ``bias0`` ``[o]``, ``weight1``, …
+
+    It does not communicate.
 
     Args:
-        num_gemms: how many layers.
-        in_features, out_features: of each, whole over all tensor-parallel ranks.
-        options: those of ``Linear``; ``return_bias`` returns the biases of all.
+        num_gemms: number of layers.
+        in_features, out_features: sizes of each layer, over all tensor-parallel ranks.
+        options: options of ``Linear``; ``return_bias`` returns all biases.
     """
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
@@ -30,10 +32,10 @@ class GroupedLinear(Linear):
     def forward(  # type: ignore[override]  # as TransformerEngine's: a layer of several is told their rows
         self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """``[t, i]``, the rows of each layer together, to ``[t, o]``; with ``return_bias`` also the biases.
+        """Map ``[t, i]``, the rows of each layer together, to ``[t, o]``; may also return the biases.
 
         Args:
-            m_splits: how many rows each has.
+            m_splits: number of rows of each layer.
         """
         rows, biases = inp.reshape(-1, self.in_features), self._each("bias")
         output = grouped_linear(

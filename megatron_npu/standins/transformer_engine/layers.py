@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch``: the linear layers, alone and with the norm before them."""
+"""``transformer_engine.pytorch``: the linear layers, alone and with a preceding norm."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ Initializer = Callable[[Tensor], Any]
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """What the layers have in common: the tensor-parallel group, parameters and their first values.
+    """Common base of the layers: the tensor-parallel group, parameters and their initialization.
 
     Args:
-        tp_group, tp_size: the ranks that share the weights; without a group, which may follow later, the
-            size counts, else that of the group.
-        sequence_parallel: each of them has its part of the sequence outside the layer.
-        get_rng_state_tracker: gives the tracker whose states fill the weights; None: torch's own state.
-        rng_tracker_name: of the state; None: that of the model-parallel ranks.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters; ``meta`` leaves them empty until ``reset_parameters``.
-        fuse_wgrad_accumulation: accumulate gradients of weights into their ``main_grad``.
-        delay_wgrad_compute, symmetric_ar_type: refused.
+        tp_group, tp_size: the ranks that share the weights; the size is used only without a group, which may
+            be set later.
+        sequence_parallel: whether each rank has its part of the sequence outside the layer.
+        get_rng_state_tracker: returns the tracker whose states initialize weights; None: torch's own state.
+        rng_tracker_name: name of the state; None: that of the model-parallel ranks.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters; ``meta`` leaves them empty until ``reset_parameters``.
+        fuse_wgrad_accumulation: whether to accumulate weight gradients into ``main_grad``.
+        delay_wgrad_compute, symmetric_ar_type: rejected.
         others: names of communication buffers, which these layers do not have.
 
     Raises:
-        UsageError: weight gradients are to be computed later, or a symmetric all-reduce, or overlapped
-            communication is asked for.
+        UsageError: delayed weight gradients, a symmetric all-reduce or overlapped communication is requested.
     """
 
     def __init__(
@@ -68,33 +67,33 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._register_load_state_dict_pre_hook(_complete_extra_state, with_module=True)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take the group of the tensor-parallel ranks."""
+        """Set the group of tensor-parallel ranks."""
         self.tp_group = tp_group
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: there is no fp8."""
 
     def get_extra_state(self) -> Tensor:
-        """Return an empty tensor of bytes, as TransformerEngine 2 does for a layer without fp8."""
+        """Return an empty byte tensor, as TransformerEngine 2 does for a layer without fp8."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take None, empty or not: the scales of fp8 mean nothing to weights that are loaded in full."""
+        """Ignore the state: fp8 scales have no meaning for weights that are loaded in full precision."""
         if state is not None and getattr(state, "numel", lambda: 1)():
             _logger.info("%s: the fp8 state in the checkpoint is not used", type(self).__name__)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Fill all parameters with their first values."""
+        """Initialize all parameters."""
         if not defer_init:
             for name, (fill, random) in self._initial.items():
                 with torch.no_grad(), self._random_state() if random else contextlib.nullcontext():
                     fill(getattr(self, name))
 
     def add_parameter(self, name: str, sizes: tuple[int, ...], fill: Initializer, random: bool) -> Any:
-        """Register a parameter; return it, to be marked.
+        """Register a parameter and return it, so that the caller can mark it.
 
         Args:
-            random: it is filled from the state of the tracker.
+            random: whether it is initialized from the tracker's state.
         """
         parameter = Parameter(torch.empty(*sizes, dtype=self.params_dtype, device=self.device))
         self.register_parameter(name, parameter)
@@ -126,7 +125,7 @@ def _refuse_others(others: dict[str, Any]) -> None:
 
 
 def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a checkpoint without ``_extra_state`` be loaded, and one with that of each expert."""
+    """Accept a checkpoint without ``_extra_state``, or with one for each expert."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
         if name != f"{prefix}_extra_state":
             del state_dict[name]
@@ -134,15 +133,15 @@ def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], p
 
 
 class Linear(TransformerEngineBaseModule):
-    """``input @ weight.T + bias``, with the communication of its mode.
+    """A layer ``input @ weight.T + bias``, with the communication of its parallel mode.
 
     Args:
-        in_features, out_features: whole, over all tensor-parallel ranks.
-        bias: whether there is one.
-        init_method: fills the weight.
-        return_bias: return it, do not add it.
-        parallel_mode: ``column``: ranks share what comes out, ``row``: what goes in; None: neither.
-        options: those of ``TransformerEngineBaseModule``.
+        in_features, out_features: sizes over all tensor-parallel ranks.
+        bias: whether to create a bias.
+        init_method: initializes the weight.
+        return_bias: whether to return the bias instead of adding it.
+        parallel_mode: ``column``: the output is split over ranks; ``row``: the input is; None: neither.
+        options: options of ``TransformerEngineBaseModule``.
     """
 
     weight: Parameter
@@ -171,7 +170,7 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
-        """Register what comes before the weight: nothing."""
+        """Register the parameters that precede the weight: none here."""
 
     def _add_weights(self, fill: Initializer) -> None:
         """Register all weights and biases: one of each."""
@@ -181,7 +180,7 @@ class Linear(TransformerEngineBaseModule):
         """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, marked with how ranks share them.
 
         Args:
-            number: follows the names, in a layer of several.
+            number: suffix of the names, in a layer with several weights.
         """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
@@ -198,25 +197,25 @@ class Linear(TransformerEngineBaseModule):
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def take_bias(self) -> None:
-        """From now on add the bias that is returned, and return None, where the product can add it.
+        """From now on add the bias instead of returning it, and return None, if the matmul can add it.
 
-        Not that of rows which ranks share: it follows their sum.
+        A row-parallel layer over several ranks does not: its bias is added after the sum.
         """
         self._takes_bias = self.parallel_mode != "row" or self.tp_size == 1
 
     @property
     def adds_bias(self) -> bool:
-        """Whether the output has the bias; a product with weights that are not trained takes none."""
+        """Whether the output includes the bias; the matmul with an untrained weight does not add one."""
         taken = self.use_bias and self._takes_bias and self.weight.requires_grad
         return self.apply_bias or taken
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """``[s, b, i]`` to ``[s, b, o]``, each as the mode cuts it; with ``return_bias`` also the bias."""
+        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires; may also return the bias."""
         output = self._linear(inp)
         return (output, self._left()) if self.return_bias else output
 
     def _left(self) -> Tensor | None:
-        """Return the bias that the caller is to add."""
+        """Return the bias that the caller must add."""
         return None if self.adds_bias else self.bias
 
     def _linear(self, inp: Tensor) -> Tensor:
@@ -231,7 +230,7 @@ class Linear(TransformerEngineBaseModule):
 
 
 def normal_weights(weight: Tensor) -> None:
-    """Fill a weight as TransformerEngine 2.6 does where no ``init_method`` is given."""
+    """Initialize a weight as TransformerEngine 2.6 does without an ``init_method``."""
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
@@ -241,13 +240,13 @@ class LayerNormLinear(Linear):
     Args:
         eps: added to the variance.
         normalization: ``LayerNorm`` or ``RMSNorm``, which has no bias.
-        zero_centered_gamma: the norm multiplies with its weight + 1.
-        return_layernorm_output: return what the norm gives too; ``return_layernorm_output_gathered``, an
-            attribute, asks for that of the whole sequence.
-        options: those of ``Linear``.
+        zero_centered_gamma: whether the norm's factor is its weight + 1.
+        return_layernorm_output: whether to return the norm's output too; the attribute
+            ``return_layernorm_output_gathered`` requests it for the whole sequence.
+        options: options of ``Linear``.
 
     Raises:
-        UsageError: another normalization.
+        UsageError: the normalization is not supported.
     """
 
     layer_norm_weight: Parameter
@@ -287,7 +286,7 @@ class LayerNormLinear(Linear):
         bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """As ``Linear``; with ``return_layernorm_output`` also ``[s, b, i]``, the norm's, comes last."""
+        """Do what ``Linear`` does; with ``return_layernorm_output`` append the norm's ``[s, b, i]``."""
         handed_on = residual_norm.result_of(self, inp)
         normed = self._normalise(inp) if handed_on is None else handed_on
         results: list[Any] = [self._linear(normed)]
@@ -304,10 +303,10 @@ class LayerNormLinear(Linear):
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """A norm and two linear layers in one: a name that peft 0.20 compares layers with; it cannot be made.
+    """A norm and two linear layers in one: peft 0.20 compares layers with this class; it has no instances.
 
     Raises:
-        UsageError: it is made.
+        UsageError: it is instantiated.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:

@@ -12,17 +12,17 @@ from megatron_npu.ops import norm, residual_norm
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a ``weight``, on our operation.
+    """RMS norm with a ``weight``, computed by our operation.
 
     Args:
         normalized_shape: size of the last dimension.
-        eps: added to the mean of squares.
-        sequence_parallel: the gradient of the weight is summed over the tensor-parallel ranks.
-        zero_centered_gamma: multiply with the weight + 1.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters.
-        hidden_size: another name of ``normalized_shape``, which megatron-core before 0.17 gives.
-        dtype: another name of ``params_dtype``, which TransformerEngine has had since 2.0.
+        eps: added to the mean square.
+        sequence_parallel: whether the weight's gradient is summed over the tensor-parallel ranks.
+        zero_centered_gamma: whether the factor is the weight + 1.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters.
+        hidden_size: another name for ``normalized_shape``, used by megatron-core before 0.17.
+        dtype: another name for ``params_dtype``, which TransformerEngine has had since 2.0.
     """
 
     has_bias = False
@@ -52,13 +52,13 @@ class RMSNorm(torch.nn.Module):
         self._register_load_state_dict_pre_hook(_without_extra_state)
 
     def reset_parameters(self) -> None:
-        """Make the norm the identity up to normalization."""
+        """Initialize the scale to 1 and the bias to 0."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.has_bias:
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., h]`` to ``[..., h]``."""
+        """Normalize ``[..., h]``."""
         result = residual_norm.result_of(self, input)
         if result is not None:
             return result
@@ -67,11 +67,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """Layer norm with a ``weight`` and a ``bias``; arguments as ``RMSNorm``."""
+    """Layer norm with a ``weight`` and a ``bias``; arguments as in ``RMSNorm``."""
 
     has_bias = True
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take out what TransformerEngine's norms have since version 2, and nobody needs."""
+    """Remove the extra state that TransformerEngine's norms have had since version 2; it is not needed."""
     state_dict.pop(f"{prefix}_extra_state", None)

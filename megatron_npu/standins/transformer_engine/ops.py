@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.ops``: activations as modules; chains of fused layers are refused."""
+"""``transformer_engine.pytorch.ops``: activations as modules; chains of fused layers are rejected."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_npu.ops import activation
 
 
 class FusibleOperation(torch.nn.Module):
-    """What the operations are derived from."""
+    """The base class of the operations."""
 
 
 class _Activation(FusibleOperation):
-    """An activation without parameters: ``[..., h]`` to ``[..., h]``, or from ``[..., 2h]`` where gated."""
+    """An activation without parameters: ``[..., h]``, or ``[..., 2h]`` if gated, to ``[..., h]``."""
 
     function: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the function of the class."""
+        """Apply the class's function."""
         return type(self).function(input)
 
 
@@ -69,10 +69,10 @@ class ReGLU(_Activation):
 
 
 class Sequential(FusibleOperation):
-    """Operations that TransformerEngine fuses.
+    """A sequence of operations that TransformerEngine fuses.
 
     Raises:
-        UsageError: it is made.
+        UsageError: it is instantiated.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:

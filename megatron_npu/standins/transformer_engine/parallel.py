@@ -1,4 +1,4 @@
-"""A linear layer's product with the communication of its tensor-parallel mode: megatron-core's functions."""
+"""A linear layer's matmul with the communication of its tensor-parallel mode: megatron-core's functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch import Tensor
 def column(
     input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
 ) -> Tensor:
-    """``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``), a weight ``[o / tp, i]`` to ``[s, b, o / tp]``.
+    """Multiply ``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``) by a weight ``[o / tp, i]``.
 
     Args:
         bias: ``[o / tp]``, added; or None.
         group, size: the tensor-parallel ranks.
-        sequence: each rank has its part of the sequence.
-        fused: accumulate the weight's gradient into its ``main_grad``.
+        sequence: whether each rank has its part of the sequence.
+        fused: whether to accumulate the weight's gradient into its ``main_grad``.
+
+    Returns:
+        ``[s, b, o / tp]``.
     """
     return _product(input, weight, bias, fused, size > 1 and not sequence, sequence, group)
 
@@ -27,9 +30,11 @@ def column(
 def row(
     input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
 ) -> Tensor:
-    """``[s, b, i / tp]``, a weight ``[o, i / tp]`` to ``[s, b, o]`` (``[s / tp, b, o]`` with ``sequence``).
+    """Multiply ``[s, b, i / tp]`` by a weight ``[o, i / tp]``; return ``[s, b, o]``.
 
-    Args: as ``column``; the bias ``[o]`` is added to the sum over the ranks.
+    With ``sequence`` the result is ``[s / tp, b, o]``.
+
+    Args: as in ``column``; the bias ``[o]`` is added to the sum over the ranks.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -43,7 +48,7 @@ def row(
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
-    """``[s / tp, b, h]`` of each rank to ``[s, b, h]``."""
+    """Gather ``[s / tp, b, h]`` of each rank to ``[s, b, h]``."""
     from megatron.core.tensor_parallel import mappings
 
     return mappings.gather_from_sequence_parallel_region(part, True, group=group)
@@ -77,7 +82,7 @@ def _product(
 
 
 def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return those options that the function takes: 0.12's know one tensor-parallel group alone."""
+    """Return the options that the function accepts: functions of 0.12 know only one tensor-parallel group."""
     return {name: value for name, value in options.items() if name in _parameters(function)}
 
 

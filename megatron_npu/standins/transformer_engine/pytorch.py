@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch``: what megatron-core takes from it."""
+"""``transformer_engine.pytorch``: the names that megatron-core imports from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``transformer_engine.common.recipe``: recipes of fp8 and fp4, each of which is refused."""
+"""``transformer_engine.common.recipe``: fp8 and fp4 recipes, all of which are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:
-    """Say why there is no such precision.
+    """Report why this precision is not supported.
 
     Raises:
         UsageError: always.
@@ -22,7 +22,7 @@ def refuse(asked: str) -> NoReturn:
 
 
 class Format(enum.Enum):
-    """The names of fp8's formats, for configurations that hold one."""
+    """The names of the fp8 formats, for configurations that contain one."""
 
     E4M3 = "e4m3"
     E5M2 = "e5m2"
@@ -30,7 +30,7 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """A recipe; none can be made.
+    """A recipe, which cannot be instantiated.
 
     Raises:
         UsageError: always.
@@ -41,15 +41,15 @@ class Recipe:
 
 
 class DelayedScaling(Recipe):
-    """fp8, scales of earlier steps."""
+    """fp8 with scales from earlier steps."""
 
 
 class Float8CurrentScaling(Recipe):
-    """fp8, a scale for each tensor."""
+    """fp8 with one scale per tensor."""
 
 
 class Float8BlockScaling(Recipe):
-    """fp8, a scale for each block."""
+    """fp8 with one scale per block."""
 
 
 class MXFP8BlockScaling(Recipe):

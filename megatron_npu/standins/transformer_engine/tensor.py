@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.tensor``: what upstream asks whether a parameter is."""
+"""``transformer_engine.pytorch.tensor``: classes with which upstream checks parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class QuantizedTensor:
-    """No tensor is one.
+    """A quantized tensor class; no tensor is an instance of it.
 
     Raises:
-        UsageError: one is to be made.
+        UsageError: an instance is created.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:

@@ -1,5 +1,5 @@
-"""Adaptors of bigscience's Megatron-DeepSpeed at 8387ae17, whose models DeepSpeed's engine may train.
+"""Adaptors for bigscience's Megatron-DeepSpeed at 8387ae17, whose models DeepSpeed's engine can train.
 
-One module per subject; its docstring says what of upstream it connects. An adaptor only records patches; see
-``patching``. What upstream shares with Megatron-LM is in ``shared``.
+There is one module per subject; its docstring names the upstream code that it connects. An adaptor only
+records patches; see ``patching``. ``shared`` holds what this upstream has in common with Megatron-LM.
 """

@@ -1,4 +1,4 @@
-"""``ParallelAttention`` of ``megatron.model.transformer``: fused attention; the softmax for alibi."""
+"""``ParallelAttention`` of ``megatron.model.transformer``: fused attention, and the softmax for alibi."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``; with ``get_key_value`` the cache in a list too.
+    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and bias ``[h]``; with ``get_key_value`` also return the cache.
 
     Raises:
-        UsageError: a window with alibi.
+        UsageError: a window is requested together with alibi.
     """
     from megatron import get_args
 
@@ -79,7 +79,7 @@ def forward(
 
 
 def _masks_of_this_rank(dropout_p: float) -> AbstractContextManager[Any]:
-    """Heads are split, so each rank draws masks of its own."""
+    """Return a context in which each rank draws its own dropout masks, because heads are split over ranks."""
     from megatron import mpu
 
     return mpu.get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext()  # type: ignore[no-any-return]
@@ -95,19 +95,19 @@ def _refuse_window(flags: AttentionFlags) -> None:
 
 
 def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with those of the cache in front of them."""
+    """Return keys and values with the cached ones prepended."""
     if past is None:
         return key, value
     return cat([past[0].type_as(key), key]), cat([past[1].type_as(value), value])
 
 
 def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the part of a mask that is of these tokens, ``[.., sq, sk]``: a curriculum shortens them."""
+    """Return the part ``[.., sq, sk]`` of a mask for these tokens, which a curriculum may have shortened."""
     return None if mask is None else mask[..., first : first + query.size(0), : key.size(0)]
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value, ``[s, b, n, d]``; the last two of ``[sk, b, h]`` encoded, if given."""
+    """Return query, key and value ``[s, b, n, d]``; ``encoded``, if given, gives key and value."""
     heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
     if encoded is None:
         mixed, _ = self.query_key_value(hidden)
@@ -119,7 +119,7 @@ def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor,
 
 
 def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return query and key by their positions; upstream cannot with a cache (it asks a tuple for numel)."""
+    """Rotate query and key by their positions; upstream fails with a cache (it calls numel on a tuple)."""
     keys, behind = key.size(0), key.size(0) - query.size(0)
     cosine, sine = (table[:, None] for table in self.rotary_emb(value, seq_len=keys))
     return (
@@ -134,10 +134,10 @@ def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     "has a mask, as without --deepspeed",
 )
 def forward_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """``[b, n, sq, sk]`` scores to probabilities of the same shape and dtype.
+    """Map scores ``[b, n, sq, sk]`` to probabilities of the same shape and dtype.
 
-    A causal mask that forbids more than the future (``--reset-attention-mask``) counts; what queries behind
-    cached keys see, the mask says alone.
+    A causal mask that hides more than later keys (``--reset-attention-mask``) is respected; with cached keys,
+    only the mask says what a query sees.
     """
     causal = self.attn_mask_type.name == "causal" and input.size(-2) == input.size(-1)
     return softmax.scale_mask_softmax(input, mask, self.scale, causal)

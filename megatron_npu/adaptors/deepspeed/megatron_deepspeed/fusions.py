@@ -1,4 +1,4 @@
-"""Element-wise functions that upstream leaves to TorchScript's fusers, which know no NPU.
+"""Element-wise functions that upstream leaves to TorchScript's fusers, which do not support NPUs.
 
 Connects ``fused_bias_gelu``, ``transformer``, ``glu_activations``, ``positional_embeddings`` and ``utils`` of
 ``megatron.model``.
@@ -19,25 +19,25 @@ fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
-    """``a * b`` for ``input = [a, b]``, ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020), as those below."""
+    """Return ``a * b`` for ``input = [a, b]``, ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020), as below."""
     value, gate = input.chunk(2, -1)
     return value * gate
 
 
 def geglu(input: Tensor) -> Tensor:
-    """``a * gelu(b)``, exact form."""
+    """Return ``a * gelu(b)``, exact form."""
     value, gate = input.chunk(2, -1)
     return value * activation.gelu(gate)
 
 
 def reglu(input: Tensor) -> Tensor:
-    """``a * relu(b)``."""
+    """Return ``a * relu(b)``."""
     value, gate = input.chunk(2, -1)
     return value * F.relu(gate)
 
 
 def swiglu(input: Tensor) -> Tensor:
-    """``a * silu(b)``: the gate is the second half, unlike that of ``ops.activation``."""
+    """Return ``a * silu(b)``: the gate is the second half, unlike in ``ops.activation``."""
     value, gate = input.chunk(2, -1)
     return value * F.silu(gate)
 
@@ -53,7 +53,7 @@ constant(
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Turn ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the tables ``[s, 1, d]`` from row ``offset`` on."""
+    """Rotate ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the tables ``[s, 1, d]`` from row ``offset`` on."""
     return _turn(q, cos, sin, offset), _turn(k, cos, sin, offset)
 
 

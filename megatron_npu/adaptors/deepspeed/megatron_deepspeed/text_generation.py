@@ -1,4 +1,4 @@
-"""``megatron.text_generation_utils``, used by ``tools/generate_samples_gpt.py``."""
+"""``megatron.text_generation_utils`` for ``tools/generate_samples_gpt.py``: sample no padding tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around
     until="8387ae17 is its last commit: for ever",
 )
 def forward_without_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let tokens that the tokenizer has no text for be impossible: ``[b, s, v]`` logits, v padded."""
+    """Set the logits ``[b, s, v]`` of tokens that only pad the vocabulary to minus infinity; v is padded."""
     from megatron import get_tokenizer, mpu
 
     result = original(*args, **kwargs)

@@ -10,11 +10,11 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Refuse options that cannot work.
+    """Reject options that cannot work.
 
     Raises:
-        UsageError: ``--cpu-optimizer``; ``--universal-checkpoint``; with ``--deepspeed``: what its
-            configuration cannot do.
+        UsageError: ``--cpu-optimizer`` or ``--universal-checkpoint`` is given, or ``--deepspeed`` with a
+            configuration that DeepSpeed does not support.
     """
     if args.cpu_optimizer:
         raise UsageError(

@@ -1,5 +1,5 @@
-"""Adaptors of deepspeedai's Megatron-DeepSpeed at 4efb479d, which carries a megatron-core 0.2.0 of its own.
+"""Adaptors for deepspeedai's Megatron-DeepSpeed at 4efb479d, which includes its own megatron-core 0.2.0.
 
-One module per subject; its docstring says what of upstream it connects. An adaptor only records patches; see
-``patching``. What upstream shares with the other trees of old is in ``shared``.
+There is one module per subject; its docstring names the upstream code that it connects. An adaptor only
+records patches; see ``patching``. ``shared`` holds what this upstream has in common with the other old trees.
 """

@@ -1,4 +1,4 @@
-"""Connect what this upstream shares with others, from ``shared`` and ``deepspeed``."""
+"""Connect what this upstream has in common with others, from ``shared`` and ``deepspeed``."""
 
 from __future__ import annotations
 

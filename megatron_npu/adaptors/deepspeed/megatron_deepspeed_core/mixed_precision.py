@@ -1,4 +1,4 @@
-"""16-bit training without DeepSpeed's engine: names of dtypes, and the flag of old NPUs."""
+"""16-bit training without DeepSpeed's engine: dtype names, and the overflow flag of older NPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for _name in mixed_precision.SCHEDULES:
     why="it compares Tensor.type(), which says cuda to Megatron, with the name of DeepSpeed's device",
 )
 def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let DeepSpeed's device be called cuda while parameters are sorted by their types."""
+    """Report DeepSpeed's device as cuda while parameters are sorted by their tensor types."""
     from megatron.optimizer import optimizer
 
     real = optimizer.get_accelerator
@@ -47,7 +47,7 @@ def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 class _NamedCuda:
-    """DeepSpeed's device under another name."""
+    """DeepSpeed's accelerator, except that its device name is ``cuda``."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: those of ``megatron.model`` for devices other than CUDA."""
+"""Layer norm and RMS norm: the ``megatron.model`` versions for devices other than CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
     until=UNTIL,
 )
 def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Leave out which of CUDA's kernels is meant; --apply-layernorm-1p is refused (unsupported_options)."""
+    """Drop the arguments that select a CUDA kernel; --apply-layernorm-1p is rejected elsewhere."""
     original(self, *args, **{name: value for name, value in kwargs.items() if name not in _OF_CUDA})
 
 
@@ -32,11 +32,11 @@ def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     why="torch's refuses a weight of another dtype than the input, as with --fp32-residual-connection",
 )
 def forward(self: Any, x: Tensor) -> Tensor:
-    """``[..., h]`` to ``[..., h]`` in the dtype of the weight."""
+    """Apply layer norm to ``[..., h]``; the result has the weight's dtype."""
     return norm.mixed_norm(x, self.weight, self.bias, self.eps)
 
 
 @replace("megatron.model.rmsnorm:RMSNorm.forward", devices=WITHOUT_CUDA, why="six passes over its input")
 def forward_rms(self: Any, x: Tensor) -> Tensor:
-    """``[..., h]`` to ``[..., h]``, the mean square in fp32 (Zhang and Sennrich 2019)."""
+    """Apply RMS norm to ``[..., h]``, with the mean square in fp32 (Zhang and Sennrich 2019)."""
     return norm.rms_norm(x, self.weight, self.eps)

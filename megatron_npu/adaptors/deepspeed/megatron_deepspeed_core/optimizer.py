@@ -1,4 +1,4 @@
-"""``megatron.optimizer``: without CUDA the same Adam and the same clipping as with it."""
+"""``megatron.optimizer``: the same Adam and the same clipping without CUDA as with it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_npu.ops.optimizers.adam import FusedAdam
 
 
 def adam(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of ``--optimizer adam``, which decouples weight decay.
+    """Return the optimizer for ``--optimizer adam``, with decoupled weight decay.
 
-    Stage 3 of ZeRO steps part by part, several times an iteration. ``FusedAdam``, as apex's, counts the steps
-    of a group; torch's AdamW those of each part.
+    ZeRO stage 3 steps the parameters in parts, several times per iteration. ``FusedAdam``, like apex's,
+    counts steps per group; torch's AdamW counts them per part.
 
     Args:
-        groups: parameters, with ``wd_mult`` and ``lr_mult``.
+        groups: parameter groups, with ``wd_mult`` and ``lr_mult``.
         options: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
     """
     return torch.optim.AdamW(groups, **options) if _in_parts() else FusedAdam(groups, **options)
@@ -71,12 +71,12 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """Let biases and what has one dimension as a whole do without decay, unless the caller says what."""
+    """Exclude biases, and parameters that are one-dimensional when whole, from decay by default."""
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Return what upstream would, were the parameter whole (``ds_shape`` is DeepSpeed's, of a part)."""
+    """Return upstream's decision for the whole parameter, whose shape is ``ds_shape`` with DeepSpeed."""
     return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
 
 
@@ -97,11 +97,11 @@ def clip_grad_norm_fp32(
     """Scale the fp32 gradients of ``parameters`` so that their norm is at most ``max_norm``; return the norm.
 
     Args:
-        parameters: those whose gradients are scaled.
+        parameters: the parameters whose gradients are scaled.
         grads_for_norm: the gradients that this process adds to the norm.
-        max_norm: the largest norm that is left alone.
-        norm_type: its order; may be inf.
-        model_parallel_group: the processes whose gradients make one norm.
+        max_norm: the largest norm that is left unscaled.
+        norm_type: order of the norm; may be inf.
+        model_parallel_group: the processes over which the norm is computed.
     """
     order = float(norm_type)
     given = _listed(parameters)

@@ -1,4 +1,4 @@
-"""Generators: the device's behind the RNG tracker, the host's for initial weights."""
+"""Random generators: the device's for the RNG tracker, the host's for initial weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
     order=1,
 )
 def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the model with the numbers that a model on the host is drawn."""
+    """Build the model with the initial weights that a model on the host would get."""
     from megatron import get_args
 
     given = get_args()
@@ -36,7 +36,7 @@ def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class HostDraws(TorchDispatchMode):
-    """Draws with the host's generator in fp32 what is to fill a tensor, whatever its device and dtype."""
+    """Fill tensors with fp32 values from the host's generator, whatever the tensor's device and dtype."""
 
     def __torch_dispatch__(
         self,
@@ -45,7 +45,7 @@ class HostDraws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, or for a random one copy from the host."""
+        """Run ``func``; if it draws random values, draw them on the host and copy them."""
         if func not in _DRAWS:
             return func(*args, **(kwargs or {}))
         filled: Tensor = args[0]

@@ -1,7 +1,7 @@
 """Rotary position embedding of ``megatron.model.rotary_pos_embedding``, whose tables upstream mixes up.
 
-It makes a table of cosines and one of sines, and then gives queries the first and keys the second, as if each
-were angles: whose cosine and sine it takes again. Here both are one tensor on all ways.
+It builds a table of cosines and one of sines, then passes the first to queries and the second to keys as if
+they were angles, and takes the cosine and sine of these again. Here both tables are passed as one tensor.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _MODULE = "megatron.model.rotary_pos_embedding"
     "in an error, since it is a list of two",
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Cosines and sines, ``[2, s, 1, 1, r]``, which still can be unpacked as two."""
+    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked as two."""
     return torch.stack(original(*args, **kwargs))
 
 
 def side_by_side(tables: Any) -> Tensor | None:
-    """Return the tables ``[s, 1, 1, 2 r]``, whose rows can be chosen, of the two that a layer is given."""
+    """Join the two tables that a layer receives into one, ``[s, 1, 1, 2 r]``, whose rows can be selected."""
     return None if tables is None else torch.cat([*tables], -1)
 
 
 def turn(t: Tensor, tables: Tensor) -> Tensor:
-    """Turn ``[s, b, n, d]`` by the tables of ``side_by_side``, of which there may be more rows than s."""
+    """Rotate ``[s, b, n, d]`` by the tables from ``side_by_side``, which may have more than s rows."""
     cosine, sine = tables[: t.size(0)].chunk(2, -1)
     return rotary_by_tables(t, cosine, sine)
 
@@ -45,5 +45,5 @@ def turn(t: Tensor, tables: Tensor) -> Tensor:
     "too: all angles lie between -1 and 1, whatever the position",
 )
 def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
-    """Turn by positions."""
+    """Rotate ``t`` by the joined tables in ``freqs``."""
     return turn(t, freqs)

@@ -1,6 +1,6 @@
 """DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023): exchange tokens for heads in attention.
 
-Connected by ``attention``, which builds the layers.
+``attention`` connects it when it builds the layers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _BATCH_DIMENSION = 1  # of [s, b, n, d]
 
 
 def give_mask(exchange: Any) -> None:
-    """Let a ``DistributedAttention`` be called as upstream calls it without flash attention.
+    """Make a ``DistributedAttention`` callable in the way upstream calls it without flash attention.
 
-    Upstream gives the mask where DeepSpeed 0.19.8 expects which dimension is the batch, no positions, and
-    joins the heads that DeepSpeed distributes again.
+    Upstream passes the mask where DeepSpeed 0.19.8 expects the index of the batch dimension, passes no
+    positions, and has already merged the heads that DeepSpeed distributes again.
 
     Args:
-        exchange: the module; its ``rotary_tables`` are those of a call.
+        exchange: the module; its ``rotary_tables`` are set before each call.
     """
     core = exchange.local_attn
     core.forward = functools.partial(_with_heads, core.forward)
@@ -32,7 +32,7 @@ def give_mask(exchange: Any) -> None:
 
 
 def _with_heads(original: Callable[..., Tensor], query: Tensor, *others: Tensor | None) -> Tensor:
-    """Return the attention as ``[s, b, n, d]``."""
+    """Return the attention output as ``[s, b, n, d]``."""
     return original(query, *others).unflatten(2, query.shape[2:])
 
 
@@ -44,7 +44,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
 ) -> Tensor:
-    """Of the tokens of this rank, ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``; the mask is of all tokens."""
+    """Map this rank's tokens ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``; the mask covers all tokens."""
     if exchange.rotary_tables is not None:
         from megatron.core import parallel_state
 

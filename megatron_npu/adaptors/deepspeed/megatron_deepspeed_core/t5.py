@@ -1,7 +1,7 @@
-"""Fix T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
+"""Fix the T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
 
-``--decoder-num-layers`` has no default (``arguments.py``); the mask of cross-attention is given where the ids
-of a retriever are expected; and the losses of experts are returned without being asked for.
+``--decoder-num-layers`` has no default (``arguments.py``), the cross-attention mask is passed where a
+retriever's ids are expected, and the expert losses are returned even if not requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MASK = 6  # the position of encoder_decoder_attn_mask, as T5Model passes it
 def with_mask_of_cross_attention(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """Give the mask ``[b, 1, sd, se]`` by its name."""
+    """Pass the cross-attention mask ``[b, 1, sd, se]`` by name."""
     if self.add_decoder and len(args) > _MASK and not self.add_retriever:
         kwargs["enc_dec_attn_mask"], args = args[_MASK], args[:_MASK]
     outputs: tuple[Any, ...] = original(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def with_mask_of_cross_attention(
     until=UNTIL,
 )
 def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return only the losses ``[b, s]`` unless the experts' were requested."""
+    """Return only the losses ``[b, s]`` unless the expert losses were requested."""
     output = original(self, *args, **kwargs)
     losses = isinstance(output, tuple) and self.post_process and self.add_decoder
     if losses and not self.return_moe_loss:

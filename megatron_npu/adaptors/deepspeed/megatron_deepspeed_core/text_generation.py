@@ -1,7 +1,7 @@
 """Fix ``tools/generate_samples_gpt.py``, which calls a model that upstream has since changed.
 
-It declares a flag that the tree has by now, and hands keys and values from step to step as bigscience's model
-takes them (``layer_past``); the GPT of this checkout keeps them in the ``InferenceParams`` elsewhere.
+It declares a flag that the tree now has itself, and passes keys and values between steps as bigscience's
+model expects them (``layer_past``); elsewhere the GPT of this checkout keeps them in ``InferenceParams``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TWICE = "--local_rank"  # of the checkout, and of the tool
 def with_flag_of_the_tool(
     original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Allow a script to declare the flag again; its own declaration counts."""
+    """Allow a script to declare the flag again; the script's declaration takes precedence."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         declared = parser._option_string_actions
@@ -48,12 +48,12 @@ def with_flag_of_the_tool(
     until=UNTIL,
 )
 def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adapt the model's interface for keys and values to upstream's step."""
+    """Adapt the model's key-value cache interface to upstream's step."""
     return original(_Remembering(model), *args, **kwargs)
 
 
 class _Remembering:
-    """A model of this checkout, called as ``megatron.text_generation_utils`` calls one."""
+    """A wrapper that lets ``megatron.text_generation_utils`` call a model of this checkout."""
 
     def __init__(self, model: Any) -> None:
         from megatron import text_generation_utils as tool
@@ -73,16 +73,16 @@ class _Remembering:
         get_key_value: bool | None,
         forward_method_parallel_output: bool | None,
     ) -> Any:
-        """Return the output ``[b, s, v]``, with ``get_key_value`` also what has been read so far.
+        """Return the output ``[b, s, v]``; with ``get_key_value`` also the cache of all tokens so far.
 
         Args:
-            tokens: ``[b, s]``, with ``get_key_value`` those that have not been read.
-            position_ids: theirs.
-            attention_mask: ``[1 or b, 1, all, all]`` of the whole text, true where nothing is seen.
+            tokens: ``[b, s]``; with ``get_key_value`` only those that have not been processed yet.
+            position_ids: their positions.
+            attention_mask: ``[1 or b, 1, all, all]`` for the whole sequence, true where masked.
             tokentype_ids: ``[b, s]``.
-            layer_past: what the last call returned, None at first.
+            layer_past: what the last call returned, None in the first call.
             get_key_value: whether to keep keys and values.
-            forward_method_parallel_output: the model was built so.
+            forward_method_parallel_output: ignored; the model was built with this setting.
         """
         if get_key_value:
             memory = layer_past or _memory(tokens.size(0), attention_mask.size(-1))
@@ -101,14 +101,14 @@ class _Remembering:
 
 
 def _memory(batch: int, length: int) -> Any:
-    """Return an empty memory of keys and values: ``[length, batch, n, d]`` for each layer."""
+    """Return an empty key-value cache: ``[length, batch, n, d]`` for each layer."""
     from megatron.text_generation.forward_step import InferenceParams
 
     return InferenceParams(batch, length)
 
 
 def _forbid_padding(output: Tensor) -> None:
-    """Let tokens that the tokenizer has no text for be impossible: ``[b, s, v]`` logits of the last stage."""
+    """Set the last stage's logits ``[b, s, v]`` of tokens that only pad the vocabulary to minus infinity."""
     from megatron import get_tokenizer
     from megatron.core import mpu
 

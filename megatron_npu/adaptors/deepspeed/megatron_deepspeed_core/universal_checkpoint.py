@@ -19,7 +19,7 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
     until=UNTIL,
 )
 def with_parts_of_the_projection(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Name the three parts ``[n d, h]`` of the projection's weight ``[3 n d, h]`` and bias ``[3 n d]``."""
+    """Name the three parts ``[n d, h]`` of the fused projection's weight, and those of its bias."""
     info = original(self)
     given = self.args
     if given.num_key_value_heads != given.num_attention_heads:

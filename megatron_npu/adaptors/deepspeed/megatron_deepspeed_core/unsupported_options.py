@@ -17,12 +17,13 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Refuse options that cannot work.
+    """Reject options that cannot work.
 
     Raises:
-        UsageError: ``--ds-sequence-parallel-fpdt``; ``--ds-sequence-parallel-size`` where it does not train;
-            rotary embedding where upstream's wrong one ends in an error; ``--apply-layernorm-1p`` without
-            CUDA; with ``--deepspeed``: what its configuration cannot do.
+        UsageError: ``--ds-sequence-parallel-fpdt`` is given; ``--ds-sequence-parallel-size`` is given where
+            it does not train; rotary embedding is given where upstream's faulty one ends in an error;
+            ``--apply-layernorm-1p`` is given without CUDA; or ``--deepspeed`` is given with a configuration
+            that DeepSpeed does not support.
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
@@ -46,7 +47,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
-    """Refuse where the ranks of a sequence would train each for itself, or upstream ends in an assertion."""
+    """Reject cases in which upstream fails, or the ranks of a sequence would train independently."""
     given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(
@@ -72,7 +73,7 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
 
 
 def _refuse_rotary(args: argparse.Namespace) -> None:
-    """Refuse where upstream ends in an error, or trains without it; elsewhere it trains with wrong angles."""
+    """Reject cases in which upstream fails or ignores positions; elsewhere it trains with wrong angles."""
     ranks = args.ds_sequence_parallel_size > 1
     if ranks or (args.deepspeed and not args.no_pipeline_parallel):
         raise UsageError(

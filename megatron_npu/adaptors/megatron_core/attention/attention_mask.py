@@ -1,4 +1,4 @@
-"""Translate megatron-core's mask arguments to a spec of ``ops.attention``."""
+"""Translate megatron-core's mask arguments into arguments of ``ops.attention``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 
 
 def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[str, Any]:
-    """Return the arguments of ``ops.attention``, but for the window, that say what a query sees.
+    """Return the arguments of ``ops.attention``, except the window, that say which keys a query sees.
 
-    Upstream takes ``config.window_size`` alone, else the mask alone, else the causal triangle. The last query
-    stands at the last key, which matters only where there are more keys (a cache).
+    Upstream uses only ``config.window_size`` if it is set, otherwise only the mask, otherwise the causal
+    triangle. The last query is aligned with the last key, which matters only if there are more keys than
+    queries (a cache).
     """
     if call.options.window_alone:
         return {"offset": "end"}
@@ -34,11 +35,11 @@ def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[st
 
 
 def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
-    """Return whether a mask ``[b, 1, q, s]`` only hides later keys.
+    """Return whether a mask ``[b, 1, q, s]`` hides exactly the later keys.
 
     Args:
-        mask: boolean, True where masked; its values are read once, the answer is kept with the tensor.
-        starts: where in the sequence the parts of the rows begin, which are equally long.
+        mask: boolean, True where masked; its values are read once, and the answer is cached on the tensor.
+        starts: positions in the sequence at which the equally long parts of the rows begin.
     """
 
     def read() -> bool:
@@ -51,14 +52,14 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
-    """Return the lengths, on the host, read once per batch: every layer is handed the same object.
+    """Return the lengths, on the host; they are read once per batch, and all layers share them.
 
-    Padding between sequences, and after the last one, is a sequence of its own: it sees itself only, and
-    nobody reads what becomes of it.
+    Padding between sequences, and after the last one, is a sequence of its own: it sees only itself, and its
+    output is never used.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, whose boundaries are ``[sequences + 1]``.
-        queries, keys: how many tokens there are, padding included.
+        queries, keys: number of tokens, including padding.
     """
 
     def read() -> PackedSequences:
@@ -73,7 +74,7 @@ def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedS
 
 
 def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors that say where sequences begin and end: what is cached depends on them."""
+    """Return the tensors of sequence boundaries, on which cached values depend."""
     return (
         packed_seq_params.cu_seqlens_q,
         packed_seq_params.cu_seqlens_kv,
@@ -83,7 +84,7 @@ def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
 
 
 def _lengths(ends: Tensor, padded_ends: Tensor | None, tokens: int) -> list[int]:
-    """Return the lengths of sequence, padding, sequence, padding, … to the end of the tokens."""
+    """Return the lengths of all sequences, each followed by that of its padding, up to the last token."""
     bounds = ends.tolist()
     starts = bounds if padded_ends is None else padded_ends.tolist()
     lengths = []

@@ -26,7 +26,7 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     "are those of --attention-backend, and exports them: a second model with another backend is refused, too",
 )
 def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
-    """Neither read nor export them: without TransformerEngine nobody does. Say so where one is set."""
+    """Neither check nor export the variables, which only TransformerEngine reads; log any that are set."""
     given = tuple(f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ)
     if given:
         _say(" ".join(given))
@@ -51,9 +51,9 @@ def _say(given: str) -> None:
     why="nothing but flash-attn reads the dynamic engine's cache; where it is absent 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Say what the engine needs, and what works without it.
+    """Report what the dynamic engine needs, and which engines work without it.
 
-    The static engine of 0.16 tries the dynamic one first, and takes its own way when that fails.
+    The static engine of 0.16 tries the dynamic one first, and falls back to its own code if that fails.
 
     Raises:
         UsageError: always.

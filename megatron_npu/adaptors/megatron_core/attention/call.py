@@ -1,4 +1,4 @@
-"""The arguments of one forward call of core attention, without its tensors."""
+"""Arguments of one forward call of core attention, except its tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_npu.ops.attention import PackedSequences, attention
 
 @dataclass(frozen=True)
 class CoreAttentionCall:
-    """What a call is told, and the two ways to hand tensors to ``ops.attention`` with it.
+    """The arguments of a call, and the two ways to run ``ops.attention`` with them.
 
     Attributes:
-        options: what the layer decided when it was built.
+        options: what was decided when the layer was built.
         scale: factor of the scores.
-        dropout_p: probability; 0.0 in evaluation.
-        causal: the type of mask says that no query sees a later key.
-        sink: ``[n]``, a score more for each head of the query (``--softmax-type``); None without.
+        dropout_p: dropout probability; 0.0 in evaluation.
+        causal: whether the mask type says that no query sees a later key.
+        sink: ``[n]``, an additional score for each query head (``--softmax-type``); None without it.
     """
 
     options: LayerOptions
@@ -32,17 +32,17 @@ class CoreAttentionCall:
     sink: Tensor | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **visible: Any) -> Tensor:
-        """``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``.
+        """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` to ``[sq, b, n * d]``.
 
         Args:
-            visible: the arguments of ``ops.attention`` that say what a query sees, but for the window.
+            visible: the arguments of ``ops.attention``, except the window, that say which keys a query sees.
         """
         return core_attention.attend(query, key, value, **self._arguments(), **visible).flatten(2)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]``: sequences one behind the other (thd).
+        """Map ``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]`` for concatenated sequences (thd).
 
-        The last query of a sequence stands at its last key.
+        The last query of a sequence is aligned with its last key.
         """
         visible: dict[str, Any] = {"causal": self.causal, "packed": packed, "offset": "end"}
         visible["window"] = self.options.window
@@ -57,7 +57,7 @@ class CoreAttentionCall:
         }
 
     def of_rank(self, group: dist.ProcessGroup) -> CoreAttentionCall:
-        """Return the call for the heads that this rank of ``group`` gets in exchange for its tokens."""
+        """Return the call for the heads that this rank of ``group`` receives in exchange for its tokens."""
         if self.sink is None:
             return self
         return replace(self, sink=self.sink.chunk(group.size())[group.rank()])

@@ -1,10 +1,10 @@
-"""Attention of a sequence that is partitioned over the ranks of a context-parallel group.
+"""Attention over a sequence that is partitioned over the ranks of a context-parallel group.
 
 megatron-core cuts a sequence, or each of the packed ones, into 2·cp equal chunks and gives rank r the chunks
-r and 2·cp - 1 - r, so that causal work is balanced. As ``--cp-comm-type`` says, keys and values go round in a
-ring (``p2p``, the default) or are gathered (``all_gather``), or each rank gets some of the heads, over the
-whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023), or near ranks do that and far ones are a ring
-(``a2a+p2p``).
+r and 2·cp - 1 - r, which balances causal work. ``--cp-comm-type`` selects the exchange: keys and values are
+passed around a ring (``p2p``, the default) or gathered (``all_gather``); each rank gets some of the heads
+over the whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023); or near ranks use the all-to-all and
+far ranks form a ring (``a2a+p2p``).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from megatron_npu.ops.dispatch import report_fallback
 
 
 def group_of(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that share a batch's sequences; None where this rank has them whole.
+    """Return the ranks that share a batch's sequences; None if this rank has them whole.
 
-    Packed sequences may name a group of their own, or say that one rank has them all (``PackedSeqParams``,
-    since 0.16). Else they are those of this layer (0.15 on), or of the whole run.
+    Packed sequences may name their own group, or say that one rank has them all (``PackedSeqParams``,
+    since 0.16). Otherwise the group is this layer's (since 0.15) or that of the whole run.
     """
     if module.layer_options.cp_comm_type is None:
         return None
@@ -74,10 +74,10 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
-    """Let attention dropout draw different masks on the ranks of a sequence, whose RNG states are the same.
+    """Make attention dropout draw different masks on the ranks of a sequence, whose RNG states are the same.
 
-    State and rank determine the masks, so that a recomputed layer drops the same values again. Afterwards
-    the state is the same on all ranks again, and has advanced.
+    The state and the rank determine the masks, so that a recomputed layer drops the same values again.
+    Afterwards the state is again the same on all ranks, and has advanced.
     """
     if dropout_p == 0.0:
         yield
@@ -101,13 +101,13 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Return attention of this rank's two chunks of the sequence, ``[s / cp, b, n * d]``.
+    """Return the attention output for this rank's two chunks of the sequence, ``[s / cp, b, n * d]``.
 
     Args:
         call: how the layer attends, and how its ranks share keys and values.
         group: the ranks that share the sequence.
         query, key, value: ``[s / cp, b, n or g, d]``.
-        mask: ``[b, 1, s / cp, s]``: of this rank's queries, as megatron-core cuts it, and of all keys.
+        mask: ``[b, 1, s / cp, s]``: for this rank's queries, as megatron-core cuts it, and all keys.
     """
     with draws_of_rank(call.dropout_p, group):
         if call.options.cp_comm_type == "a2a":
@@ -125,7 +125,7 @@ def attend(
 def _causal_or_masked(
     call: CoreAttentionCall, group: dist.ProcessGroup, mask: Tensor | None, tokens: int
 ) -> tuple[bool, Tensor | None]:
-    """Return whether queries see no later key, and the mask, if it says more than that."""
+    """Return whether queries see no later key, and the mask if it hides anything else."""
     if call.options.window_alone:
         return False, None
     if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
@@ -136,7 +136,7 @@ def _causal_or_masked(
 def _reason_against_a_ring(
     call: CoreAttentionCall, tokens: int, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> str | None:
-    """Return what the ring does not compute, of a sequence of ``tokens``."""
+    """Return why the ring cannot compute attention over a sequence of ``tokens``, or None."""
     if mask is not None:
         return "the mask of the data loader"
     if key.size(-1) != value.size(-1):
@@ -158,10 +158,10 @@ def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
 def _ring(
     call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend to keys that come from the other ranks, or with ``a2a+p2p`` from those that are far.
+    """Attend to keys that arrive in a ring: from all other ranks, or with ``a2a+p2p`` only from far ones.
 
-    Near ranks have neighbouring chunks. When they have exchanged their tokens for heads, each has two larger
-    chunks, one behind the other, as if these ranks were one.
+    Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each has two larger
+    chunks, one after the other, as if these ranks were a single rank.
     """
     options = _ring_options(call)
     if call.options.cp_comm_type == "p2p":
@@ -173,7 +173,7 @@ def _ring(
 
 
 def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
-    """Return how a ring attends."""
+    """Return the keyword arguments of ``ring_attention`` for this call."""
     return {
         "scale": call.scale,
         "dropout_p": call.dropout_p,
@@ -184,10 +184,10 @@ def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
 
 
 def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the ranks that exchange heads and those that exchange keys, of ``group``, as upstream made them.
+    """Return the ranks of ``group`` that exchange heads and those that exchange keys.
 
     Raises:
-        UsageError: it has made none, not two, or the batch names a group of its own.
+        UsageError: upstream has not created two such groups, or the batch has its own group.
     """
     from megatron.core import parallel_state
 
@@ -211,7 +211,7 @@ def _all_gather(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attend to everyone's keys; a causal chunk to those up to its own end, without a mask."""
+    """Attend to the gathered keys of all ranks; a causal chunk sees those up to its own end, unmasked."""
     chunk, starts = query.size(0) // 2, chunk_starts(query.size(0), group)
     key, value = (to_sequence_order(all_gather(t, group)) for t in (key, value))
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
@@ -231,7 +231,7 @@ def _a2a(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Compute a part of the heads over the whole sequence."""
+    """Compute some of the heads over the whole sequence."""
     if mask is not None and not call.options.window_alone:
         mask = cache_on_tensor(mask, "whole", partial(_whole_mask, mask, group))
     query, key, value = (to_sequence_order(a2a_gather_sequence(t, group)) for t in (query, key, value))
@@ -241,7 +241,7 @@ def _a2a(
 
 
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[b, 1, s / cp, s]`` of each rank's queries to ``[b, 1, s, s]``."""
+    """Gather the masks ``[b, 1, s / cp, s]`` of each rank's queries into ``[b, 1, s, s]``."""
     rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
     return to_sequence_order(all_gather(rows, group)).movedim(0, 2).bool().contiguous()
 
@@ -254,17 +254,17 @@ def attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Return attention of packed sequences, each of which is partitioned over the ranks, ``[t / cp, n * d]``.
+    """Return the attention output for packed sequences, each partitioned over the ranks: ``[t / cp, n * d]``.
 
     Args:
         call: how the layer attends, and how its ranks share keys and values.
         group: the ranks that share each sequence.
-        query, key, value: ``[t / cp, n or g, d]``: of each sequence its chunks r and 2·cp - 1 - r.
-        packed_seq_params: with the boundaries of the whole sequences, ``[sequences + 1]``.
+        query, key, value: ``[t / cp, n or g, d]``: chunks r and 2·cp - 1 - r of each sequence.
+        packed_seq_params: holds the boundaries of the whole sequences, ``[sequences + 1]``.
 
     Raises:
-        UsageError: a sequence is not a multiple of 2·cp long; or has a window, looks ahead, and its keys are
-            gathered.
+        UsageError: a sequence's length is not a multiple of 2·cp; or keys are gathered for attention with a
+            window that looks ahead.
     """
     with draws_of_rank(call.dropout_p, group):
         if call.options.cp_comm_type in ("p2p", "a2a+p2p"):
@@ -289,7 +289,7 @@ def _packed_ring(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """As ``_ring``, of packed sequences: ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
+    """Do what ``_ring`` does for packed sequences: map ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
     documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
     options = _ring_options(call)
     tensors = [query, key, value]
@@ -309,7 +309,7 @@ def _packed_ring(
 
 
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
-    """Return the packed sequences as a ring over ``size`` ranks takes them; looked up once a batch."""
+    """Return the packed sequences as a ring over ``size`` ranks needs them; computed once per batch."""
 
     def read() -> tuple[Document, ...]:
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
@@ -324,12 +324,12 @@ def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple
 def _orders_of_near(
     documents: tuple[Document, ...], near: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what brings the tokens of near ranks, one rank after the other, into order, and the inverse.
+    """Return the indices that sort the concatenated tokens of near ranks by position, and their inverse.
 
     Args:
-        documents: as the near ranks have them together.
-        near: number of these ranks.
-        device: of the result, two ``[t]`` int64.
+        documents: the packed sequences, as the near ranks hold them together.
+        near: number of near ranks.
+        device: device of the result, two ``[t]`` int64 tensors.
     """
     starts = [0, *itertools.accumulate(each.tokens for each in documents)]
     by_rank = torch.cat([token_indices(starts, near, rank) for rank in range(near)])
@@ -346,7 +346,7 @@ def _attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Attend with keys and values gathered, or sequences exchanged for heads."""
+    """Attend with gathered keys and values, or with tokens exchanged for heads."""
     sharding = sharding_of_batch(packed_seq_params, key.size(0), call.causal, group, key.device)
     if call.options.cp_comm_type == "a2a":
         tokens = sharding.sequence_order.numel()
@@ -373,14 +373,14 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return how the batch is cut, worked out once: every layer is handed the same parameters.
+    """Return how the batch is cut; computed once, because every layer gets the same parameters.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams; the key's boundaries are read.
-        tokens: of this rank.
-        causal: no query sees a later key.
+        tokens: number of tokens on this rank.
+        causal: whether no query sees a later key.
         group: the ranks that share each sequence.
-        device: where the indices are wanted.
+        device: device for the indices.
     """
     recipe = (tokens, causal, group.size(), group.rank())
 

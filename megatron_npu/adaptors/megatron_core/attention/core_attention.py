@@ -40,7 +40,7 @@ def accept_what_forward_has(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Hide from the constructor what it refuses; refuse what nobody computes here."""
+    """Hide from the constructor the options that only our ``forward`` supports; reject unsupported ones."""
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     config = given.arguments["config"]
@@ -59,7 +59,7 @@ def accept_what_forward_has(
 
 @contextlib.contextmanager
 def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the configuration for a while."""
+    """Set attributes of the configuration within the block."""
     before = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:
@@ -69,7 +69,7 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _window_is_ours(config: Any) -> bool:
-    """Return whether upstream's attention has no windows (before 0.15), and will not be the one that runs."""
+    """Return whether upstream's attention has no windows (before 0.15) and its forward will not be used."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 
@@ -84,7 +84,7 @@ def _window_is_ours(config: Any) -> bool:
     "nothing written into it",
 )
 def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark it, for each tensor-parallel rank has that of its heads; give it its first values."""
+    """Initialize the softmax offset, and mark it as tensor-parallel: each rank has its heads' offsets."""
     original(self, *args, **kwargs)
     offset = getattr(self, "softmax_offset", None)
     if not isinstance(offset, torch.nn.Parameter):
@@ -122,10 +122,10 @@ def fused_attention(
     attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
 ) -> Tensor:
-    """Call ``ops.attention``; what it does not mean goes to upstream's forward, with the reason logged.
+    """Call ``ops.attention``; for unsupported cases call upstream's forward and log the reason.
 
-    ``[sq, b, n, d]`` and ``[sk, b, g, d]`` to ``[sq, b, n * d]``; packed sequences ``[tq, n, d]`` and
-    ``[tk, g, d]`` to ``[tq, n * d]``.
+    Queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` give ``[sq, b, n * d]``; packed sequences
+    ``[tq, n, d]`` and ``[tk, g, d]`` give ``[tq, n * d]``.
     """
     if _unfused_asked_for(self.config) or _falls_back(self, attention_bias, packed_seq_params):
         return original(
@@ -177,7 +177,7 @@ def _is_packed(packed_seq_params: Any) -> bool:
 
 
 def _is_whole(packed_seq_params: Any) -> bool:
-    """Whether the parameters name the ranks of one sequence and no more (``--hybrid-context-parallel``)."""
+    """Return whether the parameters only name the ranks of one sequence (``--hybrid-context-parallel``)."""
     local_size = getattr(packed_seq_params, "local_cp_size", None)
     return packed_seq_params.qkv_format == "sbhd" and local_size is not None
 

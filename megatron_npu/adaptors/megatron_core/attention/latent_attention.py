@@ -1,4 +1,4 @@
-"""Gradients of multi-latent attention in tensor-parallel ranks.
+"""Gradients of multi-latent attention on tensor-parallel ranks.
 
 Connects ``megatron.core.transformer.multi_latent_attention`` and ``distributed.finalize_model_grads``.
 """
@@ -18,14 +18,14 @@ from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 
 
 class _SharedByAllHeads(torch.autograd.Function):
-    """The keys of a rank's heads, the last columns of which are the same in all heads of all ranks.
+    """The keys of a rank's heads, whose last columns are the same in all heads on all ranks.
 
-    Whoever sums the gradients of these columns over the rank's heads gets those of all ranks.
+    Its backward pass returns gradients of these columns whose sum over the rank's heads is that of all ranks.
     """
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
-        """``[..., heads, d]`` to the same."""
+        """Return a view of ``key`` ``[..., heads, d]``."""
         ctx.columns, ctx.group = columns, group
         return key.view_as(key)
 
@@ -47,7 +47,7 @@ class _SharedByAllHeads(torch.autograd.Function):
 def sum_gradients_of_the_shared_key(
     original: Callable[..., tuple[Tensor, ...]], self: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """Return queries, keys and values as upstream does, the keys ``[..., heads, d]``."""
+    """Return queries, keys and values as upstream does; the keys are ``[..., heads, d]``."""
     from megatron.core import parallel_state
 
     query, key, *rest = original(self, *args, **kwargs)
@@ -82,7 +82,7 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide the flag: upstream means by it norms of single heads, of which each rank has others."""
+    """Hide ``qk_layernorm``, which upstream takes for norms of single heads; ranks have different heads."""
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)
         config.qk_layernorm = False

@@ -1,4 +1,4 @@
-"""Options fixed when a core attention layer is built: window, layout, context-parallel exchange."""
+"""Options that are fixed when a core attention layer is built: window, layout, context-parallel exchange."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class LayerOptions:
     """What ``DotProductAttention`` holds in addition to upstream's own attributes.
 
     Attributes:
-        flags: of the run, with the window of this layer.
-        window_alone: the window is ``config.window_size``, which upstream takes instead of mask and triangle.
-        cp_comm_type: how ranks share a layer's keys and values; None where the sequence is not cut.
+        flags: the run's flags, with this layer's window.
+        window_alone: whether the window is ``config.window_size``, which upstream uses instead of the mask
+            and the causal triangle.
+        cp_comm_type: how ranks share a layer's keys and values; None if the sequence is not partitioned.
     """
 
     flags: AttentionFlags
@@ -35,14 +36,14 @@ class LayerOptions:
 
 
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
-    """Return the options of ``module``, which upstream's constructor has just initialised.
+    """Return the options of ``module``, which upstream's constructor has just initialized.
 
-    Flags (``--pre-tockens``, ``--next-tockens``) win over ``config.window_size``, in the layers that have a
-    window. They do not apply to cross-attention: a distance between positions of two different sequences
-    means nothing.
+    Flags (``--pre-tockens``, ``--next-tockens``) override ``config.window_size`` in the layers that have a
+    window. They do not apply to cross-attention, where the distance between positions of two different
+    sequences has no meaning.
 
     Raises:
-        UsageError: as ``comm_type``.
+        UsageError: ``comm_type`` rejects the exchange.
     """
     flags = flags_of(module.config)
     communication = comm_type(module.config, cp_comm_type)
@@ -60,7 +61,7 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 def _has_window(module: Any) -> bool:
     """Return whether a layer uses window attention, which ``--window-attn-skip-freq`` disables in some.
 
-    megatron-core has the flag since 0.15; for older versions the built-in trainer sets it in the config.
+    megatron-core has had the flag since 0.15; for older versions the built-in trainer sets it in the config.
     """
     config = module.config
     skipped = getattr(config, "window_attn_skip_freq", getattr(config, "layers_with_window", None))
@@ -72,10 +73,10 @@ def _has_window(module: Any) -> bool:
 
 
 def flags_of(config: Any) -> AttentionFlags:
-    """Return the flags of the fused attention for a layer with this TransformerConfig.
+    """Return the fused-attention flags for a layer with this TransformerConfig.
 
     The built-in trainer, or a program that builds its model from Python, sets ``config.attention_flags``; a
-    stock script has them among its arguments.
+    stock script has the flags among its arguments.
     """
     flags: AttentionFlags | None = getattr(config, "attention_flags", None)
     if flags is not None:
@@ -85,17 +86,17 @@ def flags_of(config: Any) -> AttentionFlags:
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
-    """Return how the ranks share a layer's keys and values; None where the sequence is not cut.
+    """Return how the ranks share a layer's keys and values; None if the sequence is not partitioned.
 
     Args:
         config: the TransformerConfig. With ``hybrid_context_parallel`` (since 0.16) each batch says into how
             many parts it is cut.
-        cp_comm_type: of this layer; None is p2p, as in TransformerEngine. ``a2a+p2p`` exchanges heads among
-            near ranks and keys among far ones.
+        cp_comm_type: this layer's setting; None means p2p, as in TransformerEngine. ``a2a+p2p`` exchanges
+            heads among near ranks and keys among far ones.
 
     Raises:
-        UsageError: another name; ``a2a`` or ``a2a+p2p``, and there are heads, or groups of them, that cannot
-            be dealt out evenly; or ``a2a+p2p`` without the two sizes.
+        UsageError: the name is unknown; ``a2a`` or ``a2a+p2p`` is given for heads, or groups of heads, that
+            cannot be distributed evenly; or ``a2a+p2p`` is given without the two sizes.
     """
     if config.context_parallel_size == 1 and not getattr(config, "hybrid_context_parallel", False):
         return None

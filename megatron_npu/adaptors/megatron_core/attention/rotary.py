@@ -38,13 +38,13 @@ def apply_rotary_either_way(
     mla_output_remove_interleaving: bool = False,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """As ``_apply_rotary_pos_emb_bshd`` of 0.20, which also turns back, and gives pairs back side by side.
+    """Rotate like ``_apply_rotary_pos_emb_bshd`` of 0.20, which can also rotate back.
 
     Args:
         t: ``[s, b, n, d]``, or ``[s, b, d]``.
         freqs: ``[s, 1, 1, r]``.
-        inverse: turn by the angles' negatives.
-        mla_output_remove_interleaving: give ``t`` in the order that latent pairs were taken in.
+        inverse: whether to rotate by the negative angles.
+        mla_output_remove_interleaving: return ``t`` in its original order, in which pairs are interleaved.
     """
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     headless = freqs.dim() == t.dim() + 1 and freqs.size(-2) == 1
@@ -67,7 +67,7 @@ def apply_rotary_with_either_name(
     mscale: float = 1.0,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """As ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed its argument, and takes both names."""
+    """Rotate like ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed its argument and accepts both names."""
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     return _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, latent, mscale)
 
@@ -80,7 +80,7 @@ def _apply_rotary_pos_emb_bshd(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
-    """``[s, b, n, d]`` and the angles ``[s, 1, 1, r]`` to ``[s, b, n, d]``."""
+    """Rotate ``[s, b, n, d]`` by the angles ``[s, 1, 1, r]``."""
     if multi_latent_attention:  # its pairs lie side by side, and are wanted apart
         size = freqs.shape[-1]
         t = torch.cat((t[..., 0:size:2], t[..., 1:size:2], t[..., size:]), -1)
@@ -90,7 +90,7 @@ def _apply_rotary_pos_emb_bshd(
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
-    """As TransformerEngine's, for ``--apply-rope-fusion``; the order of the output's memory is ours."""
+    """Replace TransformerEngine's function for ``--apply-rope-fusion``; the memory order is ours."""
     return rotary(t, freqs, interleaved)
 
 
@@ -102,10 +102,10 @@ def fused_apply_rotary_pos_emb_thd(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """As TransformerEngine's: ``[t, n, d]`` of packed sequences with their ``[b + 1]`` boundaries.
+    """Replace TransformerEngine's function for packed sequences ``[t, n, d]`` with boundaries ``[b + 1]``.
 
     Args:
-        interleaved: ``--rotary-interleaved``, which 0.17 and newer hand on.
+        interleaved: ``--rotary-interleaved``, which 0.17 and newer pass on.
     """
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 

@@ -1,8 +1,8 @@
 """``--experimental-attention-variant dsa``: attention over the selected keys in one call.
 
-Connects ``experimental_attention_variant.dsa`` and ``dsa_masking`` since 0.19, where attention has one key
-of latents. Older ones, and younger ones that do not absorb, have keys for every head, which
-``npu_sparse_flash_attention`` does not take: that is reported. The indexer and its loss stay upstream's.
+Connects ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
+latent key. Older versions, and newer ones without weight absorption, have a key for every head, which
+``npu_sparse_flash_attention`` does not support: this is logged. The indexer and its loss remain upstream's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CAUSAL = "megatron_npu_causal"  # of the tensor of first visible keys
     why="it alone knows without waiting for the device that the keys each query sees are those before it",
 )
 def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mark the bounds of a plain causal mask."""
+    """Mark the bounds that belong to a plain causal mask."""
     mask, bounds, plain = original(*args, **kwargs)
     if plain and bounds is not None:
         setattr(bounds[0], _CAUSAL, True)
@@ -54,7 +54,7 @@ def attend_to_chosen_keys(
     varlen_ends: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> Tensor:
-    """``[s, b, n, c + r]`` and ``[s, b, 1, c + r]`` to ``[s, b, n, c]``."""
+    """Map queries ``[s, b, n, c + r]`` and the key ``[s, b, 1, c + r]`` to ``[s, b, n, c]``."""
     reason = beyond_npu(query, key, topk_indices, softmax_scale, v_channels)
     if mask is not None or not getattr(varlen_starts, _CAUSAL, False) or key.size(0) != query.size(0):
         reason = "packed sequences, context parallelism or a mask of the data loader: not plain causal"
@@ -82,7 +82,7 @@ def attend_to_chosen_keys(
     "may expect it: upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Say once why the keys that are not chosen are read too."""
+    """Log once why keys that were not selected are read as well."""
     dispatch.report_fallback(
         "sparse attention",
         "npu_sparse_flash_attention takes one key of latents for all heads, whose first channels are the "

@@ -1,4 +1,5 @@
-"""Fixes of upstream's wrong numbers, only with ``MEGATRON_NPU_BACKPORT=1``: they change losses and gradients.
+"""Fixes for upstream bugs that give wrong numbers; applied only with ``MEGATRON_NPU_BACKPORT=1``.
 
-Each says in ``versions`` which versions have the bug, and in ``until`` which has the fix and its number.
+They change losses and gradients. Each states in ``versions`` which versions have the bug, and in ``until``
+the version and the number of the upstream fix.
 """

@@ -1,4 +1,4 @@
-"""``megatron.core.pipeline_parallel.schedules``: means over the tokens of all context-parallel ranks."""
+"""``megatron.core.pipeline_parallel.schedules``: average over the tokens of all context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_npu.adaptors.megatron_core.decorators import own_backport
 def weigh_parts(
     original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Weigh the loss of each part by its share of the tokens."""
+    """Weight the loss of each part by its share of the tokens."""
     from megatron.core import parallel_state
 
     config = inspect.signature(original).bind(forward_step_func, *args, **kwargs).arguments["config"]
@@ -42,9 +42,9 @@ def weigh_parts(
 
 
 def _weigh(loss_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``loss_func`` does, its loss scaled; upstream divides it by the part's tokens.
+    """Call ``loss_func`` and scale its loss, which upstream divides by the number of tokens in the part.
 
-    Where tokens of all parts are told, nothing is changed.
+    If it does not return the number of tokens, its outputs are returned unchanged.
     """
     from megatron.core import parallel_state
 

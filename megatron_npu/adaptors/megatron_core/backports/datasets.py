@@ -1,4 +1,4 @@
-"""``megatron.core.datasets``: a loss mask that samples share, and a ``--split`` that is misread."""
+"""``megatron.core.datasets``: fix a loss mask shared by samples, and a ``--split`` that is misread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_npu.base.errors import UsageError
 def give_out_copy_of_mask(
     original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Give the sample a mask of its own, and let the kept one be of a sample without padding."""
+    """Give the sample its own mask, and reset the cached one to that of a sample without padding."""
     sample = original(self, *args, **kwargs)
     if self.masks_and_position_ids_are_cacheable:  # every place counts then
         sample["loss_mask"] = sample["loss_mask"].clone()
@@ -37,10 +37,10 @@ def give_out_copy_of_mask(
     "an AssertionError",
 )
 def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
-    """Read each number as Python does; reject anything else.
+    """Parse each number as Python does; reject anything else.
 
     Raises:
-        UsageError: a part is no number, is below 0 or is not finite.
+        UsageError: a part is not a number, is negative or is not finite.
     """
     if not re.search(r"[^\W\d]|[+-]", split):  # with any separators, as upstream takes them
         return original(split)

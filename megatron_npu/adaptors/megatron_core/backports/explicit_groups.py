@@ -1,7 +1,7 @@
-"""Modules with an explicit tensor-parallel group that still use the global one in some places.
+"""Fix modules with an explicit tensor-parallel group that still use the global one in some places.
 
-Connects ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. Where both are the same
-group, as in every stock script, nothing is changed.
+Connects ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same
+group, as in every stock script, nothing changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _UNTIL = "no version up to 0.19.2, #7452/{}"
 
 
 class _Instead:
-    """A module or package, some names of which are others.
+    """A proxy for a module or package that overrides some of its names.
 
     Args:
         holder: the module.
-        others: its names, and what they mean here.
+        others: the overridden names and their values.
     """
 
     def __init__(self, holder: Any, **others: Any) -> None:
@@ -39,7 +39,7 @@ class _Instead:
 
 @contextlib.contextmanager
 def _with(module: str, name: str, **others: Any) -> Iterator[None]:
-    """Let ``name`` in ``module`` be itself with ``others`` in it, in the block."""
+    """In the block, override ``others`` in the object that ``name`` refers to in ``module``."""
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
     setattr(holder, name, _Instead(kept, **others))
@@ -60,7 +60,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
     "activations, where they are distributed, from those of the global group: of other replicas",
 )
 def recompute_in_own_group(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the checkpoint the layer's group."""
+    """Use the layer's own group when activations are recomputed."""
     if self.tp_group is None:
         return original(self, *args, **kwargs)
     with _with(_MTP, "parallel_state", get_tensor_model_parallel_group=lambda *_, **__: self.tp_group):
@@ -79,7 +79,7 @@ _LLAVA = "megatron.core.models.multimodal.llava_model"
     "out to the ranks of the global group, with sequence parallelism",
 )
 def deal_out_padding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Deal it out to the ranks of the model's group."""
+    """Scatter the padding mask over the ranks of the model's group."""
     return _dealt(_GPT, self.pg_collection.tp, original, self, *args, **kwargs)
 
 
@@ -121,7 +121,7 @@ _crossed = partial(
 def project_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the group to both layers; upstream passes it to the third."""
+    """Pass the group to both projections; upstream passes it only to the third layer."""
     given = inspect.signature(original).bind(self, config, submodules, *args, **kwargs).arguments
     groups = given.get("pg_collection")
     original(self, config, _in_group(submodules, groups, partial), *args, **kwargs)
@@ -131,7 +131,7 @@ def project_in_own_group(
 def specify_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Tell both layers the group; up to 0.15 they are specifications, or classes that stand for one."""
+    """Pass the group to both projections; up to 0.15 they are given as specs or as classes."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     def specified(layer: Any, **more: Any) -> Any:
@@ -144,7 +144,7 @@ def specify_in_own_group(
 
 
 def _in_group(submodules: Any, groups: Any, told: Callable[..., Any]) -> Any:
-    """Return the specification of a CrossAttention whose layers are ``told`` the group."""
+    """Return the spec of a CrossAttention with the group passed to its layers by ``told``."""
     if groups is None:
         return submodules
     layers = {name: told(getattr(submodules, name), tp_group=groups.tp) for name in ("linear_q", "linear_kv")}

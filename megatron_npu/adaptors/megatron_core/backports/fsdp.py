@@ -1,4 +1,4 @@
-"""``megatron.training.checkpointing``: names of layers in checkpoints of Megatron's FSDP."""
+"""``megatron.training.checkpointing``: layer names in checkpoints of Megatron's FSDP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name_layers_globally(
 ) -> dict[str, Any]:
     """Number layers over the whole model; the first stage's numbers stay the same.
 
-    The tensors stay the parameters' own, which a checkpoint is read into.
+    The tensors are still those of the parameters, into which a checkpoint is read.
     """
     state = original(args, raw_state_dict, model)
     numbers = _numbers(model)
@@ -36,7 +36,7 @@ def name_layers_globally(
 
 
 def _numbers(model: Any) -> dict[tuple[str, int], int]:
-    """Return each layer's number in the model, from 0 on, by block and number in this stage."""
+    """Return each layer's index in the whole model, from 0, by its block and its number in this stage."""
     numbers = {}
     for name, module in model.named_modules():
         found = _LAYER.fullmatch(name)

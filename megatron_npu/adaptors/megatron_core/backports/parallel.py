@@ -1,4 +1,4 @@
-"""Reductions that upstream omits, repeats or starts too early, and a full row used as a rank's part.
+"""Fix reductions that upstream omits, repeats or starts too early, and a full row used as a rank's part.
 
 Connects ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
@@ -24,7 +24,7 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
     why="the sum over tensor-parallel ranks is lost where the input is not contiguous: a copy is reduced",
 )
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
-    """Reduce the contiguous tensor that is returned; ``group`` is there since 0.13."""
+    """Reduce a contiguous copy and return it; ``group`` exists since 0.13."""
     return original(input_.contiguous(), *group, **named)
 
 
@@ -36,7 +36,7 @@ def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: A
     "all that went into it, is multiplied by the number of ranks: each has it whole, and they are summed",
 )
 def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Tensor) -> Tensor:
-    """Gather ``[s, b, h / ranks]`` to ``[s, b, h]``; the gradient of a part is that part of the gradient."""
+    """Gather ``[s, b, h / ranks]`` to ``[s, b, h]``; backward returns this rank's slice of the gradient."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     return gather_from_tensor_model_parallel_region(input_)
@@ -53,13 +53,13 @@ def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Ten
 def compute_loss_of_own_part(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Any
 ) -> Tensor:
-    """Give this rank's part of logits that were gathered to the loss; the others' have no gradient here.
+    """Pass only this rank's part of gathered logits to the loss; the other parts have no gradient here.
 
     Args:
-        original: upstream's.
+        original: upstream's function.
         self: the model.
         labels: [b, s].
-        logits: [s, b, v], or this rank's part, [s, b, v / ranks]; or what a later product makes them of.
+        logits: [s, b, v], or this rank's part, [s, b, v / ranks]; or the factors of a fused output layer.
 
     Returns:
         [b, s].
@@ -87,7 +87,7 @@ _delta = partial(
 @_delta("megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__", versions=">=0.16,<0.19")
 @_delta("megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__", versions=">=0.19")
 def sum_gradient_of_output_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let that gradient be summed as soon as it is there; with sequence parallelism upstream does it."""
+    """Sum the output norm's gradient over the ranks; upstream does so only with sequence parallelism."""
     original(self, *args, **kwargs)
     group = self.pg_collection.tp
     if group.size() == 1 or self.config.sequence_parallel:
@@ -116,7 +116,7 @@ _norm = partial(
 
 @_norm("megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate")
 def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Ask the expert-tensor-parallel group about a parameter of experts."""
+    """Use the expert-tensor-parallel rank for an expert's parameter."""
     if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
         return original(param, *args, **kwargs)
     from megatron.core import parallel_state
@@ -128,7 +128,7 @@ def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **
 def copy_whether_of_experts(
     original: Callable[..., None], destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Copy the mark of an expert's parameter to the optimizer's copy of it."""
+    """Copy an expert parameter's ``allreduce`` mark to the optimizer's copy of it."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ _streams = partial(
 
 @_streams(f"{_GROUP}.start_grad_sync")
 def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the communication wait for the current stream too."""
+    """Make the communication stream wait for the current stream too."""
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
         self.communication_stream.wait_stream(torch.cuda.current_stream())
@@ -158,7 +158,7 @@ def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **k
 
 @_streams(f"{_GROUP}.finish_grad_sync")
 def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the current stream wait for the communication too."""
+    """Make the current stream wait for the communication stream too."""
     original(self, *args, **kwargs)
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:

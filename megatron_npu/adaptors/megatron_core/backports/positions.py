@@ -1,4 +1,4 @@
-"""Rotary positions: two flags that upstream's scripts read and do not hand on to their models."""
+"""Rotary positions: pass on two flags that upstream's scripts read but do not pass to their models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _factors = partial(
 
 
 def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Give a model the factors of the script that builds it, where the script has not."""
+    """Pass the script's factors to a model if the script has not done so."""
     signature = inspect.signature(original)
     given = {**kwargs, **signature.bind_partial(self, *args).arguments}
     script = script_arguments()

@@ -1,9 +1,9 @@
-"""``megatron.core.transformer.multi_token_prediction``: losses over the tokens of the whole global batch.
+"""``megatron.core.transformer.multi_token_prediction``: average losses over a global batch's tokens.
 
-A further token's loss has fewer tokens than the main one: the last of each sequence have no further one, and
-a mask moves along. What is divided by the tokens of one micro-batch on one rank weighs micro-batches, not
-tokens. The schedules below look at the masks of all micro-batches before the first one is computed, so that
-each loss can be divided by its own tokens of the global batch.
+The loss of an additional token covers fewer tokens than the main loss: the last tokens of each sequence have
+no such successor, and the mask is shifted along. A loss divided by the tokens of one micro-batch on one rank
+weights micro-batches equally, not tokens. The schedules below therefore read the masks of all micro-batches
+before the first one is computed, so that each loss can be divided by its own tokens of the global batch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """Tokens of a global batch that count: of the main loss, and of each further token's."""
+    """Number of tokens of a global batch that count, for the main loss and for each additional token's."""
 
     main: Tensor
     further: Sequence[Tensor]
 
 
 class Count(NamedTuple):
-    """What the last mask that was moved by one token holds: its tokens, and what was told of them."""
+    """Tokens in the mask that was last shifted by one: its own, and the number reported to the caller."""
 
     own: Tensor
     told: Tensor
@@ -62,12 +62,12 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its tokens of the global batch, times those of the main loss.
+    """Divide each loss by its tokens of the global batch, times the main loss's tokens.
 
-    Every gradient is divided by the latter in the end. Where nobody has counted (a model that no schedule
-    of megatron-core runs, or packed sequences) the loss stays a sum: it is over the tokens of the main loss
-    then, as it is up to 0.16. Without --calculate-per-token-loss it is divided by its tokens of the
-    micro-batch, those of all context-parallel ranks.
+    In the end every gradient is divided by the latter. If the tokens were not counted (the model is not run
+    by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main
+    loss's tokens, as up to 0.16. Without --calculate-per-token-loss it is divided by its tokens of the
+    micro-batch on all context-parallel ranks.
     """
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
@@ -144,10 +144,10 @@ for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_witho
 
 
 def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Counts | None, Any]:
-    """Return the tokens of a global batch, and an iterator that gives its micro-batches once more.
+    """Return the tokens of a global batch, and an iterator that yields its micro-batches again.
 
-    A collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same tokens:
-    quotients of the counts are meant, not the counts.
+    This is a collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same
+    tokens: only ratios of the counts are used.
     """
     from megatron.core import parallel_state
 
@@ -167,7 +167,7 @@ def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Co
 
 
 def _tokens(batch: Any, seq_length: int, depths: int) -> Tensor:
-    """Return how many tokens of a micro-batch count for each loss: [1 + depths]; zeros: it does not tell."""
+    """Return how many tokens of a micro-batch count for each loss, [1 + depths]; zeros if unknown."""
     found = torch.zeros(1 + depths, dtype=torch.float64)
     mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
     if mask is None or "cu_seqlens" in batch:
@@ -203,7 +203,7 @@ _logged = functools.partial(
 def note_tokens(
     original: Callable[..., tuple[Tensor, Tensor | None]], tensor: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Note the tokens of a mask; tell those of the global batch, where ``weigh_tokens`` knows them."""
+    """Record the number of tokens in a mask; return that of the global batch if ``weigh_tokens`` knows it."""
     rolled, count = original(tensor, *args, **kwargs)
     if count is None:  # since 0.20, of what is no mask
         return rolled, count
@@ -216,7 +216,7 @@ def note_tokens(
 @_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
 @_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
 def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Save the sum of the losses, and how many tokens it is over."""
+    """Save the sum of the losses, and the number of tokens in it."""
     layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
     last = _last.get()
     if layer is None or last is None:
@@ -233,7 +233,7 @@ def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: 
 
 @_logged(f"{_HELPER}.track_mtp_metrics")
 def log_means_of_tokens(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Make the sums means over the tokens of all micro-batches and ranks; upstream's mean leaves them so."""
+    """Replace the sums with means over all micro-batches' and ranks' tokens, which upstream then keeps."""
     from megatron.core import parallel_state
 
     tracker = _tracker()

@@ -1,6 +1,6 @@
 """``megatron.core.transformer.moe.router``: the scale of auxiliary losses, and the z-loss in the log.
 
-With --calculate-per-token-loss every gradient is divided by the number of tokens of all ranks, so an
+With --calculate-per-token-loss every gradient is divided by the number of tokens on all ranks, so an
 auxiliary loss must be multiplied by the tokens of a micro-batch on all ranks of a tensor- and
 context-parallel group. Upstream multiplies by those of one rank (#5047), or of one sequence (#5798).
 """
@@ -37,18 +37,18 @@ def attach_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the loss, and its coefficient, which upstream divides it by for the log.
+    """Scale the loss and its coefficient, by which upstream divides it for the log.
 
     Args:
-        original: upstream's.
+        original: upstream's function.
         self: the router.
         activation: [tokens, experts].
-        aux_loss_coeff: the coefficient that is in the loss.
+        aux_loss_coeff: the coefficient that the loss includes.
         aux_loss: a scalar.
         args, kwargs: passed on.
 
     Returns:
-        ``activation``, whose gradient holds that of the loss.
+        ``activation``, whose gradient includes that of the loss.
     """
     size = _ranks(self) if self.calculate_per_token_loss else 1
     return original(self, activation, aux_loss_coeff * size, aux_loss * size, *args, **kwargs)
@@ -58,14 +58,14 @@ def attach_loss(
 def apply_load_balancing_loss(
     original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Scale the coefficient, of which the log is free."""
+    """Scale the coefficient; the logged loss does not include it."""
     with _coefficient_times(self, _AUX, _ranks(self)):
         return original(self, *args, **kwargs)
 
 
 @_scaled(f"{_ROUTER}.apply_z_loss", versions="<0.19")
 def apply_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Scale the coefficient, of which the log is free."""
+    """Scale the coefficient; the logged loss does not include it."""
     with _coefficient_times(self, _Z, _ranks(self)):
         return original(self, *args, **kwargs)
 
@@ -91,15 +91,15 @@ def apply_sequence_loss(
     """Scale the coefficient by the number of sequences.
 
     Args:
-        original: upstream's.
+        original: upstream's function.
         self: the router.
         probs, scores_for_aux_loss, routing_map: [tokens, experts].
-        seq_length: tokens of a sequence on this rank.
-        bsz: sequences of the micro-batch.
+        seq_length: number of tokens of a sequence on this rank.
+        bsz: number of sequences in the micro-batch.
         args, kwargs: passed on.
 
     Returns:
-        ``probs``, whose gradient holds that of the loss.
+        ``probs``, whose gradient includes that of the loss.
     """
     with _coefficient_times(self, _AUX, bsz):
         return original(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, *args, **kwargs)
@@ -116,7 +116,7 @@ _logged = partial(
 
 @_logged(versions=">=0.18,<0.19")
 def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Name the group of ranks to average over."""
+    """Pass the group of ranks to average over."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     logits = original(self, *args, **kwargs)
@@ -127,7 +127,7 @@ def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs:
 
 @_logged(versions="<0.18")
 def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Name the group of ranks to average over; up to 0.17 the log is a table of tables."""
+    """Pass the group of ranks to average over; up to 0.17 the log is a nested dict."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
@@ -141,7 +141,7 @@ def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any
 
 
 def _ranks(router: Any) -> int:
-    """Return the size of the router's tensor- and context-parallel group, which it has since 0.13."""
+    """Return the size of the router's tensor- and context-parallel group, which it has had since 0.13."""
     if hasattr(router, "tp_cp_group"):
         return router.tp_cp_group.size()
     from megatron.core import parallel_state
@@ -151,10 +151,10 @@ def _ranks(router: Any) -> int:
 
 @contextlib.contextmanager
 def _coefficient_times(router: Any, name: str, factor: int) -> Iterator[None]:
-    """Let the router's configuration have ``factor`` times that coefficient in the block.
+    """Multiply the coefficient ``name`` in the router's configuration by ``factor`` in the block.
 
-    Upstream takes the coefficient out of the loss again where it writes the log. Without
-    --calculate-per-token-loss nothing is changed.
+    Upstream divides the loss by the coefficient again when it writes the log. Without
+    --calculate-per-token-loss nothing changes.
     """
     config = router.config
     coefficient = getattr(config, name)

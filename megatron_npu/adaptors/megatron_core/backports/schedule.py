@@ -1,7 +1,7 @@
-"""``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer's rates overwrite.
+"""``megatron.core.optimizer_param_scheduler``: fix an override that the loaded optimizer's rates undo.
 
-Groups of parameters hold their highest and least learning rate, which a checkpoint brings along; the schedule
-asks them first, and its own values count for groups without alone.
+Parameter groups hold their maximum and minimum learning rates, and a checkpoint restores these. The schedule
+reads them first and uses its own values only for groups without any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _overridden = partial(
 def remember_rates(
     original: Callable[..., None], self: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Keep the groups' rates, which nothing has been loaded over yet."""
+    """Remember the groups' rates before a checkpoint overwrites them."""
     original(self, optimizer, *args, **kwargs)
     groups = getattr(optimizer, "param_groups", None) or []
     given = [{name: group[name] for name in _RATES if name in group} for group in groups]
@@ -36,7 +36,7 @@ def remember_rates(
 
 @_overridden(f"{_SCHEDULE}.load_state_dict")
 def override_rates(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """Restore the learning rates of the flags in the groups if an override is requested."""
+    """Restore the groups' learning rates from the flags if an override is requested."""
     given, groups = getattr(self, _GIVEN, []), self.optimizer.param_groups
     if self.override_opt_param_scheduler and len(given) == len(groups):
         for group, rates in zip(groups, given, strict=True):

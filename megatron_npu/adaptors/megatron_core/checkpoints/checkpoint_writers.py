@@ -1,4 +1,4 @@
-"""Processes that write a checkpoint: they end with the training, and their failure does not hang it.
+"""Checkpoint writer processes: they end with the training, and their failure does not make it hang.
 
 Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -30,11 +30,11 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class ResultsFile:
-    """A queue between a process and its children, in a file without a name.
+    """A queue between a process and its children, kept in an unnamed file.
 
-    What upstream takes from the queue of a multiprocessing manager: ``put`` and ``get_nowait``. Children that
-    are forked share the file, and spawned ones are given it by pickle; nothing is left of it when the
-    last process ends, however it ends.
+    It has the methods that upstream uses of a multiprocessing manager's queue: ``put`` and ``get_nowait``.
+    Forked children share the file, and spawned ones receive it by pickle; nothing remains of it once the last
+    process ends, however it ends.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class ResultsFile:
                 written += os.pwrite(fd, record[written:], end + written)
 
     def get_nowait(self) -> Any:
-        """Return the first item that this process has not had yet.
+        """Return the first item that this process has not read yet.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: there is no such item.
         """
         with self._locked() as fd:
             length = os.pread(fd, 8, self._read)
@@ -98,13 +98,13 @@ _queue = functools.partial(
 
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
-    """Return the queue of this process, which needs no process of its own."""
+    """Return this process's queue, which needs no manager process."""
     return _of_this_process()
 
 
 @_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
 def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
-    """As ``results_queue``; how the process would be started is of no account."""
+    """Return ``results_queue()``; ``mp_mode`` is not used, because no manager process is started."""
     return results_queue()
 
 
@@ -121,14 +121,14 @@ _processes = functools.partial(
 def write_in_processes(
     transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """Write each bucket in a forked process of its own; put the results by number, or the first error.
+    """Write each bucket in its own forked process; queue the results by bucket number, or the first error.
 
     Args:
         transform_list: torch's transforms.
         use_msc: whether a multi-storage client writes.
-        rank: of this process.
-        write_buckets: file, storage key and data of each.
-        global_results_queue: what the results are for.
+        rank: rank of this process.
+        write_buckets: file, storage key and data of each bucket.
+        global_results_queue: queue for the results.
     """
     keywords = {"use_msc": True} if use_msc else {}
     collecting = gc.isenabled()
@@ -144,7 +144,7 @@ def write_in_processes(
 def write_in_processes_without_client(
     transform_list: Any, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """As ``write_in_processes``, before there was a multi-storage client."""
+    """Call ``write_in_processes`` for versions that have no multi-storage client."""
     write_in_processes(transform_list, False, rank, write_buckets, global_results_queue)
 
 
@@ -156,10 +156,10 @@ def write_in_processes_without_client(
     why="where that process was killed it says 'results_queue should not be empty', with a traceback",
 )
 def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
-    """Say what has become of the process that writes, as an error of files.
+    """Return the writer's results, or raise an OSError that says what happened to its process.
 
     Raises:
-        OSError: it was killed, or could not write.
+        OSError: the writing process was killed, or could not write.
     """
     try:
         return original(self)
@@ -173,7 +173,7 @@ def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
 
 
 def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:
-    """Return the results of all buckets by number, or the first error, when every process has ended."""
+    """Return the results of all buckets by number, or the first error, once every process has ended."""
     writers: list[tuple[Any, Connection]] = []
     try:
         for number, bucket in enumerate(buckets):
@@ -189,7 +189,7 @@ def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> d
 
 
 def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) -> tuple[Any, Connection]:
-    """Start the process that writes a bucket; return it, and where its result comes from."""
+    """Start the process that writes a bucket; return it and the connection on which its result arrives."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_write, args=(number, bucket, transforms, keywords, sender), daemon=True)
@@ -209,7 +209,7 @@ def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], 
 
 
 def _received(process: Any, receiver: Connection, path: Any) -> Any:
-    """Return what the process sent: the list of its results or its error; an error if it died without."""
+    """Return the list of results or the error that the process sent, or an error if it died first."""
     try:
         _, outcome = receiver.recv()
     except EOFError:
@@ -220,7 +220,7 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
 
 
 def _end_all(writers: list[tuple[Any, Connection]]) -> None:
-    """End those that still write: after Ctrl-C, or an error, nobody wants their files."""
+    """Kill the processes that are still writing: after Ctrl-C or an error their files are useless."""
     for process, receiver in writers:
         if process.is_alive():
             process.kill()
@@ -237,24 +237,24 @@ def end_of(code: int) -> str:
 
 
 class _Sender:
-    """What upstream's writer puts its result into."""
+    """A queue for the result of upstream's writer that sends it over a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.put = connection.send
 
 
 class _Counter:
-    """A counter for upstream's writer that is never waited for."""
+    """A counter that upstream's writer expects, and that is never waited for."""
 
     def get(self) -> None:
-        """Take one off."""
+        """Do nothing; upstream would take one item."""
 
     def task_done(self) -> None:
-        """Count one as done."""
+        """Do nothing; upstream would mark one item as done."""
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends. Linux only."""
+    """Make the kernel end this process when its parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()

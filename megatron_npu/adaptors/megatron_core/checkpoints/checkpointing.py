@@ -1,4 +1,4 @@
-"""Checkpoints: old versions on newer torch, the persistent worker, another expert parallelism.
+"""Checkpoints: old versions on newer torch, the persistent worker, changed expert parallelism.
 
 Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
@@ -35,7 +35,7 @@ around(
     why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
 )
 def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the format that 0.12 has always written."""
+    """Pass the serialization format that 0.12 has always written."""
     if "serialization_format" not in inspect.signature(original).parameters:
         return original
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -50,7 +50,7 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     why="remove_sharded_tensors moves the file at a path of torch's writer that newer torch does not have",
 )
 def writer_with_metadata_path(original: Any) -> type:
-    """Give torch's writer, which the module makes there alone, the path of its metadata again."""
+    """Add ``metadata_path`` to torch's writer, which newer torch no longer has and only this module needs."""
     if hasattr(original, "metadata_path"):
         return original
     return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
@@ -64,7 +64,7 @@ def writer_with_metadata_path(original: Any) -> type:
     "sharing of device memory between processes",
 )
 def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
-    """Bring the tensors to the host in this process, into memory that training does not write to."""
+    """Copy the tensors to the host in this process, into memory that training does not write to."""
     if async_req.preload_fn is not None:
         rank, _, *rest = async_req.async_fn_args
         copies = tree_map_only(torch.Tensor, _own, async_req.preload_fn())
@@ -73,7 +73,7 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in memory of its own; ``.cpu()`` of a cpu tensor is the tensor itself."""
+    """Return a copy with its own memory; ``.cpu()`` returns a cpu tensor itself."""
     return tensor.detach().clone()
 
 
@@ -99,7 +99,7 @@ def with_other_experts(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Do not load random states of other ranks, as upstream does not for TP and PP; refuse the rest."""
+    """Skip other ranks' random states, as upstream does for TP and PP; reject other optimizer layouts."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
     if saved is not None and not args.finetune:
@@ -109,7 +109,7 @@ def with_other_experts(
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Raise UsageError where one side alone has an optimizer of its own for the experts."""
+    """Raise a UsageError if only the checkpoint or only the run has a separate optimizer for experts."""
     sizes = [getattr(each, "expert_model_parallel_size", 1) for each in (saved, args)]
     if not args.no_load_optim and (sizes[0] == 1) != (sizes[1] == 1):
         raise UsageError(

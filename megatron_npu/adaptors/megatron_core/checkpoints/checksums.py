@@ -1,9 +1,9 @@
 """Checksums of stock scripts' checkpoints: written on save, verified on load.
 
-Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Those of the format
-``torch_dist`` are written when upstream declares its files complete: with its metadata, before the tracker;
-those of other formats when it has saved. The tracker gets its name after them, of asynchronous saves too.
-The driver, which saves through the same functions, writes its own.
+Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the
+format ``torch_dist`` are written when upstream declares its files complete: with its metadata, before the
+tracker; those for other formats after the save. The tracker is renamed into place after them, also for
+asynchronous saves. The built-in trainer saves through the same functions but writes its own checksums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
 @watchdog.phase(watchdog.SAVING)
 def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Have checksums written with what the script saves."""
+    """Write checksums for what the script saves."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -65,10 +65,10 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
 
 @contextlib.contextmanager
 def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
-    """Let a script begin an asynchronous save in the block, and know what is to be done when it has ended.
+    """Start a script's asynchronous save in the block, with the steps that finish it later.
 
     Args:
-        verifies: whether checksums are wanted that ``write_checksums`` does not write.
+        verifies: whether to write checksums that ``write_checksums`` does not write.
         retain: upstream's ``--save-retain-interval``.
     """
     with of_scripts.beginning(root, place) as save:
@@ -97,7 +97,7 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
     "empty one",
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
-    """Give the tracker its name when upstream has written it, before anybody is told of the checkpoint."""
+    """Rename the tracker once upstream has written it, before anything else learns of the checkpoint."""
     finishing = _FINISHING.get()
     if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
         sum_up, name, publish = finishing
@@ -116,7 +116,7 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _retire(former: Path | None, place: Path, interval: int | None) -> None:
-    """Remove the checkpoint before, as upstream with the flag, which has not seen the tracker's own name."""
+    """Remove the previous checkpoint, as upstream's flag would if it saw the final tracker."""
     if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
         return
     if disks.leads() and not former.is_symlink() and int(former.name.removeprefix("iter_")) % interval:
@@ -137,7 +137,7 @@ around(
 def log_when_named(
     original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Wait until the tracker has its name."""
+    """Delay the call until the tracker has its final name."""
     save, named = of_scripts.under_way(), of_scripts.named(tracker_filename)
     if save is None or named == tracker_filename:
         original(checkpoint_path, tracker_filename, *args, **kwargs)
@@ -148,7 +148,7 @@ def log_when_named(
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
 @watchdog.phase("loading")
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have checksums compared while the script loads, and another one loaded if the flag says so."""
+    """Verify checksums while the script loads; load an older intact checkpoint if the flag says so."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -178,10 +178,10 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _of_ranks(root: str, step: int | None) -> Path | None:
-    """Return the checkpoint to be loaded, None for one that ``compare_checksums`` sees.
+    """Return the checkpoint to verify; None if ``compare_checksums`` verifies it.
 
     Raises:
-        UsageError: a file of that one is damaged that a script reads before.
+        UsageError: a file that the script reads earlier is damaged.
     """
     place = of_scripts.to_load(root, step)
     if place is None or not (place / _DECLARED).is_file():
@@ -192,7 +192,7 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
 
 @contextlib.contextmanager
 def _of_script() -> Iterator[bool]:
-    """Note that a script saves or loads; give whether its checkpoints are to be verified."""
+    """Record in the block that a script saves or loads; yield whether its checkpoints are to be verified."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     verifies: bool = getattr(get_args(), "verify_checkpoint", True)
@@ -207,7 +207,7 @@ def _of_script() -> Iterator[bool]:
 def write_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Write them when all other files are there: at once, or where an asynchronous save is finalised."""
+    """Write checksums once all other files exist: at once, or when an asynchronous save is finalized."""
     request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if _VERIFIES.get():
         if addresses.is_address(checkpoint_dir):
@@ -225,7 +225,7 @@ def write_checksums(
 def compare_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compare them in the meantime; a checkpoint without any is loaded as it is."""
+    """Verify checksums while loading; a checkpoint without any is loaded unverified."""
     sums = _VERIFIES.get() and not addresses.is_address(checkpoint_dir)
     with of_scripts.verifying(Path(checkpoint_dir) if sums else None):
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

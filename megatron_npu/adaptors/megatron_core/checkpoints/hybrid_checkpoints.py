@@ -1,4 +1,4 @@
-"""Load a hybrid model's checkpoint into a GPT; upstream's main has the other direction alone.
+"""Load a hybrid model's checkpoint into a GPT; upstream's main branch supports only the reverse.
 
 Connects ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
 """
@@ -20,7 +20,7 @@ _WHY = (
 
 
 class IntoGPT:
-    """Stands where upstream has its maps of layers: the checkpoint is a hybrid's, the model a GPT."""
+    """A marker used in place of upstream's layer maps: the checkpoint is a hybrid's, the model is a GPT."""
 
 
 @around("megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load", versions=">=0.20", why=_WHY)
@@ -30,7 +30,7 @@ def accept_a_hybrid(
     ckpt_args: argparse.Namespace,
     model: Sequence[Any],
 ) -> tuple[Any, bool]:
-    """Return ``IntoGPT``, and whether the optimizer's state is loaded, where upstream would refuse."""
+    """Return ``IntoGPT``, and whether to load the optimizer state, where upstream would raise an error."""
     pattern = _pattern(ckpt_args)
     if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
         return original(args, ckpt_args, model)
@@ -52,7 +52,7 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Raise UsageError where the optimizer's state lies in buckets, whose order is the hybrid's."""
+    """Raise a UsageError if the optimizer state is stored in buckets, in the hybrid's parameter order."""
     named = getattr(ckpt_args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(ckpt_args, "use_distributed_optimizer", False) and not named:
         raise UsageError(
@@ -70,7 +70,7 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
 def look_where_the_hybrid_has_it(
     original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
 ) -> None:
-    """Point a GPT's entries at the hybrid's where ``layer_maps`` is ``IntoGPT``."""
+    """Point a GPT's entries at the hybrid's if ``layer_maps`` is ``IntoGPT``."""
     if isinstance(layer_maps, IntoGPT):
         hybrid_layers.point_at(sharded_state_dict)
     else:

@@ -1,4 +1,4 @@
-"""The persistent process for asynchronous checkpoints: its death is detected, and it ends with the training.
+"""The persistent worker for asynchronous checkpoints: detect its death, and end it with the training.
 
 Connects ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -36,7 +36,7 @@ _mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
     "names in /dev/shm outlive a machine's kill of everything",
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have the kernel end this process when the one that started it ends; take away what only it needed."""
+    """Make the kernel end this worker when its parent ends; unlink semaphores that only the worker needed."""
     end_with_parent()
     for each in (*args, *kwargs.values()):
         for semaphore in _semaphores(each):
@@ -45,7 +45,7 @@ def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
-    """Yield the semaphores of a queue between processes; nothing of any other value."""
+    """Yield the semaphores of an inter-process queue; yield nothing for any other value."""
     if isinstance(value, synchronize.SemLock):
         yield value
     elif isinstance(value, (queues.Queue, synchronize.Condition)):
@@ -54,7 +54,7 @@ def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
 
 
 def _take_name(name: str) -> None:
-    """Take a semaphore's name away, unless somebody has: those that have opened it go on with it."""
+    """Unlink a semaphore's name if it still exists; processes that have opened it can still use it."""
     try:
         synchronize.sem_unlink(name)  # type: ignore[attr-defined]  # typeshed does not know it
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def _take_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _names_may_go() -> Iterator[None]:
-    """Let semaphores that are made in the block be content at their end when their names have gone before."""
+    """Allow the names of semaphores created in the block to be unlinked before their cleanup runs."""
     replaced = Replaced()
     replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
     try:
@@ -78,14 +78,14 @@ _WHY_NAMES = "at its end Python would complain of the names that the worker has 
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
 def make_queues(original: Callable[..., None], self: Any) -> None:
-    """Create the queues to the worker; their semaphores have names until it has opened them."""
+    """Create the queues to the worker; their semaphores keep their names until it has opened them."""
     with _names_may_go():
         original(self)
 
 
 @_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
 def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As ``make_queues``, and start the worker."""
+    """Create the queues as ``make_queues`` does, and start the worker."""
     with _names_may_go():
         return original(*args, **kwargs)
 
@@ -97,10 +97,10 @@ def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def require_worker(
     original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
 ) -> bool:
-    """Wait for the worker's word, if ``blocking``, as long as there is a worker.
+    """Check for the worker's answer; with ``blocking``, wait for it as long as the worker lives.
 
     Raises:
-        RuntimeError: it has died, and the checkpoint is not whole.
+        RuntimeError: the worker has died, and the checkpoint is incomplete.
     """
     while self.process is not None and self.cur_item is None:
         dead = not self.process.is_alive()  # asked first: its last word may still be there
@@ -123,10 +123,10 @@ def require_worker(
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
-    """Wait for the worker while it is alive, and end it with this process.
+    """Wait for the worker only while it is alive, and kill it when this process ends.
 
     Raises:
-        RuntimeError: it has died.
+        RuntimeError: the worker has died.
     """
     first = self.process is None
     with _waiting_for_living(self):
@@ -139,7 +139,7 @@ def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any
 
 @_mended(f"{_CALLER}.close", why="it waits for ever for a dead worker to end")
 def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the worker end; forget one that is dead: that has been told, if a checkpoint was lost with it."""
+    """Close the worker; discard a dead one, whose lost checkpoint, if any, has already been reported."""
     if _is_dead(self):
         return _forget(self)
     if self.process is None:  # which upstream only logs, with a rank that there may not be any more
@@ -150,7 +150,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """Let ``join`` of the queues to a worker return, in the block, when the worker is dead."""
+    """In the block, let ``join`` on the queues to a worker return if the worker is dead."""
     over = threading.Event()
 
     def release() -> None:
@@ -171,7 +171,7 @@ def _waiting_for_living(caller: Any) -> Iterator[None]:
 
 
 def _kill(caller: Any, owner: int) -> None:
-    """End the worker of a training that has not closed it: nobody will finalize what it writes."""
+    """Kill a worker that the training has not closed: what it writes would never be finalized."""
     if os.getpid() == owner and caller.process is not None:
         caller.process.kill()
         caller.process.join()
@@ -179,7 +179,7 @@ def _kill(caller: Any, owner: int) -> None:
 
 
 def _forget(caller: Any) -> None:
-    """Let the caller, and from 0.17 on its class, have no worker."""
+    """Remove the worker from the caller and, since 0.17, from its class."""
     _leave_content(caller)
     caller.process = None
     for name in _OF_CLASS:
@@ -188,7 +188,7 @@ def _forget(caller: Any) -> None:
 
 
 def _leave_content(caller: Any) -> None:
-    """Let this process end although nobody takes what lies in the queues to the worker."""
+    """Let this process exit even if items in the queues to the worker are never read."""
     for each in _queues(caller, _OUTGOING):
         each.cancel_join_thread()
 

@@ -1,7 +1,7 @@
 """Load untrusted checkpoints without executing code, and reject others with a one-line error.
 
-Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; what torch's own
-reader unpickles for them is the business of ``torch_readers``.
+Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
+controls what torch's own reader may unpickle for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Let torch load data in the block, and say in one line what it has refused."""
+    """Let torch load only data in the block, and report what it has rejected, without a traceback."""
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return
@@ -56,7 +56,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Say in one line which file is torn that the block reads."""
+    """Report which file that the block reads is truncated or damaged, without a traceback."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -69,7 +69,7 @@ def _whole(what: str) -> Iterator[None]:
 
 
 def _torn(error: BaseException) -> str:
-    """Return what is wrong with a file, in one line; empty: something else has failed."""
+    """Return one line that says what is wrong with a file; empty if the error has another cause."""
     failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
     for each in failures:
         line = (str(each).strip() or type(each).__name__).partition("\n")[0]
@@ -80,7 +80,7 @@ def _torn(error: BaseException) -> str:
 
 
 def _failures(error: BaseException) -> list[Any]:
-    """Return the errors of all ranks that one of torch's holds, or itself."""
+    """Return the errors of all ranks that one of torch's errors holds, or the error itself."""
     return list(getattr(error, "failures", {}).values()) or [error]
 
 
@@ -97,7 +97,7 @@ _common_data = partial(
 @_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
 @_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
 def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt``, or since 0.19 what lies among the sharded objects instead, as data."""
+    """Read ``common.pt`` as data, or since 0.19 the sharded objects that replace it."""
     with _data_only("the checkpoint's common values"):
         return original(*args, **kwargs)
 
@@ -135,7 +135,7 @@ def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **
     order=1,
 )
 def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Say in one line what was refused."""
+    """Report what was rejected, without a traceback."""
     with _data_only("the checkpoint"):
         return original(*args, **kwargs)
 
@@ -151,7 +151,7 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Read tensors, numbers and arguments, nothing that runs; say what is wrong with a bad file."""
+    """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
     if load_dir and not getattr(args, "non_persistent_ckpt_type", None):  # which may be newer, elsewhere
         _require_described(Path(load_dir), args.ckpt_step)
     with _whole(f"the checkpoint in {load_dir}"), _data_only(f"the checkpoint in {load_dir}"):
@@ -168,10 +168,10 @@ def load_data_only(
 
 
 def _require_described(root: Path, step: int | None) -> None:
-    """Look at the tracker and at what it names, before upstream does.
+    """Check the tracker and the checkpoint that it names, before upstream does.
 
     Raises:
-        UsageError: it is none, names what is not there, or that does not say what it is.
+        UsageError: the tracker is invalid, the checkpoint does not exist, or its metadata cannot be read.
     """
     tracker = root / of_scripts.TRACKER
     if not step and not tracker.is_file():  # upstream says that it begins again

@@ -1,4 +1,4 @@
-"""Splits without documents: skip unused ones, and raise an error for used ones.
+"""Dataset splits without documents: skip them if unused, and raise an error if used.
 
 Connects ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -16,15 +16,15 @@ _IN_WORDS = {"train": "training", "valid": "validation", "test": "the test at th
 
 
 class Part(NamedTuple):
-    """What upstream hands to the class of a part's dataset, in its order.
+    """The arguments that upstream passes to the class of a split's dataset, in order.
 
     Attributes:
-        source: the data, opened.
-        prefix: of its files; None for generated data.
-        documents: numbers of the part's own ones; None where they are in an index that is there already.
-        size: samples that are asked for; None: as many as one pass gives.
+        source: the opened data.
+        prefix: path prefix of its files; None for generated data.
+        documents: indices of the split's documents; None if an existing index holds them.
+        size: number of samples requested; None means one pass over the data.
         split: upstream's enumerator ``train``, ``valid`` or ``test``.
-        config: of the dataset; ``split`` is what the flag says.
+        config: the dataset's configuration; its ``split`` is the flag's value.
     """
 
     source: Any
@@ -50,17 +50,17 @@ def without_empty_parts(
     synchronize_ranks: bool,
     *args: Any,
 ) -> Any:
-    """Build nothing of an empty part that is not read; all ranks meet at upstream's barriers even so."""
+    """Build nothing for an empty split that is not read; all ranks still reach upstream's barriers."""
     if _is_empty(cls, args) and is_built_on_rank():
         cls = _nothing
     return original(cls, is_built_on_rank, synchronize_ranks, *args)
 
 
 def _is_empty(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether what is to be built is an empty part, or a blend that an empty part belongs to.
+    """Return whether the dataset to build is an empty split, or a blend that includes one.
 
     Raises:
-        UsageError: the empty part is read.
+        UsageError: the empty split is read.
     """
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -87,7 +87,7 @@ def _is_read(part: Part) -> bool:
 
 
 def _refuse(part: Part, documents: int) -> None:
-    """Say which part of the split it is, and what to do.
+    """Report which part of the split is empty, and what to do.
 
     Raises:
         UsageError: always.
@@ -102,4 +102,4 @@ def _refuse(part: Part, documents: int) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Stand for a dataset that is not built."""
+    """Return None instead of a dataset."""

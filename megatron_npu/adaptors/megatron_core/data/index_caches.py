@@ -1,6 +1,6 @@
 """``megatron.core.datasets``: load cached indices without pickle, and rebuild damaged ones.
 
-``megatron.legacy.data`` too, of the trees of Megatron-LM that have it: read without pickle.
+Also ``megatron.legacy.data``, in the Megatron-LM trees that have it: its indices are read without pickle.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _PART = 1 << 20  # entries that are looked at together
     until=NOT_FIXED,
 )
 def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check what was cached, and build it again if it cannot be right."""
+    """Check what was cached, and rebuild it if it cannot be correct."""
     return _sound(lambda: original(self), lambda indices: _check_gpt(self, *indices))
 
 
@@ -85,7 +85,7 @@ def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
     until=NOT_FIXED,
 )
 def sound_blending_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check what was cached, and build it again if it cannot be right."""
+    """Check what was cached, and rebuild it if it cannot be correct."""
     return _sound(lambda: original(self), lambda indices: _check_blend(self, *indices))
 
 
@@ -96,16 +96,16 @@ def sound_blending_indices(original: Callable[[Any], Any], self: Any) -> Any:
     until=NOT_FIXED,
 )
 def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build a cached index again if it cannot be read."""
+    """Rebuild a cached index if it cannot be read."""
     return _sound(lambda: original(self, *args, **kwargs), lambda index: None)
 
 
 def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
-    """Return indices that upstream builds or reads; without the files of a damaged cache it builds them.
+    """Return the indices that upstream builds or reads; delete and rebuild a damaged cache.
 
-    On a machine that does not see what rank 0 has built they are built once more, by one of its ranks.
+    On a machine that does not see the files of rank 0, one of its ranks builds them again.
 
-    Only the first rank looks into them: upstream lets it finish before the others read.
+    Only the first rank checks the indices: upstream lets it finish before the others read.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -127,7 +127,7 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
 
 
 def _unseen(file: Path) -> UsageError:
-    """Return the error of a rank that reads what the first one has written, and does not see it."""
+    """Return the error for a rank that does not see a file that rank 0 has written."""
     return UsageError(
         f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 has written this file, but it is "
         "not visible here",
@@ -140,13 +140,13 @@ def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> Non
     """Check the cached indices of a ``GPTDataset``.
 
     Args:
-        dataset: the dataset; ``indices`` are the documents of its part.
-        documents: [documents of all epochs], each the number of a document.
-        samples: [samples + 1, 2], where each begins: place in ``documents``, token in the document.
-        shuffled: [samples], each the number of a sample.
+        dataset: the dataset; its ``indices`` are the documents of its split.
+        documents: [documents of all epochs], each the index of a document.
+        samples: [samples + 1, 2], where each sample begins: index into ``documents``, token in the document.
+        shuffled: [samples], each the index of a sample.
 
     Raises:
-        DamagedIndexError: naming the file.
+        DamagedIndexError: an index is invalid; the error names the file.
     """
     if not isinstance(samples, numpy.memmap):  # built just now, or read later
         return
@@ -170,12 +170,12 @@ def _check_blend(blend: Any, numbers: Any, samples: Any) -> None:
     """Check the cached indices of a ``BlendedDataset``.
 
     Args:
-        blend: it, with its ``datasets``.
-        numbers: [samples], each the number of a dataset.
-        samples: [samples], each the number of a sample in it.
+        blend: the dataset, with its ``datasets``.
+        numbers: [samples], each the index of a dataset.
+        samples: [samples], each the index of a sample in that dataset.
 
     Raises:
-        DamagedIndexError: naming the file.
+        DamagedIndexError: an index is invalid; the error names the file.
     """
     if not isinstance(numbers, numpy.memmap):
         return

@@ -1,4 +1,4 @@
-"""``megatron.core.datasets.indexed_dataset``: indices of ``lazy`` and ``cached``, of older Megatrons."""
+"""``megatron.core.datasets.indexed_dataset``: read older Megatron's ``lazy`` and ``cached`` indices."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from megatron_npu.safe_files import lazy_index
     why="datasets of --dataset-impl lazy or cached, of Megatron-LM until 2023, are a bad header to it",
 )
 def read_either(original: Callable[..., None], self: Any, idx_path: str, *args: Any, **kwargs: Any) -> None:
-    """Read an index of ``lazy`` or ``cached`` as the one of today that says the same."""
+    """Read a ``lazy`` or ``cached`` index as the equivalent index in the current format."""
     with lazy_index.mapped(idx_path) as path:
         original(self, path, *args, **kwargs)

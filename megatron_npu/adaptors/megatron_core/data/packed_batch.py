@@ -1,4 +1,4 @@
-"""A batch of packed sequences under context parallelism.
+"""Batches of packed sequences under context parallelism.
 
 Connects ``megatron.core``'s ``utils``, ``datasets.data_schedule`` and ``packed_seq_params``.
 """
@@ -32,7 +32,7 @@ def cut_packed_batch(
     cp_size: int | None = None,
     cp_rank: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Let upstream describe the whole batch of ``[1, t]`` tensors, and cut it here to this rank's tokens."""
+    """Let upstream describe the whole batch of ``[1, t]`` tensors, then cut it to this rank's tokens."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
@@ -55,7 +55,7 @@ def cut_packed_batch(
     until=NOT_FIXED,
 )
 def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
-    """Give each sequence of ``[s]`` the shape of a batch, ``[1, s]``, and bounds that say it is all of it."""
+    """Reshape each sequence ``[s]`` to a batch ``[1, s]``, with bounds that make it a single sequence."""
     samples, groups = original(self)
     for sample in (samples or {}).values():
         for name, values in sample.items():
@@ -75,7 +75,7 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
-    """Call a sequence that was dealt out whole (``sbhd``), as 0.16 and 0.17 do; packed ones stay packed."""
+    """Mark a sequence that one rank holds whole as ``sbhd``, like 0.16 and 0.17; packed ones stay packed."""
     original(self)
     if self.qkv_format == "thd" and self.local_cp_size is not None and self.cu_seqlens_q.numel() == 2:
         self.qkv_format = "sbhd"

@@ -1,6 +1,6 @@
-"""Caches of indices on a disk of each machine's own: built once on each, as rank 0 builds them.
+"""Index caches on disks that machines do not share: built once on each, as rank 0 builds them.
 
-Upstream builds an index on rank 0 alone, and the others open its files, which another machine does not have.
+Upstream builds an index only on rank 0. The other ranks open its files, which other machines do not have.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LOCK = ".building.lock"
 
 
 def read(build: Callable[[], Any]) -> Any:
-    """Return indices that rank 0 has built, or build them where this machine does not see its files.
+    """Return the indices that rank 0 has built, or build them if this machine does not see its files.
 
     Args:
-        build: reads them on this rank; on rank 0 it would build and write them.
+        build: reads the indices on this rank; on rank 0 it would build and write them.
     """
     try:
         return build()

@@ -1,4 +1,4 @@
-"""``megatron.core.datasets``: the files of a dataset that a stock tool writes are private."""
+"""``megatron.core.datasets``: make the dataset files that a stock tool writes private."""
 
 from megatron_npu.adaptors.megatron_core.decorators import records
 from megatron_npu.adaptors.shared import private_files

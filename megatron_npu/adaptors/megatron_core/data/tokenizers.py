@@ -1,4 +1,4 @@
-"""Methods that generation needs from GPT-2's and BERT's tokenizers, and the files they are loaded from.
+"""Methods that generation needs from GPT-2's and BERT's tokenizers, and their files.
 
 Connects ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, of
 ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
@@ -39,8 +39,8 @@ _NO_METHOD = (
 def offsets(self: Any, ids: list[int], text: str) -> list[int]:
     """Return the position of each of ``ids`` in the detokenized ``text``.
 
-    A token that continues a character of several bytes begins where that character does, as it is with
-    tiktoken. For tokenizers that have no method of their own.
+    A token that continues a multi-byte character begins where that character does, as with tiktoken. Used for
+    tokenizers that have no such method.
 
     Raises:
         NotImplementedError: the tokenizer cannot detokenize either.
@@ -63,14 +63,14 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
 ) -> list[int]:
-    """Find the positions in the text where the library's tokenizer cannot tell them."""
+    """Compute the positions in the text if the library's tokenizer has no method for it."""
     if hasattr(self._tokenizer, "offsets"):
         return original(self, ids, text)
     return offsets(self, ids, text)
 
 
 def _common_length(start: str, text: str, known: int) -> int:
-    """Return how many characters two texts have in common from their beginning, at least ``known``."""
+    """Return the length of the common prefix of two strings, which is at least ``known``."""
     while known < min(len(start), len(text)) and start[known] == text[known]:
         known += 1
     return known
@@ -85,7 +85,7 @@ def _common_length(start: str, text: str, known: int) -> int:
     "NotImplementedError where they look for None",
 )
 def bos(self: Any) -> None:
-    """Return None: no token begins a text. For tokenizers that have no property of their own."""
+    """Return None: no token begins a text. Used for tokenizers that have no such property."""
 
 
 @around(
@@ -97,7 +97,7 @@ def bos(self: Any) -> None:
 def name_the_flag(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Say which flag reads the files, where the hub cannot be reached."""
+    """Report which flag reads the files if the hub cannot be reached."""
     try:
         original(self, tokenizer_path, *args, **kwargs)
     except (OSError, ValueError, ModuleNotFoundError) as error:
@@ -110,7 +110,7 @@ def name_the_flag(
 
 
 class _Layout(NamedTuple):
-    """How Transformers names the files of a tokenizer, and what it is told beside them."""
+    """The file names that Transformers expects of a tokenizer, and its configuration."""
 
     files: tuple[str, ...]
     config: dict[str, Any]
@@ -144,7 +144,7 @@ def read_the_files(
     """Load the tokenizer from the given files, or from the hub if one is missing.
 
     Raises:
-        UsageError: a file is not there, or the hub cannot be reached.
+        UsageError: a file does not exist, or the hub cannot be reached.
     """
     layout = _LAYOUTS.get(tokenizer_path)
     given = (vocab_file, merges_file)[: len(layout.files)] if layout else ()
@@ -171,7 +171,7 @@ def _reader_of_folders() -> Callable[..., None]:
 
 
 def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
-    """Make ``folder`` one that Transformers reads a tokenizer from."""
+    """Fill ``folder`` with what Transformers needs to load a tokenizer."""
     for name, file in zip(layout.files, given, strict=True):
         if not file.is_file():
             flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
@@ -188,7 +188,7 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
 def require_transformers(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Name the package where it is not installed."""
+    """Raise a short error if the package transformers is not installed."""
     if installed("transformers") is None:
         raise UsageError(
             f"the tokenizer {tokenizer_path} without the package transformers",
@@ -210,7 +210,7 @@ def require_transformers(
 def keep_the_additional_tokens(
     original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
 ) -> int:
-    """Keep those that were given, where Transformers does not tell them; return how many were new."""
+    """Store the given tokens if Transformers does not expose them; return how many were new."""
     added = original(self, special_tokens_dict)
     if getattr(self, "additional_special_tokens", None) is None:
         self.additional_special_tokens = list(special_tokens_dict.get("additional_special_tokens") or [])

@@ -1,1 +1,1 @@
-"""Mixtures of experts: router, permutation, grouped products."""
+"""Mixture of experts: router, permutation and grouped matmuls."""

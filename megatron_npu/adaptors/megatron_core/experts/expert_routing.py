@@ -1,6 +1,6 @@
-"""``--moe-router-fusion``: fused routing with one gradient, without TransformerEngine.
+"""``--moe-router-fusion``: fused routing with a single gradient function, without TransformerEngine.
 
-Connects ``moe.moe_utils``: its three functions that would call TransformerEngine's kernels.
+Connects ``moe.moe_utils``: the three functions that would call TransformerEngine's kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def route(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``[t, e]`` to the weights and the map of the chosen experts, ``[t, e]`` both."""
+    """Map logits ``[t, e]`` to the weights and the routing map of the selected experts, both ``[t, e]``."""
     if fused:
         asked = dict(zip(_NOT_FUSED, rest, strict=False)) | more
         reason = next((why for name, why in _NOT_FUSED.items() if _is_given(asked.get(name))), None)
@@ -86,7 +86,7 @@ def scores_for_aux_loss(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``[t, e]`` to the map of the best experts and the scores of all, ``[t, e]`` both; padding has none."""
+    """Map ``[t, e]`` to the top experts' routing map and all scores, both ``[t, e]``; padding has none."""
     if not fused:
         return original(logits, topk, score_function, False, *rest, **more)
     scores, chosen = routing_scores(logits, topk, score_function)
@@ -110,7 +110,7 @@ def load_balancing_loss(
     *rest: Any,
     **more: Any,
 ) -> Tensor:
-    """Scores ``[t, e]`` and counts ``[e]`` to the loss, a scalar."""
+    """Compute the loss, a scalar, from scores ``[t, e]`` and token counts ``[e]``."""
     if not fused:
         return original(
             probs,

@@ -1,7 +1,7 @@
-"""``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP on this package's grouped linear layers.
+"""``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP with this package's grouped linear layers.
 
-Connects ``models.backends``: the provider of local layers gives experts one after the other there, whatever
-is asked for. Upstream's class takes any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
+Connects ``models.backends``, whose provider of local layers always gives sequential experts, whatever is
+requested. Upstream's class accepts any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron_npu.ops.experts.grouped_matmul import grouped_linear
 
 
 class GroupedLinear(Module):
-    """One linear layer for each expert of this rank, in one grouped product.
+    """One linear layer for each expert of this rank, computed as one grouped matmul.
 
-    Parameters ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as TransformerEngine's. They
-    are made by upstream's parallel linear layers: their sizes, first values and marks are those of experts
-    that run one after the other, and so are the names in a sharded checkpoint.
+    Its parameters are ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as in
+    TransformerEngine. Upstream's parallel linear layers create them, so their sizes, initial values and marks
+    match those of sequential experts, and so do their names in a sharded checkpoint.
 
     Args:
-        num_local_experts: of this rank.
-        input_size, output_size: of an expert, whole over the tensor-parallel ranks of experts.
+        num_local_experts: number of experts on this rank.
+        input_size, output_size: sizes of one expert, over all expert-tensor-parallel ranks.
         config: the TransformerConfig.
-        init_method: fills a weight.
-        bias: whether there is one.
-        skip_bias_add: return the biases, do not add them.
+        init_method: initializes a weight.
+        bias: whether to create biases.
+        skip_bias_add: whether to return the biases instead of adding them.
         is_expert: for upstream's callers; always True.
         tp_comm_buffer_name, name: for upstream's callers.
         pg_collection: the process groups.
@@ -70,20 +70,20 @@ class GroupedLinear(Module):
         return ColumnParallelLinear(*sizes, gather_output=False, is_expert=True, tp_group=group, **options)
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """``[t, i]``, the rows of each expert together, to ``[t, o]``; and the biases that are not added."""
+        """Map ``[t, i]``, sorted by expert, to ``[t, o]``; also return biases that were not added."""
         biases = self._each("bias") if self.use_bias else None
         added = None if self.skip_bias_add else biases
         output = grouped_linear(rows, self._each("weight"), tokens_per_expert, added)
         return output, biases if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Do nothing: the gradients of the weights are there when the backward pass has ended."""
+        """Do nothing: the weight gradients are ready when the backward pass ends."""
 
     def get_extra_state(self) -> None:
-        """Return None: as upstream's layers, for the sake of TransformerEngine's, which have one."""
+        """Return None: TransformerEngine's layers have a state, and upstream expects the method."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore it."""
+        """Ignore the state."""
 
     def _each(self, kind: str) -> list[Tensor]:
         return [getattr(self, f"{kind}{expert}") for expert in range(self.num_local_experts)]
@@ -94,9 +94,9 @@ class GroupedLinear(Module):
         """Describe each expert's parameters like those of sequential experts.
 
         Args:
-            prefix: of the names.
-            sharded_offsets: where this layer lies among those before it.
-            metadata: how the checkpoint is cut; ``singleton_local_shards`` names each expert by itself.
+            prefix: prefix of the names.
+            sharded_offsets: position of this layer among the preceding dimensions.
+            metadata: how the checkpoint is sharded; ``singleton_local_shards`` names each expert separately.
         """
         described = metadata or {}
         result = {}
@@ -132,14 +132,14 @@ class GroupedLinear(Module):
 
 
 def _without_extra_states(module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take out what a sharded checkpoint has for each expert but the first."""
+    """Remove the extra state that a sharded checkpoint has for every expert but the first."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
         if name != f"{prefix}_extra_state":
             del state_dict[name]
 
 
 class RowGroupedLinear(GroupedLinear):
-    """The second layer of the experts: tensor-parallel ranks share what it takes, ``[o, i / tp]``."""
+    """The second layer of the experts, whose input is split over tensor-parallel ranks: ``[o, i / tp]``."""
 
     split_axis = 1
 
@@ -162,7 +162,7 @@ class RowGroupedLinear(GroupedLinear):
     why="--moe-grouped-gemm without TransformerEngine runs the experts one after the other, and says nothing",
 )
 def grouped_experts(original: Callable[..., Any], self: Any, moe_use_grouped_gemm: bool) -> Any:
-    """Return upstream's grouped experts on our layers if they are requested."""
+    """Return upstream's grouped experts with our layers if they are requested."""
     if not moe_use_grouped_gemm:
         return original(self, moe_use_grouped_gemm)
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP

@@ -1,7 +1,7 @@
-"""``megatron.core.transformer.moe``: grouped matrix products of the experts, and the router.
+"""``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
 
-Connects ``moe.grouped_gemm_util``, upstream's door to the package grouped_gemm, ``moe.moe_utils``, and
-``moe.experts``, those in a sequence.
+Connects ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
+the sequential experts of ``moe.experts``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """``[t, k]`` and ``[e, k, n]`` (``[e, n, k]`` with ``trans_b``) to ``[t, n]``; ``batch_sizes`` ``[e]``.
+    """Multiply ``[t, k]`` by ``[e, k, n]`` or, with ``trans_b``, ``[e, n, k]``; ``batch_sizes``: ``[e]``.
 
     Raises:
-        NotImplementedError: ``trans_a``, which megatron-core never sets.
+        NotImplementedError: ``trans_a`` is set, which megatron-core never does.
     """
     if trans_a:
         raise NotImplementedError("grouped_gemm's trans_a")
@@ -63,14 +63,14 @@ _router = partial(
 def router_gating_linear(
     inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
 ) -> Tensor:
-    """``[..., h]`` and ``[e, h]`` to ``[..., e]`` in ``router_dtype``; gradients in the inputs' dtypes."""
+    """Multiply ``[..., h]`` by ``[e, h]`` in ``router_dtype``; gradients have the inputs' dtypes."""
     bias = None if bias is None else bias.to(router_dtype)
     return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
 
 
 @_router(versions=">=0.13,<0.15")
 def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
-    """As ``router_gating_linear``; the router has a bias from 0.15 on."""
+    """Do what ``router_gating_linear`` does, for routers without a bias (before 0.15)."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype))
 
 
@@ -83,7 +83,7 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
     "and the router's share of its bias is added in place: RuntimeError",
 )
 def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
-    """Copy the outputs of experts with biases, and of no other layer."""
+    """Make experts with biases return a copy of their output, so that it can be changed in place."""
     original(self, *args, **kw)
     if self.config.add_bias_linear:
         for expert in self.local_experts:

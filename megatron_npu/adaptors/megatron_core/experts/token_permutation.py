@@ -1,8 +1,9 @@
 """``--moe-permute-fusion``: sort tokens by expert, and back, in one call, without TransformerEngine.
 
-Connects ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is off
-for its dispatcher, which keeps the counts of tokens on the host then, where our other operations want them. A
-map of tokens to experts carries the number of each token's experts, where they all have as many.
+Connects ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
+switched off for its dispatcher, which then keeps the token counts on the host, where our other operations
+need them. The map of tokens to experts records the number of experts per token if it is the same for all
+tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
     """Record the request, and make upstream use the unfused path.
 
     Raises:
-        FallbackForbiddenError: in strict mode, it has no place.
+        FallbackForbiddenError: the fusion is not possible here, and strict mode is on.
     """
     asked = bool(self.moe_permute_fusion)
     self.moe_permute_fusion = False
@@ -50,7 +51,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
 
 @_fused(f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess")
 def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing_map: Tensor) -> Any:
-    """Record the number of experts per token if none is dropped or padded, as upstream counts none."""
+    """Record the number of experts per token if no token is dropped or padded; upstream then counts none."""
     result = original(self, routing_map)
     if getattr(self.config, _ASKED, False) and not self.drop_and_pad:
         if isinstance(self.num_out_tokens, int):
@@ -70,7 +71,7 @@ def permute(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``[t, h]`` and ``[t, e]`` to rows by expert, their probabilities, and where a token's copies lie."""
+    """Sort ``[t, h]`` by expert according to ``[t, e]``; return rows, probabilities and sorted indices."""
     copies = getattr(routing_map, _COPIES, None)
     if copies is None:
         return original(tokens, routing_map, probs, *args, **kwargs)
@@ -86,7 +87,7 @@ def permute_with_counts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """As ``permute``; nothing is padded, and the counts of each expert's tokens are handed through."""
+    """Call ``permute`` and return the token count of each expert unchanged; nothing is padded."""
     # since 0.20: upstream's own order, and its inverse
     inverse = args[5] if len(args) > 5 else kwargs.get("return_batch_invariant_inverse_map")
     if inverse:
@@ -107,7 +108,7 @@ def unpermute(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Rows by expert to ``[t, h]``, if they were sorted here: upstream's indices are int64, ours int32."""
+    """Restore ``[t, h]`` from rows sorted here, whose indices are int32; upstream's are int64."""
     if sorted_indices.dtype is not torch.int32:
         return original(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, *args, **kwargs)
     chosen = None if probs is None or routing_map is None else routing_map.bool()

@@ -1,1 +1,1 @@
-"""Layers, from the embedding to the loss."""
+"""Layers of megatron-core, from the embedding to the loss."""

@@ -1,8 +1,8 @@
-"""``--fine-grained-activation-offloading`` for local layers and NPUs; before 0.16 fully implemented here.
+"""``--fine-grained-activation-offloading`` for local layers and NPUs; before 0.16 all of it is ours.
 
 Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
 ``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
-``megatron.core``; ``arguments`` shields the flag from upstream's check.
+``megatron.core``; ``arguments`` hides the flag from upstream's check.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ constant(
     why=f"{FLAG} binds the process to the cores near its GPU, which it asks CUDA's driver for",
 )
 def stay_on_all_cores() -> None:
-    """Leave the process where the launcher has put it."""
+    """Keep the CPU affinity that the launcher has set."""
 
 
 @around(
@@ -61,7 +61,7 @@ def stay_on_all_cores() -> None:
     why="it takes tensors of the device cuda alone: of an NPU nothing is moved, and nothing is said",
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Take what an NPU holds as upstream takes what a GPU holds: no parameters."""
+    """Manage an NPU's tensors, except parameters, as upstream manages a GPU's."""
     if tensor.device.type == "npu":
         return not isinstance(tensor, torch.nn.Parameter)
     return original(tensor)
@@ -78,7 +78,7 @@ _parameters: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.Weak
     why="it marks parameters as not to be moved, but autograd hands out others over their memory",
 )
 def note_parameters(original: Callable[[Any], None], self: Any) -> None:
-    """Note before each forward pass where they lie."""
+    """Record the memory addresses of the parameters before each forward pass."""
     _parameters[self] = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
     original(self)
 
@@ -92,7 +92,7 @@ def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     "attention, 4 MiB; the step would then hold more than without",
 )
 def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
-    """Leave masks, the only tensors of truth values, and what lies in a parameter's memory."""
+    """Do not move masks, which are the only boolean tensors, or tensors in a parameter's memory."""
     if tensor.dtype is torch.bool:
         return False
     start = tensor.untyped_storage().data_ptr()
@@ -100,10 +100,10 @@ def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Ten
 
 
 def refuse_on_the_host(args: Namespace) -> None:
-    """Refuse the flag on the cpu device.
+    """Reject the flag on the cpu device.
 
     Raises:
-        UsageError: activations are in the host's memory already.
+        UsageError: the device is a cpu, where activations are already in host memory.
     """
     if getattr(args, "fine_grained_activation_offloading", False):
         memory_flags.refuse_offloading_on_the_host()
@@ -111,9 +111,9 @@ def refuse_on_the_host(args: Namespace) -> None:
 
 @contextmanager
 def unseen_by_upstream(args: Namespace) -> Iterator[None]:
-    """Take the flag away while upstream validates, which wants it with TransformerEngine's layers alone.
+    """Unset the flag while upstream validates, which accepts it only with TransformerEngine's layers.
 
-    Before 0.16 it is ours, and ``check_flags`` reads it.
+    Before 0.16 the flag is ours, and ``check_flags`` reads it.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -130,9 +130,9 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
 
 
 def options_of(config: Any) -> tuple[tuple[str, ...], int]:
-    """Return the modules whose tensors move, and how large these are, before 0.16; none without the flag.
+    """Return the modules to offload and the minimum tensor size, before 0.16; no modules without the flag.
 
-    A stock script has them among its arguments; a program that builds its model from Python sets
+    A stock script has both among its arguments; a program that builds its model from Python sets
     ``offload_modules`` and ``min_offloaded_tensor_size`` on the configuration.
     """
     source = config if hasattr(config, "offload_modules") else script_arguments()
@@ -169,7 +169,7 @@ around(
     order=-1,
 )
 def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
-    """Refuse what cannot be, once upstream has worked out what is recomputed."""
+    """Reject unsupported combinations once upstream has determined what is recomputed."""
     validated = original(args, *rest, **kwargs)
     memory_flags.check_activation_offloading(validated)
     return validated

@@ -1,6 +1,6 @@
 """Fused element-wise functions: ``megatron.core.fusions``' bias_gelu, bias_geglu, bias_swiglu, bias_dropout.
 
-And ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
+Also ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ constant(
     why="a chain of passes, and a bias gradient added up in 16 bits; on cuda upstream compiles it",
 )
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """``[s, b, 2h]`` (or ``[t, 2h]``) and the ``[2h]`` bias to ``[s, b, h]``."""
+    """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``."""
     return activation.geglu(input, bias)
 
 
@@ -42,9 +42,9 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 def bias_swiglu_impl(
     original: Callable[..., Tensor], input: Tensor, bias: Tensor | None, *options: Any, **named: Any
 ) -> Tensor:
-    """``[s, b, 2h]`` (or ``[t, 2h]``) and the ``[2h]`` bias to ``[s, b, h]``.
+    """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``.
 
-    Upstream keeps the calls that store the input in fp8, or move it to the host, for the backward pass.
+    Upstream handles the calls that store the input in fp8, or move it to the host, for the backward pass.
     """
     if any(options) or any(named.values()):  # fp8_input_store, cpu_offload_input
         return original(input, bias, *options, **named)
@@ -53,13 +53,13 @@ def bias_swiglu_impl(
 
 @replace(f"{_SWIGLU}:swiglu", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu(y: Tensor) -> Tensor:
-    """``[t, 2h]`` to ``[t, h]``; called by the weighted variant of MoE."""
+    """Map ``[t, 2h]`` to ``[t, h]``; called by the weighted variant for MoE."""
     return activation.swiglu(y)
 
 
 @replace(f"{_SWIGLU}:swiglu_back", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """Gradient of ``swiglu`` for ``y``; called by the weighted variant of MoE."""
+    """Return the gradient of ``swiglu`` for ``y``; called by the weighted variant for MoE."""
     return activation.swiglu_backward(g, y)
 
 
@@ -75,7 +75,7 @@ _bias_dropout_add = partial(
 def bias_dropout_add(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """``[s, b, h]`` and the ``[h]`` bias, added to the ``[s, b, h]`` residual after dropout."""
+    """Add ``[s, b, h]`` and the bias ``[h]``, after dropout, to the residual ``[s, b, h]``."""
     x, bias = x_with_bias
     return dropout.bias_dropout_add(x, bias, residual, prob, training)
 
@@ -84,7 +84,7 @@ def bias_dropout_add(
 def bias_dropout_add_in_residual_dtype(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """As ``bias_dropout_add``, in the residual's dtype: since 0.17 --fp32-residual-connection keeps it."""
+    """Do what ``bias_dropout_add`` does in the residual's dtype, which may be fp32 since 0.17."""
     x, bias = x_with_bias
     bias = None if bias is None else bias.to(residual.dtype)
     return dropout.bias_dropout_add(x.to(residual.dtype), bias, residual, prob, training)
@@ -99,7 +99,7 @@ def bias_dropout_add_in_residual_dtype(
 def bias_dropout_add_in_training(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """As upstream's ``_bias_dropout_add_func`` of the version, in training."""
+    """Do what this version's ``_bias_dropout_add_func`` does in training."""
     from megatron.core.fusions import fused_bias_dropout
 
     x, bias = x_with_bias
@@ -117,5 +117,5 @@ def bias_dropout_add_in_training(
     until="torch_npu's inductor compiles megatron-core's fusions",
 )
 def jit_fuser(function: Function) -> Function:
-    """Leave the function as it is."""
+    """Return the function uncompiled."""
     return function

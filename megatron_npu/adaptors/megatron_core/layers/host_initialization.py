@@ -1,8 +1,8 @@
-"""What upstream makes on the host on every device: positions, routers, plain linear layers.
+"""Weights that upstream creates on the host on every device: positions, routers, plain linear layers.
 
 Connects ``models.common.embeddings``, ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a
-GPU their weights come from the host's generator, so that with --use-cpu-initialization all of a model do; on
-a cpu the default generator is the device's, and the same seed would give another model.
+GPU these weights come from the host's generator, so with --use-cpu-initialization all of a model's do. On
+a cpu the default generator is the device's, and the same seed would give a different model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 @_on_cpu(f"{_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.__init__")
 def embed(original: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the embeddings of words, positions and kinds of tokens."""
+    """Create the word, position and token-type embeddings."""
     if not config.use_cpu_initialization:  # the words are the device's then
         return original(self, config, *args, **kwargs)
     with devices.current().host_rng():
@@ -34,7 +34,7 @@ def embed(original: Callable[..., None], self: Any, config: Any, *args: Any, **k
 
 @_on_cpu("megatron.core.transformer.moe.router:Router.reset_parameters")
 def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Draw the weight of a router."""
+    """Draw a router's weight."""
     if not self.config.use_cpu_initialization:
         return original(self, *args, **kwargs)
     with devices.current().host_rng():
@@ -44,6 +44,6 @@ def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 @_on_cpu("megatron.core.models.common.embeddings.relative_pos_embedding:RelativePositionEmbedding.__init__")
 @_on_cpu("megatron.core.transformer.utils:get_linear_layer")
 def make_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make T5's relative positions, or a layer of BERT's heads: no configuration comes with them."""
+    """Create T5's relative positions, or a layer of BERT's heads, whose calls have no configuration."""
     with devices.current().host_rng():
         return original(*args, **kwargs)

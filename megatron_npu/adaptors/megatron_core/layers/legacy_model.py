@@ -17,10 +17,10 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
     until="0.13, which has no such tasks",
 )
 def model_of_the_flags(original: type) -> type:
-    """Build the model of ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
+    """Build the same model as ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
-        """Upstream's, or megatron-core's."""
+        """Upstream's legacy GPT model, or megatron-core's."""
 
         def __new__(
             cls,
@@ -40,10 +40,10 @@ def model_of_the_flags(original: type) -> type:
 
 
 def _core_model(parallel_output: bool, pre_process: bool, post_process: bool) -> Any:
-    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, as the legacy model's.
+    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, like the legacy model's.
 
     Args:
-        parallel_output: leave each tensor-parallel rank its part of the vocabulary.
+        parallel_output: whether each tensor-parallel rank keeps its part of the vocabulary.
     """
     model = importlib.import_module("pretrain_gpt").model_provider(pre_process, post_process)
     if post_process:

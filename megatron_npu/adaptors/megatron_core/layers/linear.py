@@ -1,4 +1,4 @@
-"""Linear layers: their products, with less overhead when no gradients are needed (generation).
+"""Linear layers: matmuls with less overhead when no gradients are needed (generation).
 
 Connects ``tensor_parallel.layers``.
 """

@@ -36,7 +36,7 @@ _cross_entropy = partial(
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """``[s, b, v/p]`` logits and ``[s, b]`` targets to the ``[s, b]`` loss, fp32."""
+    """Map logits ``[s, b, v/p]`` and targets ``[s, b]`` to the loss ``[s, b]`` in fp32."""
     return vocab_parallel_cross_entropy_of_group(vocab_parallel_logits, target, label_smoothing)
 
 
@@ -47,7 +47,7 @@ def vocab_parallel_cross_entropy_of_group(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """As ``vocab_parallel_cross_entropy``, in the group that is given, if one is."""
+    """Do what ``vocab_parallel_cross_entropy`` does, over the given group if there is one."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     group = get_tensor_model_parallel_group() if tp_group is None else tp_group
@@ -61,7 +61,7 @@ def vocab_parallel_cross_entropy_of_group(
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
 ) -> Tensor:
-    """As ``vocab_parallel_cross_entropy``, the group given."""
+    """Do what ``vocab_parallel_cross_entropy`` does, over the given group."""
     return _loss(vocab_parallel_logits, target, tp_group, 0.0)
 
 
@@ -93,9 +93,9 @@ def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     "torch adds the gradients of a frequent token up in 16 bits",
 )
 def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Tensor) -> Tensor:
-    """``[b, s]`` token ids to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.
+    """Map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.
 
-    The ranks' parts are combined as upstream does it, whose deterministic mode keeps its own lookup.
+    The ranks' parts are combined as upstream does; its deterministic mode keeps its own lookup.
     """
     if self.deterministic_mode or _reads_otherwise(self):
         return original(self, input_)
@@ -111,7 +111,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
 
 def _reads_otherwise(embedding: Any) -> bool:
-    """Return whether more ranks share the weight (0.19), or inference reduces by itself (0.18)."""
+    """Return whether the weight is spread over more ranks (0.19), or inference reduces by itself (0.18)."""
     spread = getattr(embedding, "gtp_remat_size", 1) > 1
     return spread or getattr(embedding, "use_inference_optimized_reduce_scatter", False)
 

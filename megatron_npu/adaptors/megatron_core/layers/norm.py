@@ -18,17 +18,17 @@ from megatron_npu.ops import norm, residual_norm
     "memory_efficient_layer_norm, and expects apex or TransformerEngine for them",
 )
 class Norm(torch.nn.Module):
-    """Layer norm or RMS norm, as ``config.normalization`` says; the parameters of ``torch.nn.LayerNorm``.
+    """Layer norm or RMS norm, depending on ``config.normalization``; parameters as in ``torch.nn.LayerNorm``.
 
     Args:
         config: the TransformerConfig.
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        persist_layer_norm, zero_centered_gamma, normalization: for upstream's callers; the values of
-            ``config`` count, as upstream.
+        persist_layer_norm, zero_centered_gamma, normalization: for upstream's callers; as in upstream, the
+            values in ``config`` are used.
 
     Raises:
-        ValueError: another normalization.
+        ValueError: the normalization is not supported.
     """
 
     returns_residual = False  # 0.20 asks; what is added before the norm stays with ``residual_norm``
@@ -60,13 +60,13 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def reset_parameters(self) -> None:
-        """Make the norm the identity up to normalization."""
+        """Initialize the scale to 1 and the bias to 0."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., h]`` to ``[..., h]``; of an fp32 residual in the dtype of 16-bit weights."""
+        """Normalize ``[..., h]``; an fp32 residual gives a result in the dtype of 16-bit weights."""
         result = residual_norm.result_of(self, x)
         if result is not None:
             return result

@@ -1,11 +1,11 @@
-"""Fuse the output layer and the loss, so that the logits of all tokens are never in memory.
+"""Fuse the output layer and the loss, so that the logits of all tokens are never in memory at once.
 
-On a cpu that is faster, and always done; elsewhere it saves memory where ``--cross-entropy-loss-fusion
---cross-entropy-fusion-impl linear`` asks for it. Upstream's development branch has that value, no release up
-to 0.19 does.
+On a cpu this is faster and always done; elsewhere it saves memory and is enabled by
+``--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear``. Upstream's development branch has that
+value, no release up to 0.19 does.
 
-Connects ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss its
-output layer returns its two factors in place of their product, and the loss is computed from them.
+Connects ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss, its
+output layer returns its two factors instead of the logits, and the loss is computed from them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _ASK_FOR_LOGITS = {
 
 
 def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
-    """Return why the logits are needed, or the layer is not the one that is known, or None."""
+    """Return why the logits are needed or the output layer is not supported, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = model.output_layer
@@ -123,7 +123,7 @@ def _beyond_run(config: Any) -> str | None:
 
 @contextlib.contextmanager
 def _product_put_off(layer: Any) -> Iterator[None]:
-    """Let ``layer`` return its factors; hooks on it run as ever."""
+    """Make ``layer`` return its factors in the block; hooks on it still run."""
     layer.forward = functools.partial(_factors, layer)
     try:
         yield
@@ -147,7 +147,7 @@ def _factors(
 def compute_language_model_loss(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Tensor | Factors
 ) -> Tensor:
-    """``[b, s]`` labels, and ``[s, b, v / tp]`` logits or their factors, to the ``[b, s]`` loss, fp32."""
+    """Compute the fp32 loss ``[b, s]`` of labels and logits ``[s, b, v / tp]``, or their factors."""
     if isinstance(logits, Factors):
         layer = logits.layer
         return loss_of_factors(
@@ -177,10 +177,10 @@ def count_right_further_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of how many further tokens, ``[b, s]``, the likeliest is right, and how many there are: block by block.
+    """Count the additional tokens ``[b, s]`` whose most likely prediction is correct, and all of them.
 
-    The product is computed again, upstream's own has it; in blocks of the sequence, so that memory is as
-    the loss's.
+    The matmul is computed again (upstream has its result), in blocks of the sequence, so that it needs no
+    more memory than the loss.
     """
     if not isinstance(mtp_logits, Factors):
         return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""``--tp-comm-overlap`` on an NPU: products fused with communication, instead of TransformerEngine's buffers.
+"""``--tp-comm-overlap`` on an NPU: matmuls fused with communication, instead of TransformerEngine's buffers.
 
 Connects ``tensor_parallel.layers`` and ``transformer.transformer_config`` of ``megatron.core``, and
 ``megatron.training.initialize``.
@@ -37,7 +37,7 @@ def overlapped_column(
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[s / tp, b, h]`` to ``[s, b, h_out / tp]``."""
+    """Map ``[s / tp, b, h]`` to ``[s, b, h_out / tp]``."""
     factor = self.weight if weight is None else weight
     deferred = self.config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
     if deferred or not _asked(self, "tp_comm_overlap_ag") or not _taken(self, factor):
@@ -48,7 +48,7 @@ def overlapped_column(
 
 @_overlapped("megatron.core.tensor_parallel.layers:RowParallelLinear.forward")
 def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``[s, b, h_in / tp]`` to ``[s / tp, b, h]``."""
+    """Map ``[s, b, h_in / tp]`` to ``[s / tp, b, h]``."""
     if not _asked(self, "tp_comm_overlap_rs") or not _taken(self, self.weight):
         return original(self, input_)
     gradient = _weight_gradient(self, self.weight)
@@ -56,7 +56,7 @@ def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) ->
 
 
 def _asked(layer: Any, kind: str) -> bool:
-    """Return whether a layer is to overlap; ``kind``: the option that leaves out gathering or scattering."""
+    """Return whether overlap is requested for a layer; ``kind``: option for gathering or scattering."""
     config = layer.config
     return (
         config.tp_comm_overlap and getattr(config, kind) and layer.sequence_parallel and not layer.is_expert
@@ -64,10 +64,10 @@ def _asked(layer: Any, kind: str) -> bool:
 
 
 def _taken(layer: Any, weight: Tensor) -> bool:
-    """Return whether the operations take a layer; report it where they do not.
+    """Return whether the operations support a layer; report it if they do not.
 
     Raises:
-        FallbackForbiddenError: in strict mode, they do not.
+        FallbackForbiddenError: the operations do not support the layer, and strict mode is on.
     """
     reason = parallel_linear.beyond(weight, _group(layer).size())
     if reason is None and hasattr(weight, "__fsdp_param__"):
@@ -80,7 +80,7 @@ def _taken(layer: Any, weight: Tensor) -> bool:
 
 
 def _group(layer: Any) -> torch.distributed.ProcessGroup:
-    """Return the tensor-parallel group of a layer; up to 0.12 layers do not know theirs."""
+    """Return a layer's tensor-parallel group; up to 0.12 layers do not store it."""
     from megatron.core import parallel_state
 
     return getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
@@ -93,7 +93,7 @@ def _with_bias(layer: Any, output: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
-    """Return what is done with a weight's gradient: upstream's ways, with a buffer for it and without."""
+    """Return how to compute a weight's gradient: as upstream does, into its buffer if it has one."""
 
     def into_buffer(input: Tensor, grad: Tensor) -> Tensor | None:
         accumulate_weight_gradient(input, grad, weight.main_grad)
@@ -117,16 +117,16 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
-    """Refuse what no layer could overlap."""
+    """Reject a configuration in which no layer could overlap."""
     refuse_no_overlap(self)
     original(self)
 
 
 def refuse_no_overlap(config: Any) -> None:
-    """Check ``--tp-comm-overlap`` of a ``TransformerConfig`` for an NPU.
+    """Check a ``TransformerConfig``'s ``--tp-comm-overlap`` for an NPU.
 
     Raises:
-        UsageError: it cannot have any effect.
+        UsageError: the option cannot have any effect.
     """
     if not config.tp_comm_overlap:
         return
@@ -152,10 +152,10 @@ def refuse_no_overlap(config: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Check ``--tp-comm-overlap`` of a script's arguments, which upstream has not seen yet.
+    """Check a script's ``--tp-comm-overlap`` before upstream reads its arguments.
 
     Raises:
-        UsageError: it cannot have any effect.
+        UsageError: the option cannot have any effect.
     """
     dtype = None if args.bf16 or args.fp16 else torch.float32
     values = {name: getattr(args, name) for name in ("tp_comm_overlap", "sequence_parallel")}
@@ -170,4 +170,4 @@ def refuse_arguments(args: Any) -> None:
     why="it makes buffers of TransformerEngine, which the products of torch_npu do not need",
 )
 def without_buffers() -> None:
-    """Make nothing: the products use the communicator of the tensor-parallel group."""
+    """Create no buffers: the matmuls use the communicator of the tensor-parallel group."""

@@ -1,6 +1,7 @@
-"""On an NPU, fuse a layer's biases into its products, and its residual additions with the next norms.
+"""On an NPU, fuse a layer's biases into its matmuls, and its residual additions into the next norms.
 
-In transformer blocks, in layers that predict further tokens, and in hybrids of attention and state spaces.
+This applies to transformer blocks, multi-token prediction layers, and hybrids of attention and state space
+models.
 
 Connects ``transformer.transformer_block``, ``transformer.multi_token_prediction``, ``ssm.mamba_block``,
 ``models.hybrid.hybrid_block`` and ``tensor_parallel.layers``.
@@ -33,14 +34,14 @@ _in_layers = partial(around, devices=("npu", "cuda"), condition=upstream_compile
 
 @_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
 def of_a_block(original: Callable[[Any], None], self: Any) -> None:
-    """Fuse biases into products and residual sums into norms in a block, across its layers."""
+    """Fuse biases into matmuls and residual sums into norms in a block, across its layers."""
     original(self)
     _connect(self.layers, self.final_layernorm, self.config)
 
 
 @_in_layers("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers")
 def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The same of the one layer, or hybrid stack, that predicts a further token."""
+    """Do the same for the layer, or hybrid stack, that predicts an additional token."""
     original(self, *args, **kwargs)
     for each in self.layers:
         inner = getattr(each, "mtp_model_layer", None) or each.transformer_layer
@@ -50,18 +51,18 @@ def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwarg
 @_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
 @_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
 def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The same of layers that are attention, an MLP or a state space model alone."""
+    """Do the same for layers that each hold only attention, an MLP or a state space model."""
     original(self, *args, **kwargs)
     _connect(self.layers, getattr(self, "final_norm", None), self.config)
 
 
 def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
-    """Let layers add their biases in products, and tell what adds residuals which norm reads the sum.
+    """Make matmuls add the layers' biases, and tell each residual addition which norm reads its sum.
 
     Args:
-        layers: one after the other; they add their residuals themselves.
-        final: the norm after the last one, or None.
-        config: of all of them.
+        layers: consecutive layers, which add their residuals themselves.
+        final: the norm after the last layer, or None.
+        config: the configuration of all layers.
     """
     layers = list(layers)
     if devices.current().name == "npu":  # elsewhere the kernel that reads a product adds its bias
@@ -74,7 +75,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Tell each part of the layers which norm reads the sum that it makes, where it may add for that norm."""
+    """Tell each part of the layers which norm reads its sum, if it may compute that norm's input."""
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
     parts = [part for layer in layers for part in _parts(layer, mlp_again)]
@@ -84,13 +85,13 @@ def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """What reads the residual's sum and adds to it: attention, an MLP or a state space model.
+    """A part of a layer that reads the residual sum and adds to it: attention, an MLP or a state space model.
 
     Attributes:
-        layer: that it is of.
-        adds: the attribute of the layer that adds.
-        norm: that reads the sum of the part before.
-        own: whether the next part reads what it adds, with nothing in between.
+        layer: the layer that the part belongs to.
+        adds: name of the layer's attribute that adds.
+        norm: the norm that reads the previous part's sum.
+        own: whether the next part directly reads what this one adds.
     """
 
     layer: Any
@@ -100,7 +101,7 @@ class _Part(NamedTuple):
 
 
 def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
-    """Yield the parts of a layer; ``mlp_again``: MLPs are recomputed."""
+    """Yield a layer's parts; ``mlp_again``: whether MLPs are recomputed."""
     if hasattr(layer, "mamba_bda"):
         yield _Part(layer, "mamba_bda", _norm_of(layer, "norm", "mixer.in_proj"), True)
         return
@@ -114,22 +115,22 @@ def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:
-    """Return whether 0.16 or newer moves what a norm alone reads to the host; a sum has it with the norm."""
+    """Return whether norm inputs are offloaded (0.16 or newer); fused residual sums would keep them."""
     moved = getattr(config, "offload_modules", None) or ()
     asked = getattr(config, "fine_grained_activation_offloading", False)
     return asked and not {"attn_norm", "mlp_norm"}.isdisjoint(moved)
 
 
 def _passes_on(layer: Any, part: str) -> bool:
-    """Return whether a layer has nothing in the place of ``part``."""
+    """Return whether a layer has only an identity for ``part``."""
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
 def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
-    """Return the norm ``part`` of a layer, or ``linear``, which has it under TransformerEngine's name.
+    """Return a layer's norm ``part``, or ``linear``, which includes it under TransformerEngine's name.
 
     Args:
-        recomputed: whether ``linear`` is, which then reads a copy of the sum.
+        recomputed: whether ``linear`` is recomputed; it then reads a copy of the sum.
     """
     if _passes_on(layer, part) and not recomputed:
         with contextlib.suppress(AttributeError):
@@ -138,9 +139,9 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Let the linear layers under TransformerEngine's names do it, but those of experts.
+    """Make linear layers under TransformerEngine's names add their biases, except those of experts.
 
-    Their callers first scale the bias of the second by the router's probability.
+    Callers of experts first scale the second layer's bias by the router's probability.
     """
     experts = getattr(getattr(layer, "mlp", None), "experts", None)
     left = set() if experts is None else set(experts.modules())
@@ -150,10 +151,10 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Let ``where`` of a layer, upstream's own function, add for ``norm``, if that is a norm of ours.
+    """Let a layer's ``where`` add for ``norm`` if it is upstream's function and the norm is one of ours.
 
     Args:
-        here: the norm is of this layer, too.
+        here: whether the norm belongs to this layer too.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -165,18 +166,18 @@ def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
 
 
 class _SumForNorm:
-    """In the place of ``get_bias_dropout_add``, for one place where a layer adds.
+    """A replacement for ``get_bias_dropout_add`` at one place where a layer adds.
 
     Args:
-        norm: that will read the sum.
-        here: it is of the layer that adds; the weights of another may not be gathered yet.
+        norm: the norm that will read the sum.
+        here: whether it belongs to the layer that adds; another layer's weights may not be gathered yet.
     """
 
     def __init__(self, norm: Any, here: bool) -> None:
         self.norm, self.here = norm, here
 
     def __call__(self, training: bool, fused: bool) -> Add:
-        """Return the function that adds; upstream's own in inference and without --bias-dropout-fusion."""
+        """Return the function that adds: upstream's own in inference or without --bias-dropout-fusion."""
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
         plain: Add = get_bias_dropout_add(training, fused)

@@ -1,1 +1,1 @@
-"""Optimizers, the distributed one, and the sharding of weights."""
+"""Optimizers, including the distributed one, and sharding of weights."""

@@ -15,7 +15,7 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Let the gradients of vectors wait for the end of the backward pass, and tables take rows.
+    """Defer vector gradients to the end of the backward pass; add only the rows read to tables.
 
     Not with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """

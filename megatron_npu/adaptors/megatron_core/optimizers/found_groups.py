@@ -1,7 +1,7 @@
-"""Match parameter groups on load although their learning rates have changed (since 0.19).
+"""Match parameter groups on load even if their learning rates have changed (since 0.19).
 
-Upstream looks for a saved group by all that a user can set of one. A run that continues with another rate, as
-``--override-opt_param-scheduler`` lets it, has no such group in its checkpoint.
+Upstream matches a saved group by everything that a user can set for a group. The checkpoint of a run that
+continues with another rate, as ``--override-opt_param-scheduler`` allows, has no such group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Do not compare learning rates where a run has others."""
+    """Do not compare learning rates if the run's differ from the checkpoint's."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)
@@ -44,7 +44,7 @@ def find_groups(
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Do not compare learning rates where a run has others."""
+    """Do not compare learning rates if the run's differ from the checkpoint's."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -55,7 +55,7 @@ def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, A
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Let ``module`` look for groups by less in the block, where all of it finds none."""
+    """In the block, make ``module`` match groups by fewer keys if all of its keys find no match."""
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
@@ -72,8 +72,8 @@ def by_places(
 ) -> Iterator[None]:
     """Match groups by fewer keys in the block, and by position where these keys are equal.
 
-    A place is one among groups that differ in their rates alone: they are made in the order of their
-    overrides, that of the flags' own rates first. Where there are not as many saved ones, nothing changes.
+    Positions are counted among groups that differ only in their rates: these are created in the order of
+    their overrides, with the flags' own rates first. If the number of saved groups differs, nothing changes.
     """
     if not _are_alike(fewer, current, saved):
         yield
@@ -96,13 +96,13 @@ def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[
 
 
 def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return whether there are as many saved groups of each kind as this run has."""
+    """Return whether the checkpoint has as many groups of each kind as this run."""
     counts = Counter(_marks(keys, saved))
     return all(counts[mark] == count for mark, count in Counter(_marks(keys, current)).items())
 
 
 def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
-    """Write into each group how many of its kind come before it."""
+    """Store in each group how many groups of its kind precede it."""
     before: Counter[tuple[Any, ...]] = Counter()
     for group, mark in zip(groups, _marks(keys, groups), strict=True):
         group[_PLACE] = before[mark]
@@ -110,11 +110,11 @@ def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
 
 
 def forget_places(groups: list[dict[str, Any]]) -> None:
-    """Remove what ``by_places`` has written into groups, or into copies of them."""
+    """Remove what ``by_places`` has stored in groups, or in copies of them."""
     for group in groups:
         group.pop(_PLACE, None)
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return what tells groups apart, as upstream does; NeMo has other names."""
+    """Return each group's values of ``keys``, as upstream compares them; NeMo prefixes the names."""
     return [tuple(group.get(key, group.get(f"pre_{key}")) for key in keys) for group in groups]

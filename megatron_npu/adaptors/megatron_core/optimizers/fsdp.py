@@ -34,7 +34,7 @@ _WRAPPER = "module."  # what each wrapper puts before a weight's name
 def multiply_before_reduction(
     original: Callable[..., Any], grad_data: Tensor, scaling_factor: float | None, ddp_config: Any
 ) -> Any:
-    """Let upstream multiply the gradients itself, as under ``--no-gradient-reduce-div-fusion``."""
+    """Make upstream scale the gradients itself, as under ``--no-gradient-reduce-div-fusion``."""
     config = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
     return original(grad_data, scaling_factor, config)
 
@@ -60,7 +60,7 @@ _WRONG_GRADIENTS = (
     why=_WRONG_GRADIENTS,
 )
 def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Say so at once."""
+    """Reject Megatron's FSDP on a cpu at once."""
     raise UsageError(
         "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 on the cpu device",
         "a reduction with multiplication, which gloo does not support",
@@ -78,7 +78,7 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
 def names_from_mesh(
     original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
 ) -> list[str]:
-    """Ask the mesh itself, as upstream does since 0.15."""
+    """Return the names that the mesh itself holds, as upstream does since 0.15."""
     if device_mesh is None or hasattr(meshes._mesh_resources, "child_to_root_mapping"):
         return original(device_mesh)
     own = list(device_mesh.mesh_dim_names or ())
@@ -87,11 +87,11 @@ def names_from_mesh(
 
 
 class Mesh:
-    """In place of ``DeviceMesh``, of which upstream uses ``from_group`` alone."""
+    """A replacement for ``DeviceMesh``, of which upstream uses only ``from_group``."""
 
     @staticmethod
     def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
-        """Return a mesh of this process's device, whatever ``device_type`` says."""
+        """Return a mesh of this process's device, ignoring ``device_type``."""
         return DeviceMesh.from_group(group, devices.current().torch_device().type, **options)
 
 
@@ -114,7 +114,7 @@ constant(
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
 ) -> None:
-    """Take the argument, which means nothing where nothing is reduced."""
+    """Accept ``force_all_reduce``, which has no meaning here because nothing is reduced."""
     original(self)
 
 
@@ -127,19 +127,19 @@ def accept_force_all_reduce(
     "--swiglu no checkpoint of the format fsdp_dtensor can be saved or loaded (AttributeError)",
 )
 def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hand over the model as what finds a weight in any number of wrappers."""
+    """Pass a view of the model that finds weights regardless of the number of wrappers."""
     return original(_Parameters(model), *args, **kwargs)
 
 
 class _Parameters:
-    """A model, for what asks it for its parameters."""
+    """A view of a model that looks up parameters regardless of wrappers."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.named_modules = model.config, model.named_modules
         self._found = {name.rpartition(_WRAPPER)[2]: own for name, own in model.named_parameters()}
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter by its name in any number of wrappers."""
+        """Return a parameter by its name, regardless of the number of wrappers in the name."""
         return self._found[name.rpartition(_WRAPPER)[2]]
 
 
@@ -153,5 +153,5 @@ class _Parameters:
 def know_shards_again(
     original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
 ) -> dict[int, int]:
-    """Hand over the shards themselves, as the weights do."""
+    """Pass the shards themselves, as for the weights."""
     return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

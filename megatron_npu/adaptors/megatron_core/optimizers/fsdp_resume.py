@@ -1,4 +1,4 @@
-"""A resume with torch's FSDP2 (``--use-torch-fsdp2``), in both formats of checkpoints that it takes.
+"""Resume with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats that it supports.
 
 Connects ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
 """
@@ -51,7 +51,7 @@ def keep_the_state(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Keep the optimizer state that was read, if it is to be loaded."""
+    """Keep the optimizer state that was read if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     if not rank0:
         wanted = isinstance(result[0], dict) and not (args.finetune or args.no_load_optim)

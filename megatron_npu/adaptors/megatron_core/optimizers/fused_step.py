@@ -1,7 +1,7 @@
 """Adam's step on a GPU, fused with gradient clipping and the rounding of weights.
 
-Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Each of both is a pass over all parameters, of
-8 and 6 bytes each, beside the step's 28.
+Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Unfused, each is another pass over all
+parameters, of 8 and 6 bytes per parameter, in addition to the step's 28.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def clip_in_the_step(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Defer clipping to the optimizer's next step, if it has exactly these parameters.
+    """Defer clipping to the optimizer's next step if it has exactly these parameters.
 
-    The gradients are left as they are, and zeroed before anybody reads them again.
+    The gradients are not changed; they are zeroed before they are read again.
     """
     optimizer = None
     if not (torch.is_tensor(parameters) or use_decoupled_grad):
@@ -61,7 +61,7 @@ def clip_in_the_step(
 
 
 def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
-    """Return the optimizer whose parameters with a gradient are just these; None: there is none yet."""
+    """Return the optimizer that has exactly these parameters with a gradient; None if there is none yet."""
     given = {parameter for parameter in parameters if parameter.grad is not None}
     found = {getattr(parameter, _IS_OF, None) for parameter in given}
     reference = found.pop() if len(found) == 1 else None
@@ -89,16 +89,16 @@ def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
 
 
 class _Copies(NamedTuple):
-    """Weights by their main weights, and all tensors of which that was made."""
+    """A map from main weights to 16-bit weights, and all tensors that it was built from."""
 
     of: Mapping[Tensor, Tensor]
     made_of: list[Tensor]
 
 
 def _copies(adam: Any, models: list[list[Tensor]], mains: list[list[Tensor]]) -> Mapping[Tensor, Tensor]:
-    """Return the weights by their main weights, made anew only if the optimizer has other tensors now.
+    """Return the 16-bit weights by their main weights; rebuild the map only if the tensors have changed.
 
-    The parameters of the optimizer learn whose they are at the same time.
+    At the same time, store in each parameter a reference to its optimizer.
     """
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     now = [*parameters, *chain.from_iterable(models), *chain.from_iterable(mains)]
@@ -123,7 +123,7 @@ def _first_of(adam: FusedAdam) -> Tensor:
     why="the step has rounded them",
 )
 def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
-    """Round main weights, unless the step that has just been taken has."""
+    """Round the main weights unless the step just taken has done so."""
     written: frozenset[Tensor] = getattr(self.optimizer, "written", frozenset())
     if not all(main in written for mains in self.fp32_from_float16_groups for main in mains):
         original(self)

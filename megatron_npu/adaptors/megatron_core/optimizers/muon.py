@@ -1,6 +1,6 @@
 """Muon and related optimizers: connects ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``.
 
-0.16 was written for emerging_optimizers 0.1, and names two arguments as it did.
+0.16 was written for emerging_optimizers 0.1 and uses its names for two arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RENAMED = "--optimizer muon and dist_muon of 0.16 end in a TypeError: emerging_
 
 
 def names_fit() -> str | None:
-    """Return why no argument has to be renamed: the package is absent, or as old as megatron-core 0.16."""
+    """Return why no argument needs to be renamed: the package is absent, or as old as megatron-core 0.16."""
     try:
         from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
     except ImportError as error:  # upstream's module then has no such optimizer
@@ -39,7 +39,7 @@ def names_fit() -> str | None:
     until="0.17, which gives the new name",
 )
 def with_the_new_name(original: type) -> type:
-    """Return the class with an intermediate base that passes the renamed argument on."""
+    """Return the class with an intermediate base class that passes on the argument under its new name."""
 
     base: Any = original.__bases__[0]
 
@@ -58,7 +58,7 @@ def with_the_new_name(original: type) -> type:
     until="0.17, which gives the new name",
 )
 def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kwargs: Any) -> Tensor:
-    """``[rows, columns]`` to the same, orthogonal; ``mode``: what is now ``tp_mode``."""
+    """Orthogonalize ``[rows, columns]``; ``mode``: the argument now called ``tp_mode``."""
     return original(x, tp_mode=mode, **kwargs)
 
 
@@ -83,7 +83,7 @@ def broadcast_params(original: Callable[..., None], self: Any) -> None:
     "which has that of the inner one under a name of its own; of fp32 it is the inner one's",
 )
 def sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the optimizers of fp32 weights answer as those of 16 bits while it looks, and not afterwards."""
+    """Make fp32 optimizers return their state in the 16-bit form while upstream collects it."""
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     chained = self.chained_optimizers
@@ -115,7 +115,7 @@ def _under_a_name(make: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 def around_each(
     original: Callable[..., None], self: Any, optimizers: list[Any], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Put Megatron's around the optimizers of fp32 weights, as 0.17 did."""
+    """Wrap fp32 optimizers in Megatron's, as 0.17 did."""
     from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
     named = inspect.signature(original).bind(self, optimizers, config, *args, **kwargs).arguments
@@ -129,7 +129,7 @@ def around_each(
 
 
 def package_not_taken() -> str | None:
-    """Return why nothing has to be left uncompiled: megatron-core has not taken the package's Lion."""
+    """Return why nothing needs to stay uncompiled: megatron-core has not imported the package's Lion."""
     taken = f"{_PACKAGE}.scalar_optimizers" in sys.modules
     return None if taken else NotAsked(f"{_PACKAGE} is not imported")
 
@@ -147,7 +147,7 @@ _uncompiled = functools.partial(
 @_uncompiled("megatron.core.optimizer:get_megatron_optimizer", versions=">=0.17")
 @_uncompiled("megatron.core.optimizer.muon:get_megatron_muon_optimizer", versions=">=0.17,<0.18")
 def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the package call its own functions as they were written, from now on: they compute the same."""
+    """Replace the package's compiled functions with the uncompiled originals, which give the same results."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == _PACKAGE:
             for attribute, value in list(vars(module).items()):

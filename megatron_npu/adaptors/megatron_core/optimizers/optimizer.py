@@ -1,6 +1,6 @@
 """``megatron.core.optimizer``: Adam and SGD with the interface that Megatron's checkpoints expect.
 
-Also many tensors in one call (``optimizer.optimizer``, ``optimizer.clip_grads``), and --optimizer-cpu-offload
+Also multi-tensor calls (``optimizer.optimizer``, ``optimizer.clip_grads``), and --optimizer-cpu-offload
 (``optimizer.cpu_offloading``).
 """
 
@@ -60,7 +60,7 @@ _without_apex(
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Run it under ``torch.no_grad``, on what is a tensor."""
+    """Run upstream's method under ``torch.no_grad``, and only on the tensors."""
     with torch.no_grad():
         original(self, model_param, {name: t for name, t in tensors.items() if torch.is_tensor(t)})
 
@@ -79,7 +79,7 @@ def offload_nothing_on_a_cpu(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Leave the fraction 0, where everything is on the host already, to the device's optimizer."""
+    """Offload nothing, because everything is on the host already; the device's optimizer updates it."""
     if offload_fraction:
         dispatch.report_fallback(
             "optimizer-cpu-offload", "everything is on the host already", "moves nothing"

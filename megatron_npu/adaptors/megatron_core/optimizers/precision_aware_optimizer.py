@@ -1,8 +1,8 @@
 """``--use-precision-aware-optimizer`` with our Adam: moments and main weights in 16 bits, on every device.
 
-Connects ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a group of
-parameters is built; ``arguments`` adds ``--reuse-fp32-param`` and has ``memory_flags`` refuse what does not
-go together.
+Connects ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a parameter
+group is built; ``arguments`` adds ``--reuse-fp32-param`` and lets ``memory_flags`` reject invalid
+combinations.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NAME = "transformer_engine.pytorch.optimizers"
 
 
 class _OursToKeep(int):
-    """``store_param_remainders`` that upstream switched off and our Adam keeps: false, as upstream has it.
+    """A false ``store_param_remainders``, switched off by upstream, that tells our Adam to keep remainders.
 
-    As a field of the configuration it goes into every copy of that (``dataclasses.replace``).
+    As a field of the configuration it is part of every copy (``dataclasses.replace``).
     """
 
 
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
-    """Let the body import ``FusedAdam`` from where TransformerEngine, which is absent, would have it."""
+    """In the block, make our ``FusedAdam`` importable from the absent TransformerEngine."""
     parts = _NAME.split(".")
     modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
     modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one
@@ -50,10 +50,10 @@ def _importable_from_transformer_engine() -> Iterator[None]:
     "which ours takes as well; fp8 moments it does not",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
-    """Let upstream look at our Adam; note whether remainders are wanted, which it forgets without theirs.
+    """Let upstream inspect our Adam; remember a request for remainders, which upstream switches off.
 
     Raises:
-        UsageError: a dtype that our Adam does not keep.
+        UsageError: a state has a dtype that our Adam does not support.
     """
     if not self.use_precision_aware_optimizer or self.optimizer_cpu_offload:
         original(self)
@@ -75,7 +75,7 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     "then given: nothing is trained",
 )
 def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
-    """Take the recipe that means the same; the scripts' default."""
+    """Set the recipe that has the same meaning, which is also the scripts' default."""
     if self.use_precision_aware_optimizer and self.fp8_recipe is None:
         self.fp8_recipe = "delayed"
     original(self)

@@ -1,7 +1,7 @@
 """``--swap-optimizer``: keep Adam's moments in host memory from the first step on.
 
-Connects the place in ``megatron.core.optimizer`` where the optimizer of a group of parameters is built;
-``arguments`` adds the flag and tells ``FusedAdam``.
+Connects the place in ``megatron.core.optimizer`` where the optimizer of a parameter group is built;
+``arguments`` adds the flag and configures ``FusedAdam``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def tell_adam(args: Namespace) -> None:
     """Enable swapping in Adam, or reject the flag.
 
     Raises:
-        UsageError: the flag has no place here.
+        UsageError: the flag is not supported here.
     """
     memory_flags.check_swap_optimizer(args)
     FusedAdam.swap_moments = args.swap_optimizer
@@ -42,7 +42,7 @@ def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _initialize(adam: FusedAdam, config: Any = None) -> None:
-    """Make the states that are not there, with upstream's arguments."""
+    """Create missing optimizer states; takes upstream's arguments."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if not adam.state[parameter]:
             adam.initialize_state(parameter)

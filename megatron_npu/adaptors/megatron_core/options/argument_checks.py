@@ -1,7 +1,7 @@
-"""Checks of the arguments of a stock script, before upstream's own.
+"""Checks of a stock script's arguments that run before upstream's own.
 
 Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add one, write the
-function and its line there.
+function and its entry there.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Check(NamedTuple):
     """A check or change of the arguments before upstream validates them.
 
     Attributes:
-        run: changes the arguments, or raises UsageError.
+        run: changes the arguments, or raises a UsageError.
         why: the reason, for the ledger.
-        devices: the devices it is for.
-        condition: asked each time; a returned text is the reason not to run it.
-        until: when it may be removed, for one that fixes a bug of upstream.
+        devices: the devices that it applies to.
+        condition: called before each run; if it returns a string, that is the reason to skip the check.
+        until: for a fix of an upstream bug, when it may be removed.
     """
 
     run: Callable[[argparse.Namespace], None]
@@ -63,33 +63,33 @@ class Check(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its function."""
+        """The name of the check's function."""
         return self.run.__name__
 
 
 def take_older_flags(args: argparse.Namespace) -> None:
-    """Translate flags of older Megatrons to their current meaning, so that upstream accepts them."""
+    """Translate flags of older Megatron versions to their current meaning, so that upstream accepts them."""
     older_flags.apply(args, sys.argv[1:])
     args.checkpoint_activations = False
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
-    """Call --rerun-mode report_stats as the state machine does."""
+    """Rename --rerun-mode report_stats to the value that the state machine knows."""
     if args.rerun_mode == "report_stats":
         args.rerun_mode = "report_determinism_stats"
 
 
 def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
-    """Let a script without --eval-interval, which has no default since 0.16, evaluate behind its training.
+    """Let a script without --eval-interval, which has no default since 0.16, evaluate only after training.
 
-    The loop takes it so; what counts the samples before divides by it.
+    The training loop accepts None, but the code that counts the samples beforehand divides by it.
     """
     if args.eval_interval is None:
         args.eval_interval = _NEVER
 
 
 def tell_factors_without_effect(args: argparse.Namespace) -> None:
-    """Say which of the flags of rotary positions upstream's scripts do not pass to the model."""
+    """Log which rotary position flags upstream's scripts do not pass to the model."""
     if decorators.backports_not_wanted() is None:
         return
     interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
@@ -103,13 +103,13 @@ def tell_factors_without_effect(args: argparse.Namespace) -> None:
 
 
 def name_the_length_for_servers(args: argparse.Namespace) -> None:
-    """Give --inference-max-seq-length the name, too, under which the text-generation server reads it."""
+    """Also store --inference-max-seq-length under the name that the text-generation server reads."""
     if hasattr(args, "inference_max_seq_length") and not hasattr(args, "inference_max_sequence_length"):
         args.inference_max_sequence_length = args.inference_max_seq_length
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Say before anything is built that batches which are dealt out are not kept to be run again."""
+    """Reject reruns of batches that are already distributed to the ranks, before anything is built."""
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
@@ -119,7 +119,7 @@ def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
 
 
 def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
-    """Refuse grouped experts with biases, or not in bf16, before 0.17, whose grouped MLP refuses them."""
+    """Reject grouped experts with biases or without bf16 before 0.17, whose grouped MLP rejects them."""
     from megatron.core import package_info
 
     grouped = args.moe_grouped_gemm and args.num_experts
@@ -138,7 +138,7 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
 
 
 def refuse_xavier_weights(args: argparse.Namespace) -> None:
-    """Refuse a flag whose value upstream assigns to a field that no configuration has."""
+    """Reject a flag whose value upstream assigns to a field that no configuration has."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
             "--init-method-xavier-uniform",
@@ -148,7 +148,7 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
 
 
 def refuse_flex_dispatching(args: argparse.Namespace) -> None:
-    """Refuse the dispatcher that sends through a library of CUDA."""
+    """Reject the dispatcher that sends through a CUDA library."""
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type flex",
@@ -158,7 +158,7 @@ def refuse_flex_dispatching(args: argparse.Namespace) -> None:
 
 
 def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
-    """Raise an error with a message for what upstream only asserts."""
+    """Reject mismatched hierarchical sizes with a message; upstream only asserts."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     if sizes and math.prod(sizes) != args.context_parallel_size:
         raise UsageError(
@@ -170,7 +170,7 @@ def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
 
 
 def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
-    """Refuse tools that need CUDA before anything is built."""
+    """Reject tools that need CUDA before anything is built."""
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
@@ -187,13 +187,13 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
 
 
 def do_without_cuda(args: argparse.Namespace) -> None:
-    """Refuse what needs NCCL or SHARP; switch CUDA graphs off, and log it."""
+    """Reject options that need NCCL or SHARP; switch off CUDA graphs and log that."""
     unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
     unsupported_options.do_without_cuda_graphs(args)
 
 
 def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
-    """Say that upstream's loss heeds the flag together with another one only."""
+    """Reject the flag alone: upstream's loss uses it only together with --cross-entropy-loss-fusion."""
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
@@ -203,7 +203,7 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
 
 
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
-    """Set the variables where they are asked for and not set; launch scripts often set the first to 1."""
+    """Set the variables that upstream requires if they are unset; launch scripts often set the first to 1."""
     if any(getattr(args, option, False) for option in _SHARDED):
         on_cuda = (
             devices.current().name == "cuda"

@@ -1,4 +1,4 @@
-"""``megatron.training.arguments``: the flags of the fused attention, and checks before upstream's own."""
+"""``megatron.training.arguments``: the fused-attention flags, and checks that run before upstream's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.patching.patch import ALL_DEVICES
 
 
 def _reasons() -> str:
-    """Return the reasons of the checks as one text, each after the name of its check."""
+    """Return the reasons of all checks as one string, each after the name of its check."""
     return "; ".join(f"{check.name}{_for(check.devices)}: {check.why}" for check in CHECKS)
 
 
@@ -81,7 +81,7 @@ around(
 def validate_args(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Run the checks of this device first."""
+    """Run this device's checks first."""
     device = devices.current().name
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):

@@ -1,4 +1,4 @@
-"""Checks of a stock script's optimizer flags, which ``argument_checks.CHECKS`` lists."""
+"""Checks of a stock script's optimizer flags, listed in ``argument_checks.CHECKS``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
-    """Say before anything is built that only copies in fp32 of 16-bit parameters can be offloaded."""
+    """Reject offloading of fp32 parameters, before anything is built: only fp32 copies can be offloaded."""
     if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
         raise UsageError(
             "--optimizer-cpu-offload with fp32 parameters",
@@ -18,7 +18,7 @@ def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
 
 
 def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
-    """Refuse Muon and its kin where the package that has them is absent, or has another than Megatron's."""
+    """Reject Muon and related optimizers if their package is absent or computes something else."""
     if args.optimizer in ("adam", "sgd"):
         return
     try:
@@ -41,7 +41,7 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
 
 
 def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
-    """Refuse Lion where the scripts have its flags and no way to it (0.17)."""
+    """Reject Lion if the scripts have its flags but cannot build it (0.17)."""
     from megatron.core import package_info
 
     if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
@@ -53,7 +53,7 @@ def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
 
 
 def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Refuse SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
+    """Reject SOAP with distributed checkpoints, where the first save would end the run (0.18, 0.19)."""
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
         raise UsageError(
             f"--optimizer soap with --save and --ckpt-format {args.ckpt_format}",
@@ -64,7 +64,7 @@ def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
 
 
 def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Refuse Muon and its kin, sharded, with --ckpt-format torch where a save ends the run (0.18)."""
+    """Reject sharded Muon and related optimizers with --ckpt-format torch, where a save fails (0.18)."""
     from megatron.core import package_info
 
     kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)

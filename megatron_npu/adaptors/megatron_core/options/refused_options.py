@@ -1,4 +1,4 @@
-"""Turn Megatron's own option errors into one line instead of a traceback.
+"""Turn Megatron's own option errors into a one-line message instead of a traceback.
 
 Connects ``transformer.transformer_config`` of ``megatron.core``; ``arguments`` does the same for scripts.
 """
@@ -16,9 +16,9 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise what upstream says of options as a UsageError, which is of upstream's kind too.
+    """Raise upstream's option errors as a UsageError that is also of upstream's type.
 
-    An assertion without words is left as it is: what tells something then is the line that it is in.
+    An assertion without a message is left unchanged: only its source line explains it.
     """
     try:
         yield
@@ -36,7 +36,7 @@ def in_one_line() -> Iterator[None]:
 
 @functools.cache
 def _kind(kind: type[Exception]) -> type[UsageError]:
-    """Return a UsageError that programs catch which expect an AssertionError or a ValueError."""
+    """Return a UsageError class that callers can also catch as an AssertionError or a ValueError."""
     return type("RefusedOptionsError", (UsageError, kind), {"blames_caller": True})
 
 
@@ -46,6 +46,6 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
     order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:
-    """Turn errors of upstream's checks into one line."""
+    """Turn the errors of upstream's checks into one-line messages."""
     with in_one_line():
         original(self)

@@ -1,8 +1,8 @@
 """Options of megatron-core that need TransformerEngine or CUDA, when these are missing.
 
-They are fields of ``TransformerConfig`` and, mostly under the same names, of the scripts' arguments. What
-would change the numbers, or is asked for to hide communication, is refused in one line. What changes the
-speed of launches alone is switched off, and that is reported.
+They are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts. Options
+that would change the results, or that are meant to hide communication, are rejected with a one-line error.
+Options that only make launches faster are switched off, and that is logged.
 
 Connects ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
 ``ssm.mamba_mixer`` of ``megatron.core``; ``arguments`` does the same for the scripts' arguments.
@@ -30,9 +30,9 @@ from megatron_npu.ops import dispatch
 
 
 class Option(NamedTuple):
-    """An option: its flag, the names of its field, and whether what stands there asks for it.
+    """An option: its flag, the names of its field, and whether the field's value requests it.
 
-    ``remedy`` is for an option that is refused, ``off`` is what one that is not is set to.
+    ``remedy`` is for an option that is rejected; ``off`` is the value that switches off any other option.
     """
 
     flag: str
@@ -109,7 +109,7 @@ CUDA_GRAPHS = (
 
 
 def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
-    """Raise UsageError if ``options`` ask for something that needs what is ``absent``."""
+    """Raise a UsageError if ``options`` request something that needs what is ``absent``."""
     for option in wanting:
         for field in option.fields:
             value = getattr(options, field, None)
@@ -119,10 +119,10 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Disable the ``options`` without effect here, and log it.
+    """Switch off the ``options`` that have no effect here, and log it.
 
     Raises:
-        FallbackForbiddenError: in strict mode.
+        FallbackForbiddenError: an option would be switched off in strict mode.
     """
     for option in harmless:
         for field in option.fields:
@@ -133,33 +133,33 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
 
 
 def do_without_transformer_engine(options: Any) -> None:
-    """Refuse what changes the run without TransformerEngine; switch off what does not.
+    """Reject options that change the run without TransformerEngine; switch off the others.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
 
     Raises:
-        UsageError: an option is refused.
-        FallbackForbiddenError: in strict mode, one would be switched off.
+        UsageError: an option is rejected.
+        FallbackForbiddenError: an option would be switched off in strict mode.
     """
     refuse(options, NEED_TRANSFORMER_ENGINE)
     switch_off(options, DO_WITHOUT_TRANSFORMER_ENGINE, "TransformerEngine is not installed")
 
 
 def do_without_cuda_graphs(options: Any) -> None:
-    """Switch CUDA graphs off: every kernel is launched by itself.
+    """Switch off CUDA graphs: every kernel is launched separately.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
 
     Raises:
-        FallbackForbiddenError: in strict mode.
+        FallbackForbiddenError: they are requested in strict mode.
     """
     switch_off(options, CUDA_GRAPHS, f"there are no CUDA graphs on the {devices.current().name} device")
 
 
 def take_local_implementation(args: argparse.Namespace) -> None:
-    """Take the local layers, with our operations, and refuse or switch off what they do not have.
+    """Select the local layers, with our operations; reject or switch off options that they lack.
 
     With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours too, but
     under TransformerEngine's names.
@@ -168,8 +168,8 @@ def take_local_implementation(args: argparse.Namespace) -> None:
         args: the scripts' arguments.
 
     Raises:
-        UsageError: an option is refused.
-        FallbackForbiddenError: in strict mode, the local layers were not asked for.
+        UsageError: an option is rejected.
+        FallbackForbiddenError: the local layers were not requested, and strict mode is on.
     """
     do_without_transformer_engine(args)
     named = standins.te_layers() and args.transformer_impl == "transformer_engine"
@@ -208,13 +208,13 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
     order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
-    """Switch the graphs off first."""
+    """Switch off CUDA graphs first."""
     do_without_cuda_graphs(self)
     original(self)
 
 
 def _mamba_present() -> str | None:
-    """Return why Mamba's layers are not refused: mamba_ssm is there, or our scan stands under its name."""
+    """Return why Mamba layers are not rejected: mamba_ssm is installed, or our scan replaces it."""
     ours = "MEGATRON_NPU_TE=local: the scan of megatron_npu under mamba_ssm's name"
     return ours if standins.mamba_kernels() else installed("mamba_ssm")
 
@@ -230,7 +230,7 @@ _without_mamba_ssm = partial(
 @_without_mamba_ssm("megatron.core.models.mamba.mamba_model:MambaModel.__init__", versions="<0.18")
 @_without_mamba_ssm("megatron.core.ssm.mamba_mixer:MambaMixer.__init__", versions=">=0.18")  # of hybrids
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse before anything is built; a hybrid since 0.18, when the first of its Mamba layers is."""
+    """Reject a Mamba model before it is built, or since 0.18 when its first Mamba layer is built."""
     raise UsageError(
         "a Mamba model without the packages mamba-ssm and causal-conv1d, which need CUDA",
         "these packages, or MEGATRON_NPU_TE=local, which provides the layers in plain torch",
@@ -247,7 +247,7 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
     "StopIteration of unittest in the middle of the model",
 )
 def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse attention of TransformerEngine's classes in a hybrid; a spec of local layers passes."""
+    """Reject TransformerEngine's attention classes in a hybrid; a spec of local layers is accepted."""
     submodules = kwargs.get("submodules", args[1] if len(args) > 1 else None)
     if isinstance(_query_projection(submodules), NonCallableMock):
         raise UsageError(
@@ -259,7 +259,7 @@ def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any,
 
 
 def _query_projection(submodules: Any) -> Any:
-    """Return the class that the attention of a hybrid's layers projects with; None: not named."""
+    """Return the projection class of a hybrid's attention layers; None if the spec names none."""
     for name in ("attention_layer", "self_attention"):
         submodules = getattr(getattr(submodules, name, None), "submodules", None)
     return getattr(submodules, "linear_qkv", None)

@@ -1,1 +1,1 @@
-"""A run of a stock script: initialization, process groups, schedules, diagnostics."""
+"""A stock script's run: initialization, process groups, schedules, diagnostics."""

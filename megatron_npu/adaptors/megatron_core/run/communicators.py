@@ -1,6 +1,6 @@
 """Apply ``--nccl-communicator-config-path`` to process groups of backends other than NCCL.
 
-With ``--hccl-group-buffer-adaptive`` also sizes of HCCL's buffers that the file does not give. Connects
+With ``--hccl-group-buffer-adaptive``, also choose the HCCL buffer sizes that the file does not give. Connects
 ``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
 """
 
@@ -31,15 +31,15 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "of high priority",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options of a group if any are given; None on other devices.
+    """Return torch_npu's options for a group if any are given; None on other devices.
 
     Args:
-        pg_name: upstream's short name of the group, such as ``tp``.
-        nccl_comm_cfgs: name -> options, from the file of ``--nccl-communicator-config-path``.
+        pg_name: upstream's short name for the group, such as ``tp``.
+        nccl_comm_cfgs: name -> options, from the file given by ``--nccl-communicator-config-path``.
 
     Raises:
-        UsageError: an option that neither HCCL nor NCCL has, or a value that HCCL does not take.
-        FallbackForbiddenError: in strict mode, an option of NCCL.
+        UsageError: neither HCCL nor NCCL has an option, or HCCL does not accept a value.
+        FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
     """
     given = nccl_comm_cfgs.get(pg_name) or {}
     config = hccl_config(pg_name, given)
@@ -53,10 +53,10 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 
 
 def refuse_an_unreadable_file(args: Any) -> None:
-    """Refuse a file of the flag that cannot be read, or holds no groups.
+    """Reject a configuration file that cannot be read or holds no groups.
 
     Raises:
-        UsageError: it is not there, is no YAML, or has something else than options of groups.
+        UsageError: the file does not exist, is not YAML, or holds something other than group options.
     """
     path = getattr(args, "nccl_communicator_config_path", None)
     if path is None:
@@ -79,8 +79,8 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     """Return the group's options that HCCL supports; log those that only NCCL supports.
 
     Raises:
-        UsageError: an option that neither has, or a value that HCCL does not take.
-        FallbackForbiddenError: in strict mode, an option of NCCL.
+        UsageError: neither HCCL nor NCCL has an option, or HCCL does not accept a value.
+        FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
     """
     for name, value in given.items():
         if name in OF_NCCL:
@@ -110,7 +110,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     why=communicators.WHY,
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose the buffers of the groups that reduce its buckets, unless the file has."""
+    """Choose the buffer sizes of the groups that reduce gradient buckets, unless the file gives them."""
     original(self, *args, **kwargs)
     if not hccl_buffers.asked():
         return

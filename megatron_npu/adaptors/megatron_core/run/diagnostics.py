@@ -1,4 +1,4 @@
-"""Diagnostics of a run: ``--log-straggler`` and ``--rerun-mode report_stats``.
+"""Run diagnostics: ``--log-straggler`` and ``--rerun-mode report_stats``.
 
 Connects ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
 """
@@ -23,7 +23,7 @@ from megatron_npu.base.errors import LoaderWorkerError
     "broadcasts a tensor of the host",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Configure it as on CUDA: events, clocks and instruments of this device answer."""
+    """Configure the detector as on CUDA: it uses this device's events and clocks."""
     with _claiming_cuda():
         original(self, *args, **kwargs)
     self.dev = devices.current().torch_device()
@@ -46,7 +46,7 @@ def leave_without_a_word(
 
 @contextlib.contextmanager
 def _claiming_cuda() -> Iterator[None]:
-    """Let ``torch.cuda.is_available`` answer yes inside the block."""
+    """Make ``torch.cuda.is_available`` return True in the block."""
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:
@@ -64,7 +64,7 @@ def _claiming_cuda() -> Iterator[None]:
     "and ends there",
 )
 def with_place(original: Any) -> type[tuple]:
-    """Let the message stand for the place: it tells the calls of ``validate_result`` apart since 0.14."""
+    """Use the message as the file name: since 0.14 it distinguishes the calls of ``validate_result``."""
 
     class Caller(original):
         __slots__ = ()

@@ -1,4 +1,4 @@
-"""Names that upstream has removed or changed, and that libraries on top of it still use.
+"""Names that upstream has removed or changed but that libraries built on it still use.
 
 Connects ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
 of ``megatron.core``.
@@ -27,7 +27,7 @@ _UNSET = {
     why="mbridge 0.15.1 compares every model's type with that of T5's (core/util.py:52, 83), which is gone",
 )
 def with_type_of_two_stacks(original: type) -> type:
-    """Return upstream's enumeration with the name; it is no member, so that no model is of that type."""
+    """Add the name to upstream's enumeration, not as a member, so that no model has that type."""
     if not hasattr(original, "encoder_and_decoder"):
         original.encoder_and_decoder = "encoder_and_decoder"  # type: ignore[attr-defined]
     return original
@@ -40,7 +40,7 @@ def with_type_of_two_stacks(original: type) -> type:
     "fields of 0.20's __init__: an AttributeError in the first forward",
 )
 def with_fields_of_layers_that_build_themselves(original: type) -> type:
-    """Return upstream's class with what its ``__init__`` sets for layers that return no residual."""
+    """Give upstream's class the fields that its ``__init__`` sets, for layers that do not call it."""
     for name, value in _UNSET.items():
         if not hasattr(original, name):
             setattr(original, name, value)
@@ -54,11 +54,11 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
     "is a function that makes one of two classes",
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
-    """Return a type that makes what the function makes, and whose instances are those of both classes."""
+    """Return a type that creates what the function creates, and accepts instances of both classes."""
     module = sys.modules[original.__module__]
 
     class Either(type):
-        """The type of ``FullyShardedDataParallel``."""
+        """The metaclass of ``FullyShardedDataParallel``."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)

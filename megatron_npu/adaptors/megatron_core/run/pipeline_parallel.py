@@ -22,10 +22,10 @@ around(
     devices=("cpu",),
 )
 def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse the combination; upstream only ``megatron.training.arguments`` guards against it.
+    """Reject the combination, against which upstream guards only in ``megatron.training.arguments``.
 
     Raises:
-        UsageError: two stages of several chunks each, which would send in batches.
+        UsageError: two stages of several chunks each would send in batches.
     """
     chunks = kwargs["model"]
     config = chunks[0].config
@@ -54,5 +54,5 @@ def drop_model_type(
     *model_type_and_config: Any,
     **config: Any,
 ) -> Any:
-    """Call it without the type of the model, which hybrid_cp_schedule.py alone still gives."""
+    """Drop the model's type from the arguments, which only hybrid_cp_schedule.py still passes."""
     return original(input_tensor, output_tensor, output_tensor_grad, *model_type_and_config[-1:], **config)

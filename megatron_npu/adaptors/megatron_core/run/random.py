@@ -37,7 +37,7 @@ replace(
 def false_is_no_fp8(
     original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass None for no fp8."""
+    """Pass None instead of False for ``fp8``."""
     original(self, fp8 or None, *args, **kwargs)
 
 
@@ -51,7 +51,7 @@ def false_is_no_fp8(
 def checkpoint_returns_aliases(
     original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return aliases of parameters from the function that is recomputed."""
+    """Make the recomputed function return aliases of parameters."""
 
     def returning_aliases(*inputs: Any) -> Any:
         return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))

@@ -1,7 +1,7 @@
 """``--check-weight-hash-across-dp-replicas-interval``: name the rank and parameter of diverging replicas.
 
-Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that ask
-``megatron.core.utils`` themselves get upstream's yes or no.
+Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that call
+``megatron.core.utils`` themselves get upstream's boolean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_npu.checkpoint_files import replicas
 def name_what_differs(
     original: Callable[..., bool], model: list[Any], cross_check: bool = False, *args: Any, **kwargs: Any
 ) -> bool:
-    """Say which parameter differs on which ranks, where upstream finds that any does."""
+    """Report which parameter differs on which ranks if upstream finds a difference."""
     same = original(model, cross_check, *args, **kwargs)
     if not same:
         replicas.check_megatron(model)

@@ -1,9 +1,8 @@
-"""The start of a training run: initialisation, process groups, dataset helpers, signals.
+"""Start-up of a training run: initialization, process groups, dataset helpers, signals.
 
 Connects ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
-``megatron.training.dist_signal_handler``,
-``megatron.legacy.fused_kernels``, and ``parallel_state``, ``datasets.utils`` and ``ssm.ops.gdp.common`` of
-``megatron.core``.
+``megatron.training.dist_signal_handler``, ``megatron.legacy.fused_kernels``, and ``parallel_state``,
+``datasets.utils`` and ``ssm.ops.gdp.common`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron_npu.adaptors.shared import private_files, rendezvous, start
     why="its assertion that CUDA is available has an argument to turn it off",
 )
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it with ``allow_no_cuda=True``."""
+    """Call ``initialize_megatron`` with ``allow_no_cuda=True``."""
     return start.allow_no_cuda(original, *args, **kwargs)
 
 
@@ -33,7 +32,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     why="init_process_group asks for MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Give a process that runs alone an address to meet at."""
+    """Set a rendezvous address for a process that runs alone."""
     rendezvous.provide_address()
     return original(*args, **kwargs)
 
@@ -69,7 +68,7 @@ replace(
     why="it knows nccl and gloo: any other backend, HCCL too, is a RuntimeError without a word",
 )
 def get_device(local_rank: int | None = None) -> torch.device:
-    """Return the device of this process, whose tensors its backend gathers."""
+    """Return this process's device, on which its backend gathers tensors."""
     return devices.current().torch_device()
 
 
@@ -84,9 +83,9 @@ def get_device(local_rank: int | None = None) -> torch.device:
 def move_to_the_device(
     original: Callable[..., Any], model_list: list[Any], transformer_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Move the model that was made on the host, as the scripts of 0.17 did, before it is wrapped.
+    """Move a model built on the host to the device before it is wrapped, as the scripts of 0.17 did.
 
-    Under torch's FSDP2 too, which in 0.17 took it from the host: for a moment all of it is on the device.
+    This includes torch's FSDP2, which in 0.17 took it from the host: briefly all of it is on the device.
     """
     if transformer_config.use_cpu_initialization and not transformer_config.init_model_with_meta_device:
         for part in model_list:
@@ -102,5 +101,5 @@ def move_to_the_device(
     "when it is imported: every rank initializes the first NPU, and none can fork after that",
 )
 def small_blocks(arch: str = "none") -> bool:
-    """Return False, as upstream does where it cannot ask: the kernels whose blocks it chooses are CUDA's."""
+    """Return False, as upstream does if its query fails: the block size matters only for CUDA kernels."""
     return False

@@ -1,4 +1,4 @@
-"""What ``tasks/main.py`` imports for LAMBADA and WIKITEXT103: connects ``tasks/zeroshot_gpt``."""
+"""``tasks/zeroshot_gpt``, which ``tasks/main.py`` imports for LAMBADA and WIKITEXT103."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local layers instead of TransformerEngine's if it is not installed; the ledger and the log show it.
+"""Local layers instead of TransformerEngine's if it is not installed; the ledger and the log say so.
 
-``redirect`` has the tools; the other modules use them, one for each family of models.
+``redirect`` holds the helpers; each of the other modules uses them for one family of models.
 """

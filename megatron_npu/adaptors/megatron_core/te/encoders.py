@@ -1,7 +1,7 @@
 """Layer specs of the models with an encoder: BERT, T5 and Retro.
 
 Connects ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
-``models.retro.decoder_spec`` of ``megatron.core``; it has no Retro since 0.16.
+``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ around(
     why="pretrain_bert.py imports bert_layer_with_transformer_engine_spec whatever its flags: ImportError",
 )
 def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
-    """Let the name be imported; the flags of the script say whether it is used, and report it."""
+    """Allow the import of the name; the script's flags decide whether it is used, and log that."""
     return _local_bert_layer() if name == "bert_layer_with_transformer_engine_spec" else original(name)
 
 
 def _block_with_local_norm(layer: str) -> Callable[..., Any]:
-    """Return a function to record with ``around``: it makes a block whose final norm is local as well.
+    """Return a function to record with ``around`` that builds a block whose final norm is local as well.
 
     Args:
-        layer: the name of the function that makes its layers.
+        layer: name of the function that builds the block's layers.
     """
 
     def block(original: Callable[..., Any], num_layers: int) -> Any:

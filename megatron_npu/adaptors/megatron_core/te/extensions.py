@@ -29,9 +29,9 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     why="without TransformerEngine it is an ImportError, or a mock: models for images name it as it is",
 )
 class TENorm:
-    """Makes the norm of the local layers, and logs it; like upstream's, it makes no instance of its own.
+    """Create the norm of the local layers, and log it; like upstream's class, it has no instances.
 
-    Whether a residual follows (since 0.17) is of no account: the local norm does not add it.
+    Whether a residual follows (since 0.17) does not matter: the local norm does not add it.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> Any:
@@ -61,7 +61,7 @@ constant(
     "loading a checkpoint asks, and the check of --rotary-interleaved",
 )
 def get_te_version() -> Version:
-    """Return version 0, which is older than any required one."""
+    """Return version 0, which is older than any required version."""
     return Version("0")
 
 
@@ -75,7 +75,7 @@ def get_te_version() -> Version:
     "ends in a TypeError",
 )
 def is_never_for_inference(module: Any) -> bool:
-    """Return False: such layers are made of TransformerEngine's."""
+    """Return False: inference layers are built from TransformerEngine's."""
     return False
 
 
@@ -90,5 +90,5 @@ def is_never_for_inference(module: Any) -> bool:
 def skip_without_parameters(
     original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return at once when there is no parameter."""
+    """Return at once if there are no parameters."""
     return original(model_params, *args, **kwargs) if model_params else None

@@ -1,4 +1,4 @@
-"""Helpers of ``te_fallback``: return local layers where TransformerEngine's are requested, and log it."""
+"""Helpers that return local layers where TransformerEngine's are requested, and log it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(asked: str) -> None:
     """Log that ``asked`` returns local layers.
 
     Raises:
-        FallbackForbiddenError: in strict mode.
+        FallbackForbiddenError: strict mode is on.
     """
     dispatch.report_fallback(
         "transformer_engine",
@@ -34,7 +34,7 @@ def report(asked: str) -> None:
 
 
 def refuse_fp8(fp8: Any) -> None:
-    """Raise UsageError if ``fp8`` is requested."""
+    """Raise a UsageError if ``fp8`` is requested."""
     if fp8:
         raise UsageError(
             f"fp8={fp8!r} without TransformerEngine",
@@ -44,9 +44,9 @@ def refuse_fp8(fp8: Any) -> None:
 
 
 def force_flag_off(flag: str) -> Callable[..., Any]:
-    """Return a function to record with ``around``: it turns the argument ``flag`` off, and logs it.
+    """Return a function to record with ``around`` that sets the argument ``flag`` to False, and logs it.
 
-    A function that takes a ``normalization`` for its local layers alone is given that of its ``config``.
+    If the original takes a ``normalization``, only for its local layers, it gets that of its ``config``.
     """
 
     def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,13 +66,13 @@ def force_flag_off(flag: str) -> Callable[..., Any]:
 
 
 def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
-    """Return a function to record with ``around``: it calls ``local`` in place of the original, and logs it.
+    """Return a function to record with ``around`` that calls ``local`` instead of the original, and logs it.
 
-    Arguments that choose kernels of TransformerEngine are dropped: ``local`` does not have them.
+    Arguments that select TransformerEngine's kernels are dropped: ``local`` does not have them.
 
     Args:
         local: the name of a function in the same module, or a function.
-        always: further arguments of the local function.
+        always: additional arguments for the local function.
     """
 
     def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,5 +89,5 @@ def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callabl
 
 
 def sibling(original: Callable[..., Any], name: str) -> Any:
-    """Return what the module of ``original`` has under ``name`` now."""
+    """Return the current value of ``name`` in the module of ``original``."""
     return vars(sys.modules[original.__module__])[name]

@@ -1,8 +1,9 @@
-"""Layers without TransformerEngine through upstream's own interface, a provider of the spec's modules.
+"""Layers without TransformerEngine, through upstream's own interface for providers of spec modules.
 
 Connects ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
-``transformer.multi_token_prediction`` of ``megatron.core``. A spec of one's own takes it as a backend:
-``get_mlp_module_spec_for_backend(MegatronNpuSpecProvider())``, with what ``spec_provider()`` returns.
+``transformer.multi_token_prediction`` of ``megatron.core``. A user's own spec can use it as a backend:
+``get_mlp_module_spec_for_backend(MegatronNpuSpecProvider())``, with the class that ``spec_provider()``
+returns.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from megatron_npu.adaptors.megatron_core.te import redirect
 
 @functools.cache
 def spec_provider() -> type:
-    """Return ``MegatronNpuSpecProvider``, a ``BackendSpecProvider`` of the megatron-core that is imported.
+    """Return ``MegatronNpuSpecProvider``, a ``BackendSpecProvider`` of the imported megatron-core.
 
-    Its modules are the local ones, which run our operations; of layers that fuse a norm with a product there
-    are none. Whoever makes one is told that TransformerEngine is not there.
+    Its modules are the local ones, which run our operations; it has no layers that fuse a norm with a matmul.
+    Creating an instance logs that TransformerEngine is missing.
     """
     from megatron.core.models.backends import LocalSpecProvider
 

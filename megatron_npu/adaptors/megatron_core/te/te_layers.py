@@ -1,7 +1,7 @@
 """Layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba's layers.
 
 Connects ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
-upstream's own, around the modules of ``standins.transformer_engine``.
+upstream's own, built on the modules of ``standins.transformer_engine``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_npu.patching.patch import NotAsked
 def attention_of_megatron_core(original: type) -> type:
     """Return megatron-core's attention with the arguments of upstream's ``TEDotProductAttention``.
 
-    It has no state: what TransformerEngine's has in a checkpoint (scales of fp8) is not used.
+    It has no extra state: TransformerEngine's in a checkpoint (fp8 scales) is not used.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -65,7 +65,7 @@ def attention_of_megatron_core(original: type) -> type:
     why="it is a chain of TransformerEngine's fused operations; our norm takes the sum before it in as it is",
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``[s, b, h]``, and it (--fused-residual-rmsnorm)."""
+    """Return the norm of ``[s, b, h]``, and the input itself (--fused-residual-rmsnorm)."""
     from megatron_npu.standins.transformer_engine.norms import RMSNorm
 
     return RMSNorm.forward(self, hidden_states), hidden_states
@@ -86,21 +86,21 @@ def scan_not_ours() -> str | None:
     "ModuleNotFoundError; our scan takes them one by one",
 )
 def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
-    """Return whether a Mamba layer takes packed sequences, and why not: those of generation have caches."""
+    """Return whether a Mamba layer accepts packed sequences, and why not: generation uses caches."""
     return not for_inference_not_training, "packed sequences are taken to train, not to generate"
 
 
 def _window(attention: Any) -> tuple[int, int]:
-    """Return the window as TransformerEngine writes it: -1 is no limit, and 0 after a causal query."""
+    """Return the window in TransformerEngine's form: -1 means no limit; a causal window ends with 0."""
     before, after = attention.layer_options.window
     open_end = 0 if "causal" in attention.attn_mask_type.name else -1
     return -1 if before is None else before, open_end if after is None else after
 
 
 def _of_pairs(masks: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mask ``[b, 1, q, s]`` of padding among queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
+    """Return the padding mask ``[b, 1, q, s]`` of queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
 
-    Cross-attention of T5 is given the two; True is masked.
+    T5's cross-attention receives both masks separately; True means masked.
     """
     queries, keys = masks
     return torch.logical_or(queries.transpose(-1, -2), keys)

@@ -26,7 +26,7 @@ from megatron_npu.adaptors.megatron_core.te.redirect import redirect_to_local
     "that it is then given: TypeError",
 )
 def with_local_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Take the norm of the local layers instead."""
+    """Use the norm of the local layers instead."""
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     for name in ("ln_pre_impl", "ln_post_impl"):

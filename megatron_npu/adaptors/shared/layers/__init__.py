@@ -1,1 +1,1 @@
-"""Layer code shared by several Megatrons: products, norms, fusions, the output layer."""
+"""Layer code shared by several upstreams: matmuls, norms, fusions, the output layer."""

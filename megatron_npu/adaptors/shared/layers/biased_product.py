@@ -1,11 +1,11 @@
-"""Fuse a parallel linear layer's bias into its product on an NPU: one launch instead of two.
+"""Fuse a parallel linear layer's bias into its matmul on an NPU: one launch instead of two.
 
-Upstream adds the bias of ``linear_qkv`` after the product, and hands that of the others to the next fused
-function, which cannot fuse it with anything on an NPU. Rows of a matrix that is split over ranks keep theirs,
-which is added after their sum.
+Upstream adds the bias of ``linear_qkv`` after the matmul, and passes the other layers' biases to the next
+fused function, which cannot fuse them with anything on an NPU. Row-parallel layers whose weight is split over
+ranks keep their bias, which is added after the sum.
 
-Only the layers of a transformer block do it: whoever calls an MLP or an attention that stands alone is handed
-the bias, as upstream promises. What does is settled when the block is made, so a recomputation does the same.
+Only the layers of a transformer block do this: a caller of a separate MLP or attention still gets the bias,
+as upstream promises. Which layers do it is fixed when the block is built, so a recomputation does the same.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sum
 
 
 class _Offer:
-    """The bias of a layer that runs, which the product within may take."""
+    """The bias of the running layer, offered to the matmul inside it."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias: Tensor | None = bias
 
     @property
     def taken(self) -> bool:
-        """Whether the product has taken it."""
+        """Whether the matmul has taken the bias."""
         return self._bias is None
 
     def take(self) -> Tensor | None:
-        """Return the bias, once."""
+        """Return the bias the first time, then None."""
         bias, self._bias = self._bias, None
         return bias
 
@@ -57,11 +57,11 @@ _OFFER: ContextVar[_Offer | None] = ContextVar("bias of the layer that runs", de
 
 
 def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:
-    """Record it for an upstream.
+    """Record the fusion for an upstream.
 
     Args:
-        recorder: of the upstream.
-        nothing: given a bias that has been added, returns what stands for it in the layer's result.
+        recorder: the upstream's recorder.
+        nothing: given a bias that was already added, returns its replacement in the layer's result.
     """
     function = "LinearWithGradAccumulationAndAsyncCommunication"
     outermost = partial(recorder.around, devices=("npu",), why=_WHY, order=2)
@@ -73,7 +73,7 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
         @outermost(f"{_LAYERS}:{kind}ParallelLinear.forward")
         def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            """``[s, b, i]`` to ``[s, b, o]`` with its bias, where upstream would leave that to the caller."""
+            """Map ``[s, b, i]`` to ``[s, b, o]`` and add the bias that upstream would leave to the caller."""
             if not _may_add(self):
                 return original(self, *args, **kwargs)
             offer = _Offer(self.bias)
@@ -87,14 +87,14 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
 
 def let_layers_add(layer: Module) -> None:
-    """Let a transformer layer's parallel linear layers add their biases."""
+    """Make a transformer layer's parallel linear layers add their biases."""
     for module in layer.modules():
         if hasattr(module, "skip_bias_add"):
             setattr(module, _IN_BLOCK, True)
 
 
 def _may_add(layer: Any) -> bool:
-    """Return whether the layer's own product gives its whole result, whose bias is left to the caller."""
+    """Return whether the layer's matmul gives its whole result and its bias is left to the caller."""
     if not getattr(layer, _IN_BLOCK, False):
         return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
@@ -114,7 +114,7 @@ def with_waiting_bias(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Give the product the bias that the layer offers."""
+    """Pass the bias that the layer offers to the matmul."""
     offer = _OFFER.get()
     if bias is None and offer is not None:
         bias = offer.take()
@@ -124,9 +124,10 @@ def with_waiting_bias(
 def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
-    """Run upstream's forward without the bias, which the product within takes; backward knows of it.
+    """Run upstream's forward without the bias, which the matmul inside adds; record it for backward.
 
-    One that is asked for another dtype, the last argument since 0.20, is not torch's own product.
+    If another dtype is requested (the last argument since 0.20), upstream does not call torch's matmul, and
+    nothing changes.
     """
     wider = bool(args) and isinstance(args[-1], torch.dtype) and args[-1] != input.dtype
     # autocast chooses the dtype of the product
@@ -139,7 +140,7 @@ def add_in_product(
 
 
 class _AddingBias(TorchFunctionMode):
-    """In which ``torch.matmul`` of ``[..., i]`` and ``[i, o]`` adds a bias ``[o]`` to its ``[..., o]``."""
+    """A mode in which ``torch.matmul`` of ``[..., i]`` and ``[i, o]`` also adds a bias ``[o]``."""
 
     def __init__(self, bias: Tensor) -> None:
         super().__init__()

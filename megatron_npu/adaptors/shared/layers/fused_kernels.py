@@ -1,4 +1,4 @@
-"""CUDA extensions that Megatron's modules import when they are built, but that are not used here."""
+"""CUDA extensions that Megatron's modules import when they are created, but that are not used here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NORM = "fused_mix_prec_layer_norm_cuda"
 
 
 def initialise_without_kernel(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run ``MixedFusedLayerNorm.__init__`` while the name of its extension can be imported."""
+    """Run ``MixedFusedLayerNorm.__init__`` while the extension's name can be imported."""
     with _importable(_NORM):
         original(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Element-wise functions of the layers that the older trees leave to TorchScript's fusers."""
+"""Element-wise layer functions that the older trees leave to TorchScript's fusers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COMPILED_ANEW = (
 
 
 def connect(recorder: Recorder) -> None:
-    """Record bias and GELU, and bias, dropout and residual, which both trees define alike.
+    """Record bias-GELU and bias-dropout-add, which both trees define in the same way.
 
     Args:
-        recorder: that of the checkout.
+        recorder: the checkout's recorder.
     """
     recorder.constant(
         "megatron.model.fused_bias_gelu:bias_gelu_impl",
@@ -40,7 +40,7 @@ def connect(recorder: Recorder) -> None:
 
 
 def connect_gelu(recorder: Recorder) -> None:
-    """Record the two GELUs that Megatron-DeepSpeed compiles for models without the fused one."""
+    """Record the two GELUs that Megatron-DeepSpeed compiles for models without the fused GELU."""
     recorder.replace("megatron.model.utils:gelu_impl", why=COMPILED_ANEW)(gelu_impl)
     recorder.replace("megatron.model.utils:erf_gelu", why=COMPILED_ANEW)(erf_gelu)
 
@@ -58,27 +58,27 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """``gelu(input + bias)``, tanh form, ``[s, b, h]`` and ``[h]`` to ``[s, b, h]``."""
+    """Return ``gelu(input + bias)``, tanh form; ``[s, b, h]`` and ``[h]`` give ``[s, b, h]``."""
     return activation.bias_gelu(input, None if getattr(bias, _NO_BIAS, False) else bias)
 
 
 def gelu_impl(x: Tensor) -> Tensor:
-    """``gelu(x)``, tanh form (Hendrycks and Gimpel 2016), ``[...]``."""
+    """Return ``gelu(x)``, tanh form (Hendrycks and Gimpel 2016), ``[...]``."""
     return activation.bias_gelu(x)
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """``gelu(x)``, exact form, ``[...]``; upstream writes the root of 2 with five decimals."""
+    """Return ``gelu(x)``, exact form, ``[...]``; upstream rounds the square root of 2 to five decimals."""
     return activation.gelu(x)
 
 
 def bias_dropout_add_fused_train(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """``residual + dropout(x + bias)``, ``[s, b, h]`` throughout; no random number is drawn for prob 0."""
+    """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``; prob 0 draws no random numbers."""
     return _bias_dropout_add(x, bias, residual, prob, True)
 
 
 def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """``residual + x + bias``, ``[s, b, h]`` throughout."""
+    """Return ``residual + x + bias``, all ``[s, b, h]``."""
     return _bias_dropout_add(x, bias, residual, prob, False)
 
 
@@ -95,7 +95,7 @@ def _bias_dropout_add(
 
 
 def _with_vector(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the bias as ``[h]`` or None; upstream hands over one that it has expanded to ``[s, b, h]``."""
+    """Return ``x`` and the bias as ``[h]`` or None; upstream passes a bias expanded to ``[s, b, h]``."""
     if bias is None:  # without biases, in deepspeedai's tree
         return x, None
     base = bias._base

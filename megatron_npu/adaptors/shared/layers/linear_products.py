@@ -1,7 +1,7 @@
-"""The three products of a parallel linear layer, with a faster CPU library where available.
+"""The three matmuls of a parallel linear layer, with a faster CPU library where available.
 
-Upstream's autograd function multiplies with ``torch.matmul``, forward and backward, between collectives that
-stay as they are.
+Upstream's autograd function calls ``torch.matmul``, forward and backward, between collectives that stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MATMUL = (torch.matmul, Tensor.matmul)
 
 
 def connect(recorder: Recorder) -> None:
-    """Record it for an upstream."""
+    """Record the faster matmuls for an upstream."""
     for half in ("forward", "backward"):
         recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY, order=2)(multiplying)
 
 
 def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:
-    """Run one half of the function; ``input`` is its input, or the gradient of its output."""
+    """Run forward or backward; ``input`` is the function's input, or the gradient of its output."""
     # what is faster is called by a name of its own, for which autocast chooses no dtype
     if torch.is_autocast_enabled("cpu") or not linear.faster_than_torch(input.dtype):
         return original(ctx, input, *args)
@@ -37,7 +37,7 @@ def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: An
 
 
 class _FasterProducts(TorchFunctionMode):
-    """In which ``torch.matmul`` is ``ops.linear.matmul``."""
+    """A mode in which ``torch.matmul`` calls ``ops.linear.matmul``."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Compute the loss of either Megatron from the two factors of its logits."""
+"""Compute the loss of either Megatron from the two factors of the logits."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def loss_of_factors(
     into_main_grad: bool,
     recompute: bool,
 ) -> Tensor:
-    """Return the ``[b, s]`` loss, fp32.
+    """Return the fp32 loss ``[b, s]``.
 
     Args:
-        hidden: ``[s, b, h]``, of all ranks.
+        hidden: ``[s, b, h]``, gathered from all ranks.
         weight: ``[v / tp, h]``.
         labels: ``[b, s]``.
         group: the tensor-parallel ranks.
-        into_main_grad: ``--gradient-accumulation-fusion`` is on.
-        recompute: as the operation's.
+        into_main_grad: whether ``--gradient-accumulation-fusion`` is on.
+        recompute: passed on to the operation.
     """
     main_grad = None
     if into_main_grad and weight.requires_grad and hasattr(weight, "main_grad"):
@@ -50,9 +50,9 @@ def loss_of_factors(
 class _GradientElsewhere(torch.autograd.Function):
     """The weight, whose gradient an operation has added to ``main_grad``, as upstream's linear layers do.
 
-    megatron-core's data-parallel wrapper waits for a gradient of every parameter all the same, and leaves it
-    alone if ``grad_added_to_main_grad`` says so; ``zero_out_wgrad``: others add to it before, so it must be
-    zero. Where the buffer is whole until the pass ends, nobody waits.
+    megatron-core's data-parallel wrapper still waits for a gradient of every parameter, and ignores it if
+    ``grad_added_to_main_grad`` says so. With ``zero_out_wgrad`` other gradients are added to it first, so it
+    must be zero. If nothing of the buffer is sent before the pass ends, no gradient is needed.
     """
 
     @staticmethod

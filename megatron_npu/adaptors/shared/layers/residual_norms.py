@@ -1,8 +1,8 @@
 """Fuse a residual addition and the following norm, on an NPU and with a Triton kernel on a GPU.
 
-Upstream adds in one function and normalises in the next, or in the next layer. Here each place that adds is
-told which norm will read the sum; that norm finds its result with the sum, and computes it itself where
-somebody else has made its input: after a checkpoint's recomputation, or between the stages of a pipeline.
+Upstream adds in one function and normalizes in the next, or in the next layer. Here each place that adds is
+told which norm will read the sum. That norm finds its result attached to the sum, and computes it itself if
+its input comes from elsewhere: after a checkpoint's recomputation, or from another pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WHY = (
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:
-    """Return weight and bias of a norm, or of that in front of a layer under TransformerEngine's name."""
+    """Return weight and bias of a norm, or of the norm included in a layer under TransformerEngine's name."""
     if hasattr(norm, "layer_norm_weight"):
         return norm.layer_norm_weight, norm.layer_norm_bias
     return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def reads_sums(norm: Any) -> bool:
-    """Return whether a norm's result can be computed with the sum that it reads."""
+    """Return whether a norm's result can be computed together with the sum that it reads."""
     weight, bias = vectors_of(norm)
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
@@ -49,9 +49,9 @@ def reads_sums(norm: Any) -> bool:
 
 
 def is_shared_out(norm: Any) -> bool:
-    """Return whether a norm's weight is gathered for its own layer alone, by torch's FSDP or Megatron's.
+    """Return whether torch's or Megatron's FSDP gathers a norm's weight only for its own layer.
 
-    The layer before, which adds for it, would read a shard, or what an exchange is still writing.
+    The previous layer, which adds for it, would read a shard, or memory that a collective is still writing.
     """
     weight, _ = vectors_of(norm)
     return isinstance(weight, DTensor) or getattr(weight, "__fsdp_param__", False)
@@ -65,10 +65,10 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
         bias: ``[h]``, or None.
         residual: like ``x``.
         p: the probability that a value is dropped.
-        norm: of which ``reads_sums`` is true.
+        norm: a norm for which ``reads_sums`` is true.
 
     Returns:
-        None where the dtypes differ, as with --fp32-residual-connection.
+        None if the dtypes differ, as with --fp32-residual-connection.
     """
     weight, norm_bias = vectors_of(norm)
     if not x.dtype is residual.dtype is weight.dtype or x.shape != residual.shape:
@@ -85,7 +85,7 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
 
 
 def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
-    """Return whether a norm reads the very sum that was made; a layer recomputed as a whole has a copy."""
+    """Return whether a norm reads the sum itself; a layer that is recomputed as a whole gets a copy."""
     return granularity != "full" and "layernorm" not in (modules or ())
 
 
@@ -95,7 +95,7 @@ _READERS: ContextVar[Iterator[Any]] = ContextVar("norms that read the sums of th
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
-    """Tell what adds residuals, in a layer whose functions do not know it, which norms read its sums."""
+    """In the block, tell residual additions, which do not know their layer, which norms read their sums."""
     token = _READERS.set(iter(norms))
     try:
         yield
@@ -104,5 +104,5 @@ def read_by(norms: Sequence[Any]) -> Iterator[None]:
 
 
 def next_reader() -> Any:
-    """Return the norm that reads the next sum of the layer that runs, or None."""
+    """Return the norm that reads the running layer's next sum, or None."""
     return next(_READERS.get(iter(())), None)

@@ -65,7 +65,7 @@ def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Dra
 
 
 def _calls(spec: AttentionSpec) -> list[Segment]:
-    """Return the calls of the kernel: segments, those with a window cut into runs of their queries."""
+    """Return the kernel's calls: segments, those with a window split into runs of queries."""
     calls: list[Segment] = []
     for segment in spec.segments:
         calls += [segment] if segment.is_plain else row_tiles(segment)
@@ -73,7 +73,7 @@ def _calls(spec: AttentionSpec) -> list[Segment]:
 
 
 def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """Return whether the call is causal, and what is added to its scores."""
+    """Return whether the call is causal, and the tensor to add to its scores."""
     if call.is_plain:
         return call.window_right == 0, None
     return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)

@@ -21,12 +21,12 @@ def heads_third(tensor: Tensor) -> Tensor:
 
 
 def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
+    """Return all as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
 
     Args:
         query: ``[sq, b, n, d]``.
         key: ``[sk, b, g, d]``, where g divides n.
-        value: as ``key``.
+        value: like ``key``.
     """
     heads = query.size(2)
     query, key, value = (heads_first(t) for t in (query, key, value))
@@ -41,9 +41,9 @@ def regroup(
     """Return the gradients of the arguments of ``ungroup``; those of a group's heads are summed in fp32.
 
     Args:
-        grads: of query, key and value, ``[b, n, s, d]``.
+        grads: gradients of query, key and value, ``[b, n, s, d]``.
         key_heads: number of key heads, g.
-        dtype: of the summed gradients of keys and values.
+        dtype: dtype of the summed gradients of keys and values.
     """
     query, key, value = grads
     if query.size(1) != key_heads:

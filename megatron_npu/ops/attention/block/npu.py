@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Unsupported
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuCall | Unsupported:
-    """Return the call of ``npu_fusion_attention``, or the reason why it does not take the tensors."""
+    """Return the call of ``npu_fusion_attention``, or why it does not support the tensors."""
     if spec.packed:
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         spec = replace(spec, layout="TND")
@@ -35,7 +35,7 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """As ``plan``, from the residuals."""
+    """Do what ``plan`` does, from the residuals."""
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
 
@@ -85,12 +85,12 @@ def backward(
 
 
 def _joined(tensor: Tensor, plan: NpuCall) -> Tensor:
-    """``[s, b, n, d]`` to ``[s, b, n * d]``, or to ``[t, n, d]`` of a batch of one."""
+    """Reshape ``[s, b, n, d]`` to ``[s, b, n * d]``, or a packed batch of one to ``[t, n, d]``."""
     return tensor.squeeze(1) if plan.cu_seqlens else tensor.flatten(2)
 
 
 def _options(plan: NpuCall, query: Tensor) -> dict[str, Any]:
-    """Return what forward and backward are given alike."""
+    """Return the arguments that forward and backward have in common."""
     options: dict[str, Any] = {
         "atten_mask": shared_mask(plan.sparse_mode, query.device),
         "keep_prob": plan.keep_prob,

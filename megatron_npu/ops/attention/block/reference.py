@@ -22,14 +22,14 @@ Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; emp
 
 
 class Residuals(NamedTuple):
-    """What the backward of one block needs from the forward.
+    """What the backward pass of one block needs from the forward pass.
 
     Attributes:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
         key: ``[sk, b, g, d]``, where g divides n.
-        value: as ``key``.
+        value: like ``key``.
         output: the attention over all keys, not only over this block, ``[sq, b, n, d]``.
-        lse: of the scores of all keys, ``[b, n, sq]``, in fp32.
+        lse: log-sum-exp of the scores of all keys, ``[b, n, sq]``, in fp32.
     """
 
     query: Tensor
@@ -40,13 +40,13 @@ class Residuals(NamedTuple):
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Return the attention over these keys alone, and the lse of their scores.
+    """Return the attention over only these keys, and the lse of their scores.
 
     Args:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
         key: ``[sk, b, g, d]``, where g divides n.
-        value: as ``key``.
-        spec: the block; dropout is applied to the normalised weights.
+        value: like ``key``.
+        spec: the block; dropout is applied to the normalized weights.
 
     Returns:
         Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``; lse ``[b, n, sq]`` in fp32, of the
@@ -74,11 +74,11 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
     Args:
         grad: gradient of the attention over all keys, ``[sq, b, n, d]``.
         residuals: the queries, this block's keys and values, and the result over all keys.
-        spec: as in the forward.
-        drawn: third result of this block's forward.
+        spec: as in the forward pass.
+        drawn: third result of this block's forward pass.
 
     Returns:
-        The gradients of query, key and value, shaped and typed like them.
+        The gradients of query, key and value, with their shapes and dtypes.
     """
     precise = residuals.lse.dtype
     query, key, value = (t.to(precise) for t in ungroup(*residuals[:3]))
@@ -99,12 +99,12 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
 
 
 def _draw(device: torch.device) -> Drawn:
-    """Draw a seed from the device's generator, which is what recomputation finds again."""
+    """Draw a seed from the device's generator, so that a recomputation draws the same seed."""
     return (int(torch.randint(2**62, (), device=device)),)
 
 
 def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
-    """Yield the tiles of a block, each with its factors of dropout ``[b, n, sq, sk]``: 0 or 1 / keep."""
+    """Yield a block's tiles, each with its dropout factors ``[b, n, sq, sk]``: 0 or 1 / keep."""
     generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None
     keep = 1.0 - spec.dropout_p
     for tile in (tile for segment in spec.segments for tile in row_tiles(segment)):
@@ -117,7 +117,7 @@ def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[S
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, tile: Segment) -> Tensor:
-    """``[b, n, sq, d]`` and ``[b, n, sk, d]`` to ``[b, n, sq, sk]`` in fp32 or better."""
+    """Return the scores ``[b, n, sq, sk]`` of queries and keys ``[b, n, s, d]``, in fp32 or better."""
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     forbidden = forbidden_pairs(tile, query.device)
     return scores if forbidden is None else scores.masked_fill(forbidden, float("-inf"))

@@ -12,7 +12,7 @@ ROWS = 128  # queries of a tile
 def row_tiles(segment: Segment, rows: int = ROWS) -> Iterator[Segment]:
     """Yield ``segment`` in runs of up to ``rows`` queries, each with the keys that any of them sees.
 
-    Runs that see no key are left out. A window limit that hides nothing within a tile is None there.
+    Runs that see no key are left out. A window limit that hides nothing within a tile becomes None.
     """
     for first in range(0, segment.q1 - segment.q0, rows):
         last = min(first + rows, segment.q1 - segment.q0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Buffers:
-    """Named, uninitialised CPU buffers, each as large as the largest tile has needed."""
+    """Named, uninitialized CPU buffers, each as large as the largest tile has needed."""
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}

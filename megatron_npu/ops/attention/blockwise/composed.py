@@ -1,4 +1,4 @@
-"""Tiles with separate calls for products, softmax and dropout."""
+"""Tiles with separate calls for matmuls, softmax and dropout."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class Composed:
         return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
-        """Return what forward and backward do alike for each tile."""
+        """Return the softmax and the matmuls that forward and backward use for each tile."""
         factors = TileProducts(q.dtype, self._buffers)
         return TileSoftmax(self._spec, self._mask, factors, self._buffers), factors
 
     def _weights(
         self, tile: Tile, softmax: TileSoftmax, factors: TileProducts, wide_q: Tensor, wide_k: Tensor
     ) -> Tensor:
-        """Return the kept weights of a tile in the dtype of the factors."""
+        """Return a tile's kept weights in the dtype of the operands."""
         rows, columns = tile.rows(wide_q), tile.columns(wide_k)
         if softmax.rounds(factors.dtype):
             return softmax.rounded_weights(tile, rows, columns, None, self._dropout.draw(tile.weights))

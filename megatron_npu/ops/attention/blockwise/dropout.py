@@ -20,14 +20,14 @@ def keep_of(p: float) -> int:
 
 
 class TileDropout:
-    """Drops weights tile by tile; the seed and the order of the tiles decide which.
+    """Drops weights tile by tile; the seed and the order of the tiles determine which.
 
     Attributes:
         gain: factor for the kept weights; it also corrects for rounding ``p`` to 2^-16.
 
     Args:
         p: probability of dropping a weight; 0 means no dropout.
-        seed: of a generator used by this call only.
+        seed: seed of a generator that only this call uses.
     """
 
     def __init__(self, p: float, seed: int) -> None:
@@ -44,9 +44,7 @@ class TileDropout:
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights`` with some of them zeroed to ``out`` and return it; without dropout return
-        ``weights``.
-        """
+        """Write ``weights`` with some zeroed to ``out`` and return it; return ``weights`` without dropout."""
         bits = self._bits(weights.numel())
         if bits is None:
             return weights

@@ -6,7 +6,7 @@ FlashAttention, appendix B).
 Internally, queries are ``[b · g, s, r, d]``: g key heads times b batches, r query heads per key head; keys
 have r = 1.
 
-Scores and softmax are fp32. On processors with fast bf16 products, bf16 tensors stay bf16, weights and score
+Scores and softmax are fp32. On processors with fast bf16 matmuls, bf16 tensors stay bf16, weights and score
 gradients are rounded to bf16 before they are multiplied (as in any bf16 kernel), and sums over tiles are
 fp32. Elsewhere everything is fp32 (fp64 stays fp64).
 """
@@ -91,7 +91,7 @@ def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
-    """Return ``[b · g, s, r, d]``, in the dtype of the factors; contiguous unless multiplied strided."""
+    """Return ``[b · g, s, r, d]`` in the operands' dtype; contiguous unless strided matmuls are used."""
     bnsd = to_bnsd(tensor.resolve_neg(), spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Attention with one compiled kernel, used where its products are as fast as the alternatives."""
+"""Attention with one compiled kernel, used where its matmuls are as fast as the alternatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernel takes such queries; it has no masks."""
+    """Return whether the kernel supports these queries; it supports no masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
@@ -27,7 +27,7 @@ class Fused:
 
     Args:
         spec: the call.
-        seed: of the dropout.
+        seed: seed of the dropout.
     """
 
     def __init__(self, spec: AttentionSpec, seed: int) -> None:
@@ -68,7 +68,7 @@ class Fused:
         return grads
 
     def _segments(self, q: Tensor) -> Iterator[tuple[Tile, attention.Weighting]]:
-        """Yield what is seen of each segment, and how."""
+        """Yield the visible part of each segment, and how its weights are computed."""
         spec, keep = self._spec, keep_of(self._spec.dropout_p)
         repeats = spec.heads // spec.key_heads
         for number, segment in enumerate(spec.segments):

@@ -1,4 +1,4 @@
-"""Matrix products of a tile: dtypes of operands and sums."""
+"""Matmuls of a tile: dtypes of operands and sums."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a call's operands: bf16 where the processor has fast bf16 products."""
+    """Return the dtype of a call's operands: bf16 where the processor has fast bf16 matmuls."""
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Return whether oneDNN has fast bf16 products on this processor: AVX512 or AMX."""
+    """Return whether oneDNN has fast bf16 matmuls on this processor: AVX512 or AMX."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
-    """Return whether heads of ``[b, g, s, r, d]`` are multiplied in place, without a copy: our kernels pack
-    them.
+    """Return whether our kernels multiply heads of ``[b, g, s, r, d]`` in place, without a copy.
 
     For longer sequences, which have more tiles, multiplying tile by tile from a copy is faster (Xeon without
     AMX: without the copy 512 tokens take 8 % less time, 2,048 tokens 12 % more).
@@ -49,14 +48,14 @@ def is_ours(dtype: torch.dtype) -> bool:
 
 
 class TileProducts:
-    """Batched products of a call, with operands of one dtype.
+    """A call's batched matmuls, with operands of one dtype.
 
     Args:
-        dtype: of the operands, as ``factor_dtype`` returns it.
+        dtype: dtype of the operands, as ``factor_dtype`` returns it.
         buffers: the call's scratch memory.
 
     Attributes:
-        dtype: of the operands.
+        dtype: dtype of the operands.
         sums: dtype of scores, weights and sums over tiles.
         of_scores: dtype of operands whose products must not be rounded: that of ``sums``, or bf16 where our
             kernel multiplies it, which is exact.
@@ -74,8 +73,7 @@ class TileProducts:
         return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
 
     def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` in dtype ``sums``, without rounding the
-        operands.
+        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` in dtype ``sums``, from unrounded operands.
 
         Args:
             out: the output tensor.
@@ -110,11 +108,11 @@ class TileProducts:
 
 @contextlib.contextmanager
 def bf16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN round the operands of fp32 matrix products to bf16 if ``dtype``, the call's dtype, is bf16.
+    """Let oneDNN round the operands of fp32 matmuls to bf16 if ``dtype``, the call's dtype, is bf16.
 
     Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
-    fp32. On processors with AMX the products take half the time, on others nothing changes. The switch is
-    global to the process, so it is reset right after; if this torch has no such switch, products stay fp32.
+    fp32. On processors with AMX the matmuls take half the time, on others nothing changes. The switch is
+    global to the process, so it is reset right after; if this torch has no such switch, matmuls stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype is not torch.bfloat16 or switch is None:

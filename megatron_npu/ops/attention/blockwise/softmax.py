@@ -19,7 +19,7 @@ class TileSoftmax:
     Args:
         spec: the call.
         mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked, or None.
-        products: the call's products; scores and weights have their dtype ``sums``.
+        products: the call's matmuls; scores and weights have their dtype ``sums``.
         buffers: the call's scratch memory.
     """
 
@@ -32,9 +32,7 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return memory for the scores, ``[heads, queries · r, keys]``; reusable once the weights are
-        computed.
-        """
+        """Return memory for scores, ``[heads, queries · r, keys]``; reusable after computing the weights."""
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
@@ -54,16 +52,13 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return whether scores become weights in ``dtype`` in one pass, which needs a tile without a
-        mask."""
+        """Return whether one pass turns scores into weights in ``dtype``; a tile must have no mask."""
         return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the weights in bf16 after dropout, if ``rounds`` allows it; ``weights`` gets all of them,
-        unrounded.
-        """
+        """Return the kept weights in bf16 if ``rounds`` allows it; ``weights`` gets all, unrounded."""
         scores = self._scores(tile, rows, columns)
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax(scores, weights, rounded, kept)
@@ -76,8 +71,7 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows
-        it."""
+        """Return the scores' gradient in bf16 from the kept weights' gradient, if ``rounds`` allows it."""
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded
@@ -90,7 +84,7 @@ class TileSoftmax:
 
     @staticmethod
     def backward(grad: Tensor, weights: Tensor) -> None:
-        """Replace the gradient of the weights by that of the scores."""
+        """Replace the gradient of the weights with that of the scores."""
         torch.ops.aten._softmax_backward_data.out(grad, weights, -1, weights.dtype, grad_input=grad)
 
 
@@ -118,14 +112,14 @@ def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:
 
 @lru_cache_tensors(maxsize=8)
 def _corner(rows: int, dtype: torch.dtype) -> Tensor:
-    """``[rows, rows]``: -inf on and right of the diagonal, else 0."""
+    """Return ``[rows, rows]``: -inf on and to the right of the diagonal, else 0."""
     return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()
 
 
 def _forbid_masked(scores: Tensor, tile: Tile, mask: Tensor, key_heads: int) -> Tensor:
     """Apply the mask to one tile; return ``[heads, queries · r, 1]``, 0 where a query sees no key.
 
-    The least finite number instead of -inf: softmax of nothing but -inf is nan.
+    Masked scores become the smallest finite number, because the softmax of a row of -inf is nan.
     """
     least = torch.finfo(scores.dtype).min
     batch, first = divmod(tile.h0, key_heads)

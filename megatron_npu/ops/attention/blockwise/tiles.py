@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Number of weights, which is that of scores."""
+        """Number of weights, which equals the number of scores."""
         heads, rows, keys = self.shape
         return heads * rows * keys
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
 
 def most_rows(segment: Segment) -> int:
-    """Return the most query rows of a segment in one tile: queries times query heads per key head."""
+    """Return the maximum number of query rows in a tile: queries times query heads per key head."""
     return TILE_ROWS_OF_ALL_KEYS if segment.sees_all_keys() else TILE_ROWS
 
 
@@ -69,7 +69,7 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
     """Cut the visible part of every segment into tiles, always in the same order.
 
     Args:
-        heads: key heads of all batches.
+        heads: number of key heads of all batches.
         spec: the call.
     """
     repeats = spec.heads // spec.key_heads
@@ -90,6 +90,6 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
 
 
 def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
-    """Return ``end``, or less where the keys of queries ``[begin, end)`` are too many for one tile."""
+    """Return ``end``, or less if the keys of queries ``[begin, end)`` are too many for one tile."""
     k0, k1 = segment.visible_keys(begin, end)
     return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))

@@ -1,4 +1,4 @@
-"""Packed sequences partitioned over ranks: the tokens of a rank, and the keys they see."""
+"""Packed sequences partitioned over ranks: a rank's tokens, and the keys that they see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.attention.spec import PackedSequences
 
 
 class PackedSharding(NamedTuple):
-    """Where the tokens of packed sequences lie on the ranks, and what the queries of this rank see.
+    """How packed sequences are distributed over the ranks, and what this rank's queries see.
 
     Attributes:
         sequence_order: ``[t]`` int64; indices that reorder the ranks' concatenated tokens into the order of
@@ -50,7 +50,7 @@ def packed_sharding(
         causal: whether queries see no later keys.
         cp_size: number of ranks that share the sequences.
         cp_rank: this rank.
-        device: of the result.
+        device: device of the result.
 
     Raises:
         UsageError: the sequences do not cover all tokens, or a length is not a multiple of 2·cp.
@@ -77,7 +77,7 @@ def packed_sharding(
 def ring_documents(
     cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
 ) -> tuple[Document, ...]:
-    """Return packed sequences in the form that a ring over ``size`` ranks takes.
+    """Return packed sequences in the form that a ring over ``size`` ranks needs.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.

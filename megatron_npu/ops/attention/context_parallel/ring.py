@@ -45,12 +45,12 @@ def ring_attention(
     sink: Tensor | None = None,
     flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
-    """Return the attention of this rank's queries over everyone's keys, ``[s, b, n, d]``, contiguous.
+    """Return the attention of this rank's queries over all ranks' keys, ``[s, b, n, d]``, contiguous.
 
     Args:
         query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
         key: likewise ``[s, b, g, d]``, where g divides n.
-        value: as ``key``.
+        value: like ``key``.
         scale: factor applied to the scores, usually 1 / sqrt(d).
         causal: hide the keys after a query's position in the whole sequence.
         group: the ranks that share the sequence, in sequence order.
@@ -62,8 +62,8 @@ def ring_attention(
         flags: the run's flags, as in ``attention``.
 
     Raises:
-        ValueError: an odd number of tokens, which cannot be split into two chunks, or documents that do not
-            cover the tokens.
+        ValueError: the number of tokens is odd, so that they cannot be split into two chunks, or the
+            documents do not cover the tokens.
     """
     tokens, size = query.size(0), group.size()
     documents = (Document(tokens, size * tokens),) if documents is None else tuple(documents)
@@ -116,7 +116,7 @@ class Route(NamedTuple):
 
 
 class _Transfer:
-    """Tensors on their way: one to the rank ``hops`` further, one from the rank ``hops`` before."""
+    """Two tensors in transit: one to the rank ``hops`` ahead, one from the rank ``hops`` behind."""
 
     def __init__(
         self, sent: Tensor | None, received: Tensor | None, hops: int, group: dist.ProcessGroup
@@ -133,23 +133,23 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
-        """Wait for both; return what has come."""
+        """Wait for both tensors; return the received one."""
         for request in self.requests:
             request.wait()
         return self.received
 
     def arrived(self) -> Tensor:
-        """As ``wait``, of a transfer that brings something."""
+        """Do what ``wait`` does, for a transfer that receives a tensor."""
         received = self.wait()
         assert received is not None
         return received
 
 
 def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
-    """Yield the keys and values that are there, ``[2, s, b, g, d]``, and what is computed of them, by step.
+    """Yield each step's keys and values, ``[2, s, b, g, d]``, and the parts to compute with them.
 
-    The next ones are on their way meanwhile. Steps at which this rank sees nothing have no parts; they are
-    yielded all the same, as all ranks must begin their transfers in the same order.
+    The next ones are already in transit. Steps at which this rank sees nothing have no parts; they are
+    yielded all the same, because all ranks must start their transfers in the same order.
     """
     own = key_value
     transfer: _Transfer | None = None
@@ -165,7 +165,7 @@ def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[P
 
 
 def _fetch(key_value: Tensor, step: int, route: Route) -> _Transfer | None:
-    """Begin to exchange the keys of ``step``."""
+    """Start exchanging the keys for ``step``."""
     if step == route.group.size():
         return None
     if route.goes_round:
@@ -189,9 +189,9 @@ def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
 
 
 class _Homeward:
-    """The gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that has these.
+    """Gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that holds these keys.
 
-    They travel in the dtype of the keys: a rounding for each rank, as when gradients are reduce-scattered.
+    They are sent in the keys' dtype and rounded at each rank, as when gradients are reduce-scattered.
     """
 
     def __init__(self, key_value: Tensor, route: Route) -> None:
@@ -201,7 +201,7 @@ class _Homeward:
         self.expected: Spans = ()
 
     def send(self, step: int, arrived: Tensor, found: list[_KeyGradients]) -> None:
-        """Send what ``step`` has found of the keys ``arrived``; in a ring together with what came before."""
+        """Send ``step``'s gradients of the keys ``arrived``; in a ring with those of earlier steps."""
         if self.route.goes_round:
             if self.transfer is not None:
                 self.own = self.transfer.arrived()
@@ -229,7 +229,7 @@ class _Homeward:
             first += end - start
 
     def arrive(self) -> Tensor:
-        """Return the gradients of this rank's keys and values, which are all there."""
+        """Return the complete gradients of this rank's keys and values."""
         if self.route.goes_round:
             return self.own if self.transfer is None else self.transfer.arrived()
         self._take()
@@ -333,14 +333,14 @@ def _count(spans: Spans) -> int:
 
 
 def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
-    """Return the tokens ``spans`` along ``dim``: a view of one span, a copy of several."""
+    """Return the tokens in ``spans`` along ``dim``: a view for one span, a copy for several."""
     if len(spans) == 1:
         return tensor.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
     return tensor.index_select(dim, _index(spans, tensor.device))
 
 
 def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add ``part`` to the tokens ``spans`` of ``total``."""
+    """Add ``part`` to the tokens in ``spans`` of ``total``."""
     if len(spans) == 1:
         total[spans[0][0] : spans[0][1]] += part
     else:
@@ -353,7 +353,7 @@ def _index(spans: Spans, device: torch.device) -> Tensor:
 
 
 def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
-    """``merge`` for the queries ``spans``."""
+    """Do what ``merge`` does for the queries in ``spans``."""
     rows, totals = _take(output, spans), _take(lse, spans, 2)
     merge(rows, totals, block_output, block_lse)
     if len(spans) > 1:
@@ -376,5 +376,5 @@ def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) 
 
 
 def _share(logarithm: Tensor) -> Tensor:
-    """``[b, n, s]`` to factors ``[s, b, n, 1]``."""
+    """Reshape ``[b, n, s]`` to factors ``[s, b, n, 1]``."""
     return logarithm.exp().permute(2, 0, 1).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), reorder.
 
-megatron-core's load-balanced order: a sequence is split into 2·cp equal chunks, and rank r holds chunks r and
-2·cp - 1 - r, concatenated. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
+In megatron-core's load-balanced order a sequence is split into 2·cp equal chunks, and rank r holds chunks r
+and 2·cp - 1 - r, concatenated. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather ``[s / cp, ...]`` of each rank to ``[cp, s / cp, ...]`` on all; backward reduce-scatters."""
+    """Gather ``[s / cp, ...]`` to ``[cp, s / cp, ...]`` on all ranks; backward reduce-scatters."""
     return _AllGather.apply(part, group)
 
 
@@ -46,7 +46,7 @@ def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_sequence_order(by_rank: Tensor) -> Tensor:
-    """Bring ``[cp, s / cp, ...]`` into the order of the sequence, ``[s, ...]``."""
+    """Reorder ``[cp, s / cp, ...]`` into sequence order, ``[s, ...]``."""
     first, second = by_rank.unflatten(1, (2, -1)).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
@@ -58,7 +58,7 @@ def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather along a new first dimension; backward sums each rank's gradients where they belong."""
+    """All-gather along a new first dimension; backward sums the gradients on the rank they belong to."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,7 +75,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all along the first dimension ``[cp, ...]``; its gradient is another."""
+    """All-to-all along the first dimension ``[cp, ...]``; its gradient is another all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:

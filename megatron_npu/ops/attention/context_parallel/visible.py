@@ -1,7 +1,7 @@
 """Visible pairs of this rank's queries and another rank's keys: the work of one ring step.
 
-Each document (a whole sequence, or one of packed sequences) is cut into 2·size chunks; rank r has its chunks
-r and 2·size - 1 - r, one behind the other, and the documents lie one behind the other.
+Each document (a whole sequence, or one of several packed ones) is cut into 2·size chunks; rank r holds its
+chunks r and 2·size - 1 - r, concatenated, and the documents are concatenated too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Document(NamedTuple):
     """A sequence that is partitioned over the ranks.
 
     Attributes:
-        tokens: that each rank has of it, two chunks of equal length.
-        keys: of the whole of it, without the padding behind them, which nobody sees who sees no later key.
+        tokens: number of its tokens on each rank, in two chunks of equal length.
+        keys: number of keys of the whole sequence, without the padding after them, which causal queries do
+            not see.
     """
 
     tokens: int
@@ -29,13 +30,13 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one call of a kernel computes.
+    """What one kernel call computes.
 
     Attributes:
-        queries: of this rank's tokens.
-        keys: of the other rank's.
-        segments: which pairs are visible; positions count from the first of ``queries`` and ``keys``. Each of
-            these queries sees a key.
+        queries: spans of this rank's tokens.
+        keys: spans of the other rank's tokens.
+        segments: which pairs are visible; positions are relative to the first of ``queries`` and ``keys``.
+            Each of these queries sees a key.
     """
 
     queries: Spans
@@ -47,15 +48,15 @@ class Part(NamedTuple):
 def visible_parts(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> tuple[Part, ...]:
-    """Return what ``rank`` sees of the keys of ``source``; nothing where nothing is visible.
+    """Return which keys of ``source`` ``rank`` sees; nothing if none are visible.
 
     Args:
-        rank: whose queries they are.
-        source: whose keys they are.
+        rank: the rank that holds the queries.
+        source: the rank that holds the keys.
         size: number of ranks.
-        documents: as they lie one behind the other on each rank.
-        causal: no query sees a later key.
-        window: how far a query sees back and ahead in its document; None does not limit.
+        documents: the documents, as concatenated on each rank.
+        causal: whether no query sees a later key.
+        window: how far a query sees back and ahead in its document; None means no limit.
     """
     if window == (None, None):
         pairs = list(_plain_pairs(rank, source, size, documents, causal))
@@ -70,10 +71,10 @@ _Pair = tuple[Span, Span, Window]
 def _plain_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool
 ) -> Iterator[_Pair]:
-    """Yield one pair for each document: without a window the chunks need not be looked at one by one.
+    """Yield one pair for each document: without a window, chunks need not be considered separately.
 
-    Causal: of an earlier rank the first chunk lies before all of our queries and the second behind them; of a
-    later one both lie between our two chunks.
+    Causal: an earlier rank's first chunk precedes all of our queries and its second chunk follows them; a
+    later rank's chunks both lie between our two chunks.
     """
     first = 0
     for document in documents:
@@ -99,7 +100,7 @@ def _plain_pairs(
 def _band_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> Iterator[_Pair]:
-    """Yield the pairs of chunks, cut down to queries that see a key and keys that are seen."""
+    """Yield the pairs of chunks, restricted to queries that see a key and to keys that are seen."""
     first = 0
     for document in documents:
         chunk = document.tokens // 2
@@ -113,14 +114,14 @@ def _band_pairs(
 
 
 def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of the two chunks of ``source``, and how many keys each has without padding."""
+    """Yield the indices of the two chunks of ``source``, and each one's number of keys without padding."""
     chunk = document.tokens // 2
     for number in (source, 2 * size - 1 - source):
         yield number, min(max(document.keys - number * chunk, 0), chunk)
 
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
-    """Yield ``segment``, whose first query and key are tokens ``query`` and ``key``, unless empty."""
+    """Yield ``segment``, whose first query and key are tokens ``query`` and ``key``, unless it is empty."""
     part = segment.part(*segment.rows_with_keys())
     if part is not None:
         window = part.window_left, part.window_right
@@ -128,7 +129,7 @@ def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
 
 
 def _joined(pairs: Iterable[_Pair]) -> Part:
-    """Return the part of one call: the pairs one behind the other."""
+    """Return the part for one call, with the pairs concatenated."""
     queries: list[Span] = []
     keys: list[Span] = []
     segments = []
@@ -143,7 +144,7 @@ def _joined(pairs: Iterable[_Pair]) -> Part:
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """Return the spans in order; those that overlap or touch are one."""
+    """Return the spans in order; those that overlap or touch are merged."""
     joined: list[Span] = []
     for first, last in sorted(spans):
         if joined and first <= joined[-1][1]:
@@ -154,7 +155,7 @@ def union(spans: Iterable[Span]) -> Spans:
 
 
 def within(spans: Spans, whole: Spans) -> Spans:
-    """Return where ``spans`` lie when the tokens of ``whole``, which has them, are one behind the other."""
+    """Return the positions of ``spans`` in the concatenated tokens of ``whole``, which contains them."""
     places = []
     before = 0
     for first, last in whole:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to value ``begin``, a multiple of a block, of a column of ``[tensors, 5]`` addresses."""
+    """Return the pointer to value ``begin``, a multiple of a block, in a column of the address table."""
     pointer = tl.load(table + owner * 5 + column).to(tl.pointer_type(KIND)) + begin
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -21,7 +21,7 @@ def update(
     factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block from these pointers on; ``PARTIAL``: of which ``left`` values are there."""
+    """Update a block at these pointers; ``PARTIAL``: only its first ``left`` values exist."""
     index = tl.arange(0, BLOCK)
     if PARTIAL:
         inside = index < left
@@ -49,14 +49,15 @@ def step(
     table, sizes, firsts, owners, factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one tensor: weights, gradients, both moments, all fp32, and the 16-bit copy of the weights.
+    """Update a block of one tensor: weights, gradients, both moments, all fp32, and the 16-bit copy.
 
     Args:
-        table: int64 ``[tensors, 5]``, the addresses of these.
-        sizes, firsts: of the tensors: their values, and the number of their first block.
-        owners: int32, of the blocks: whose it is.
-        factor: of the gradients.
-        decay, l2: weight decay of AdamW, a factor of the weights; and of Adam, added to the gradient.
+        table: int64 ``[tensors, 5]``, the addresses of these five.
+        sizes, firsts: for each tensor, its number of values and the index of its first block.
+        owners: int32, for each block the index of its tensor.
+        factor: factor of the gradients.
+        decay, l2: AdamW's weight decay, as a factor of the weights; and Adam's, which is added to the
+            gradient.
         NARROW: 0 without copies, 1 for bf16, 2 for fp16.
     """
     block = tl.program_id(0)

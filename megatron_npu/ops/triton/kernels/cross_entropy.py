@@ -11,11 +11,11 @@ def forward(
     logits, targets, normalizers, predicted, totals, losses, stride, words, start, ignored, share, size,
     WHOLE: tl.constexpr, SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each row the logarithm of the sum of exponentials, in one pass with a running maximum.
+    """Write the logarithm of each row's sum of exponentials, in one pass with a running maximum.
 
-    Then, if it has the ``WHOLE`` vocabulary, the loss; else the target's logit, 0 where another rank has it,
-    and with ``SMOOTH`` the sum of all logits. Where targets may be ``ignored``, one that no column has gives
-    nan.
+    Also write the loss if the row has the ``WHOLE`` vocabulary; otherwise the target's logit, 0 if another
+    rank has it, and with ``SMOOTH`` the sum of all logits. If targets may be ``ignored``, one that matches no
+    column gives nan.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -64,7 +64,7 @@ def backward(
     grads, logits, targets, normalizers, out, stride, out_stride, words, start, ignored, share, size,
     SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits, of ``BLOCK`` columns of a row; ``out`` may be the logits themselves."""
+    """Write the gradient of ``BLOCK`` logits of a row to ``out``, which may be the logits themselves."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < words

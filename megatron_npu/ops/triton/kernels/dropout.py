@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def kept(seed, row, width, level, COLUMNS: tl.constexpr, first_column):
-    """Which of ``COLUMNS`` values from column ``first_column`` of rows ``[n]`` are kept, ``[n, COLUMNS]``.
+    """Return which of ``COLUMNS`` values from ``first_column`` on in rows ``[n]`` are kept, ``[n, COLUMNS]``.
 
-    Each four neighbours of a row share one draw of Philox, whose number is that of the four in the whole
-    tensor: the decision about a value does not depend on how tiles are cut.
+    Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor: the
+    decision about a value does not depend on how the tensor is tiled.
 
     Args:
-        level: a value is kept whose 31 bits are less.
+        level: a value is kept if its 31 bits are below this.
     """
     four = first_column // 4 + tl.arange(0, COLUMNS // 4)
     number = row[:, None] * ((width + 3) // 4) + four[None, :]
@@ -28,7 +28,7 @@ def bias_dropout_add(
     x, bias, residual, out, seeds, rows, width, level, scale,
     BIAS: tl.constexpr, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``residual + dropout(x + bias)``, all ``[rows, width]`` but the bias ``[width]``."""
+    """Write ``residual + dropout(x + bias)``, all ``[rows, width]`` but the bias ``[width]``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def dropped_gradient(
     grad, d_x, partial, seeds, rows, width, per, level, scale,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``x`` from that of the result, and partial sums of it if there is a bias."""
+    """Write the gradient of ``x`` from that of the result, and partial sums of it if there is a bias."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

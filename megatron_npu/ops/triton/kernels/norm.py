@@ -18,7 +18,7 @@ def forward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, width]`` to its norm, and to ``[rows]`` means (of layer norm) and 1 / deviation, fp32."""
+    """Write the norm of ``[rows, width]``, and fp32 ``[rows]`` means (layer norm) and inverse deviations."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -57,10 +57,10 @@ def backward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, TOTAL: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the norm's input, plus ``of_total`` if it has another; ``per`` rows for a program.
+    """Write the gradient of the norm's input, plus ``of_total`` if given; ``per`` rows per program.
 
-    Its partial sums go to ``partial`` ``[chunks, k, width]``: of the weight, of the bias if it is a layer
-    norm, of the ``SHIFT`` if there was one. ``d_added`` is the gradient of what was dropped in part.
+    Partial sums go to ``partial`` ``[chunks, k, width]``: those of the weight, of the bias for a layer norm,
+    and of the ``SHIFT`` if there was one. ``d_added`` is the gradient of the dropout's input.
     """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.arange(0, COLUMNS)

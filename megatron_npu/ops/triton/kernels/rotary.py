@@ -13,9 +13,10 @@ def turn(
     FORTH: tl.constexpr, INTERLEAVED: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """``[first, second, heads, size]``, of which the first ``turned`` values of a head are; by its strides.
+    """Rotate the first ``turned`` values of each head in ``[first, second, heads, size]``.
 
-    Tables have strides of 0 where one value is for all. ``REST``: what is left of a head, as a power of two.
+    Tables have strides of 0 where one value applies to all. ``REST``: the rest of a head, rounded up to a
+    power of two.
     """
     i = (tl.program_id(0) // second).to(tl.int64)
     j = (tl.program_id(0) % second).to(tl.int64)

@@ -35,8 +35,8 @@ class RankFiles:
     """The files of a checkpoint.
 
     Attributes:
-        tensor, pipeline: sizes of model parallelism.
-        paths: (tensor rank, pipeline rank) -> file.
+        tensor, pipeline: tensor- and pipeline-parallel size.
+        paths: maps (tensor rank, pipeline rank) to the file.
     """
 
     tensor: int
@@ -47,7 +47,7 @@ class RankFiles:
 def untracked(root: str | Path) -> Path | None:
     """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
 
-    A single ``model_optim_rng.pt`` is accepted too, given itself or by its directory.
+    A single ``model_optim_rng.pt`` is accepted too, given as a file or by its directory.
     """
     place = Path(root)
     places = (place / checkpoint_files.RELEASE, place.parent if place.name in NAMES else place)
@@ -69,7 +69,7 @@ def ranks(path: Path) -> RankFiles:
     """Return the files of all ranks.
 
     Raises:
-        UsageError: there are none, or the file of a rank is missing.
+        UsageError: there are no files, or a rank's file is missing.
     """
     if alone := _file_in(path):
         return RankFiles(1, 1, {(0, 0): alone})
@@ -84,7 +84,7 @@ def ranks(path: Path) -> RankFiles:
 
 
 def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the files that are there, by tensor and pipeline rank."""
+    """Return the existing files by tensor and pipeline rank."""
     paths = {}
     for folder in sorted(path.glob("mp_rank_*")):
         named = _FOLDER.fullmatch(folder.name)
@@ -98,7 +98,7 @@ def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> Non
     """Check that the number of ranks equals that in a file's arguments.
 
     Raises:
-        UsageError: the last ranks are missing.
+        UsageError: the files of the last ranks are missing.
     """
     tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", found.tensor))
     pipeline = args.get("pipeline_model_parallel_size", found.pipeline)
@@ -120,7 +120,7 @@ def read(file: Path) -> dict[str, Any]:
     """Return the content of a rank's file; tensors stay on disk until they are used.
 
     Raises:
-        UsageError: it is damaged, or names something that is not a plain value.
+        UsageError: the file is damaged, or contains something other than plain values.
     """
     content = safe_load.read(file, safe_load.OF_STOCK_SCRIPTS | _HARMLESS)
     if not isinstance(content, dict):
@@ -129,6 +129,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def arguments(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in a rank's file; None if it has none, like NVIDIA's first ones."""
+    """Return the arguments in a rank's file, or None if it has none, like NVIDIA's first checkpoints."""
     args = content.get("args")
     return dict(vars(args)) if isinstance(args, Namespace) else None

@@ -1,4 +1,4 @@
-"""Map parameter names and layouts between 285068c8 or older and megatron-core."""
+"""Map parameter names and layouts of 285068c8 and older versions to megatron-core's, and back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(?:weight|bias)")
 def of_core(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a chunk's weights under megatron-core's names, with layers numbered within the chunk.
 
-    Unknown names are kept, so that the caller of the weights finds them.
+    Unknown names are kept, so that the caller sees them.
 
     Args:
         model: ``model`` or ``model0``, … of a rank's file: nested in 285068c8, flat in megatron-core.
@@ -75,7 +75,7 @@ def to_285068c8(name: str) -> list[str]:
     """Return the path of keys under which 285068c8 stores a weight, from megatron-core's name.
 
     Raises:
-        KeyError: it has no such weight.
+        KeyError: 285068c8 has no such weight.
     """
     module, _, kind = name.rpartition(".")
     old = {new: old for old, new in {**_OUTSIDE, **_LAYER}.items() if not old.startswith("attention.")}
@@ -87,13 +87,13 @@ def to_285068c8(name: str) -> list[str]:
 
 
 def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Tensor:
-    """Return a rank's ``linear_qkv`` with query, key and value of each head adjacent; other weights
+    """Make query, key and value of each head adjacent in a rank's ``linear_qkv``; return other weights
     unchanged.
 
     Args:
-        name: of megatron-core.
+        name: megatron-core's name.
         tensor: [3·np·hn, …] of one rank.
-        version: ``checkpoint_version``; the three were outermost before 1 and innermost before 2.
+        version: ``checkpoint_version``; the factor 3 is outermost before version 1 and innermost before 2.
         heads: np of one rank.
     """
     if version >= 2 or not _QKV.fullmatch(name):
@@ -111,5 +111,5 @@ def layers_in(names: Mapping[str, Any]) -> set[int]:
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return the name with another layer number; names of other weights unchanged."""
+    """Return the name with the layer number shifted; names without a layer are unchanged."""
     return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", name)

@@ -1,4 +1,4 @@
-"""Assemble a model from the files of all ranks, for any layout it was trained in."""
+"""Assemble a model from the files of all ranks, whatever layout it was trained in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def _say(message: str) -> None:
-    """Say once what had to be assumed; a checkpoint is looked into several times."""
+    """Log an assumption once, although a checkpoint is read several times."""
     _logger.warning(message)
 
 
@@ -42,14 +42,14 @@ class Checkpoint:
     """The complete weights of a checkpoint under megatron-core's names, and its description.
 
     Args:
-        path: its directory.
+        path: the checkpoint's directory.
 
     Attributes:
-        args: the ``args`` of the run when it saved; inferred if the file has none.
+        args: the ``args`` that the run saved; inferred if the file has none.
         iteration, train_samples, valid_samples: the progress of the run.
 
     Raises:
-        UsageError: files are missing or damaged, or name something that is not a plain value.
+        UsageError: files are missing or damaged, or contain something other than plain values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class Checkpoint:
         )
 
     def _number(self, values: Mapping[str, Any], name: str) -> float:
-        """Return a number of the description; 0 where there is none."""
+        """Return a number from the description, or 0 if it is missing."""
         value = values.get(name) or 0
         if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise self._damaged(f"{name} {value!r}")
@@ -85,7 +85,7 @@ class Checkpoint:
             raise self._damaged("its model is not a table of weights")
 
     def _gather(self, found: files.RankFiles) -> None:
-        """Collect each rank's part of every weight; layers get their numbers in the whole model."""
+        """Collect each rank's part of every weight, with layers renumbered for the whole model."""
         for tensor in range(found.tensor):
             stages = [_chunks(files.read(found.paths[tensor, stage])) for stage in range(found.pipeline)]
             self._require_tables(stages)
@@ -105,7 +105,7 @@ class Checkpoint:
         """Return a weight on the host.
 
         Raises:
-            UsageError: the checkpoint has no such weight, or parts of ranks are missing.
+            UsageError: the checkpoint has no such weight, or some ranks' parts are missing.
         """
         parts = self._parts.get(name, [])
         if len(parts) != self._tensor or not all(isinstance(part, Tensor) for part in parts):
@@ -124,7 +124,7 @@ class Checkpoint:
         return names.in_todays_order(name, part, self._version, heads)
 
     def _deduced(self) -> dict[str, Any]:
-        """Return the arguments of a GPT-2 with these shapes: files of old have none."""
+        """Return the arguments of a GPT-2 model with these shapes, because old files have no arguments."""
         layers = names.layers_in(self._parts)
         positions, hidden = self.whole("embedding.position_embeddings.weight").shape
         _say(
@@ -142,7 +142,7 @@ class Checkpoint:
         }
 
     def _assume_fused_gelu(self) -> None:
-        """Take the default form of GELU, which is the fused one, where Megatron's tool has lost the flag."""
+        """Assume the default GELU, which is the fused one, if Megatron's tool has dropped the flag."""
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
@@ -164,7 +164,7 @@ class Checkpoint:
 
 
 def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the chunks of the model in a rank's file: several if stages are interleaved."""
+    """Return the model chunks in a rank's file; there are several if stages are interleaved."""
     if "model" in content:
         return [content["model"]]
     return [content[f"model{number}"] for number in range(len(content)) if f"model{number}" in content]
@@ -177,7 +177,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
     Vocabulary rows that the checkpoint lacks become zeros.
 
     Raises:
-        UsageError: files are missing or damaged, or the weights are of another model.
+        UsageError: files are missing or damaged, or the weights belong to another model.
     """
     from megatron.core import parallel_state
 
@@ -200,7 +200,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
 
 
 def _in_whole_model(chunk: Any, name: str) -> str:
-    """Return a weight's name in the whole model, from that in a chunk."""
+    """Convert a weight's name in a chunk to its name in the whole model."""
     numbers = sorted(names.layers_in({name: None}))
     if not numbers:
         return name

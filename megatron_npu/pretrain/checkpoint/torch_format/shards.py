@@ -17,11 +17,11 @@ _FIRST_OF_MLP = re.compile(r".*\.mlp\.linear_fc1\.(?:weight|bias)")
 
 
 def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
-    """Return the whole weight.
+    """Join the parts of a weight.
 
     Args:
         name: megatron-core's name.
-        parts: the part of each tensor-parallel rank.
+        parts: each tensor-parallel rank's part.
         gated: whether the MLP is gated: each rank then has its part of the gate, followed by that of the
             other factor.
     """
@@ -36,7 +36,7 @@ def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
 
 
 def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
-    """Return the part of each of ``size`` tensor-parallel ranks; the inverse of ``join``."""
+    """Split a weight into the parts of ``size`` tensor-parallel ranks; the inverse of ``join``."""
     if _COLUMNS.fullmatch(name):
         return list(tensor.chunk(size, dim=1))
     if not _ROWS.fullmatch(name):
@@ -48,7 +48,7 @@ def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
 
 
 def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return a vocabulary's weight [V, h] with the given number of rows, removing padding or adding zeros."""
+    """Return a vocabulary weight [V, h] with the given number of rows, removing padding or adding zeros."""
     if tensor.size(0) >= rows:
         return tensor[:rows]
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.size(0), tensor.size(1))])

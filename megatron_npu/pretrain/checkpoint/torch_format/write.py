@@ -1,7 +1,7 @@
-"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, others for megatron-core.
+"""Write one file per rank: GPT-2 models for Megatron-LM 285068c8, others for megatron-core.
 
-285068c8 has no rotary positions, RMSNorm or gated MLP. The scripts of megatron-core also load the format
-(``--ckpt-format torch``), with weights under their own names and layers counted from 0 in each stage.
+285068c8 has no rotary positions, RMSNorm or gated MLP. megatron-core's scripts also load the format
+(``--ckpt-format torch``), with their own weight names and layers counted from 0 in each stage.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _KEPT = """
 
 
 def is_of_285068c8(args: Namespace) -> bool:
-    """Return whether the files are for 285068c8, that is, the model has learned positions."""
+    """Return whether the files are for 285068c8, that is, whether the model has learned positions."""
     return args.position_embedding_type == "learned_absolute"
 
 
 def require_writable(args: Namespace, tensor: int, pipeline: int) -> None:
-    """Check that the scripts that load the files support the model, and that it can be partitioned like this.
+    """Check that the scripts that load the files support the model, and that these sizes can partition it.
 
     Args:
-        args: the trainer's arguments of the model.
+        args: the trainer's arguments for the model.
         tensor, pipeline: model-parallel sizes.
 
     Raises:
-        UsageError: names what does not fit.
+        UsageError: a property of the model is not supported; the error names it.
     """
     if is_of_285068c8(args):
         _require_model_of_285068c8(args)
@@ -113,7 +113,7 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
 
     Args:
         root: the folder to pass to ``--load``.
-        args: the trainer's arguments of the model; ``make_vocab_size_divisible_by`` includes all ranks.
+        args: the trainer's arguments for the model; ``make_vocab_size_divisible_by`` includes all ranks.
         weights: the whole model under megatron-core's names.
         tensor, pipeline: model-parallel sizes.
     """
@@ -138,7 +138,7 @@ def write(root: Path, args: Namespace, weights: Mapping[str, Tensor], tensor: in
 def _of_rank(
     args: Namespace, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield megatron-core's name and the part of each weight that one (rank of size, stage of stages) has."""
+    """Yield the name and this rank's part of each weight; ``tensor`` and ``pipeline`` are (rank, size)."""
     stage, stages = pipeline
     count = args.num_layers // stages
     for name, weight in weights.items():

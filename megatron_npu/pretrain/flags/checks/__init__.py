@@ -1,4 +1,4 @@
-"""Checks of the flags by group; derived values are set in between.
+"""Check the flags group by group; derived values are set in between.
 
 Each function raises ``UsageError`` with a one-line message. ``validation.check`` calls them in order.
 """
@@ -14,10 +14,10 @@ from megatron_npu.base.errors import UsageError
 
 
 def divides(divisor: int, what: str, number: int, of: str) -> None:
-    """Check that ``divisor`` divides ``number``; ``what`` and ``of`` name them in the message.
+    """Check that ``number`` is divisible by ``divisor``; ``what`` and ``of`` name them in the message.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it is not divisible.
     """
     if number % divisor:
         raise UsageError(f"{of} {number}", f"a multiple of {what} = {divisor}", "Change one of the two.")
@@ -32,10 +32,10 @@ def nothing_without(
         first: the flag that is not given.
         add: adds the group's flags to a parser.
         args: the run's flags.
-        expected, remedy: texts of the message.
+        expected, remedy: parts of the message.
 
     Raises:
-        UsageError: one of them is given.
+        UsageError: a flag of the group is given.
     """
     parser = Parser("")
     add(parser.add_argument)

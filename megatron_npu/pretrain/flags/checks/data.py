@@ -1,4 +1,4 @@
-"""Checks of the data: tokenizer, files, and documents for every split that is used."""
+"""Checks of the data: tokenizer, files, and documents in every split that is used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_npu.pretrain.report import drawn_texts
 
 
 def check(args: Namespace) -> None:
-    """Check tokenizer and datasets by opening them; set the sizes of the vocabulary.
+    """Check tokenizer and datasets by opening them; set the vocabulary sizes.
 
     Raises:
-        UsageError: a file is missing or damaged, or a split that is read has no documents.
+        UsageError: a file is missing or damaged, or a split that is used has no documents.
     """
     vocabulary = tokenizer(args).vocab_size
     _one_source(args)
@@ -38,10 +38,10 @@ def check(args: Namespace) -> None:
 
 
 def tokenizer(args: Namespace) -> Tokenizer:
-    """Return the tokenizer; set the sizes of the vocabulary.
+    """Return the tokenizer; set the vocabulary sizes.
 
     Raises:
-        UsageError: one of its files is missing or damaged.
+        UsageError: a tokenizer file is missing or damaged.
     """
     if args.load:  # flags.txt of a converted checkpoint names files of its folder, which may have been moved
         derive.tokenizer_files(args, args.load)
@@ -54,7 +54,7 @@ def tokenizer(args: Namespace) -> Tokenizer:
 
 
 def _one_source(args: Namespace) -> None:
-    """Refuse data of two kinds, of which Megatron takes one."""
+    """Reject several kinds of data sources, because Megatron takes only one."""
     parts = [f"--{part}-data-path" for part in PARTS if getattr(args, f"{part}_data_path")]
     kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
     given = [flag for kind in kinds for flag in kind]
@@ -73,10 +73,10 @@ def _validates(args: Namespace) -> bool:
 
 
 def _validation(args: Namespace) -> None:
-    """Check that sets which are read whole, or by themselves, can be.
+    """Check that the data supports --full-validation and --multiple-validation-sets, if they are given.
 
     Raises:
-        UsageError: they are generated, or have weights; or there are no sets to be told apart.
+        UsageError: the data is generated or has weights, or there are no separate validation sets.
     """
     asked = [
         flag
@@ -101,7 +101,7 @@ def _validation(args: Namespace) -> None:
 
 
 def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
-    """Check the datasets of ``--train-data-path`` and its like."""
+    """Check the datasets of ``--train-data-path``, ``--valid-data-path`` and ``--test-data-path``."""
     if _validates(args) and not args.valid_data_path:
         raise UsageError(
             "--train-data-path without --valid-data-path",
@@ -117,7 +117,7 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
 
 
 def _shared(args: Namespace, vocab_size: int) -> None:
-    """Check the datasets of ``--data-path``, and that the split leaves documents of each to what is read."""
+    """Check the datasets of ``--data-path``, and that each has documents in every split that is used."""
     shares = split_shares(args.split)
     _require_parts(args, shares, "")
     prefixes = blend(args.data_path or [])[1]
@@ -128,7 +128,7 @@ def _shared(args: Namespace, vocab_size: int) -> None:
 
 
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
-    """Refuse an empty part that is read: megatron-core 0.12 to 0.16 would look for its tokens forever."""
+    """Reject an empty split that is used: megatron-core 0.12 to 0.16 would search it for tokens endlessly."""
     for name, part, needed in zip(
         ("training", "validation"), parts, (args.trains, _validates(args)), strict=False
     ):

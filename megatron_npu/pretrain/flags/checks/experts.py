@@ -1,4 +1,4 @@
-"""Checks of a mixture of experts: flags, layout, and support in each version of megatron-core."""
+"""Checks of mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def _shown(name: str, value: Any) -> str:
 
 
 def layout(args: Namespace) -> None:
-    """Check how ranks share the experts, after the rest of the layout is known.
+    """Check the layout of the experts, after the rest of the layout is known.
 
     Raises:
-        UsageError: sizes do not divide, or megatron-core cannot train the layout.
+        UsageError: a size is not divisible, or megatron-core cannot train the layout.
     """
     derive.expert_layout(args)
     if args.num_experts is None:
@@ -213,7 +213,7 @@ def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
 
 
 def _divided(args: Namespace, tensor: int, expert: int) -> None:
-    """Check that ranks divide what they share of the experts."""
+    """Check that the expert sizes are divisible by the number of ranks that share them."""
     divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
     divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
     divides(

@@ -1,4 +1,4 @@
-"""Checks of multi-latent attention and of multi-token prediction."""
+"""Checks of multi-latent attention and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check both, and set the rotary type.
+    """Check the flags of both, and set the rotary type.
 
     Raises:
         UsageError: a flag requires another, or megatron-core would ignore it.

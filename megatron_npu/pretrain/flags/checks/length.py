@@ -11,7 +11,7 @@ _UNITS = ("--train-iters", "--train-samples", "--epochs")
 
 
 def check(args: Namespace) -> None:
-    """Check that exactly one flag sets the length, before the data are read; set whether the run trains at
+    """Check, before the data is read, that exactly one flag sets the length; set whether the run trains at
     all.
 
     Raises:
@@ -31,10 +31,10 @@ def check(args: Namespace) -> None:
 
 
 def iterations(args: Namespace) -> None:
-    """Set the number of iterations from samples or epochs, after the sizes of batch and data are known.
+    """Set the number of iterations from samples or epochs, after batch and data sizes are known.
 
     Raises:
-        UsageError: they are not enough for one iteration.
+        UsageError: there are too few samples for one iteration.
     """
     samples = derive.samples_in_all(args)
     if samples is None:

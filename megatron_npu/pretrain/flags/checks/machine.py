@@ -15,7 +15,7 @@ def check(args: Namespace) -> None:
     """Check that megatron-core is installed, and that each process has a device.
 
     Raises:
-        UsageError: one of them is missing.
+        UsageError: megatron-core or a device is missing.
     """
     derive.version(args, require_megatron_core())
     derive.process(args)
@@ -29,7 +29,7 @@ def check(args: Namespace) -> None:
 
 
 def require_megatron_core() -> str:
-    """Return the version of the megatron-core on the path.
+    """Return the version of the first megatron-core on the Python path.
 
     Raises:
         UsageError: another Megatron precedes it, there is none, or its version is not supported.

@@ -1,4 +1,4 @@
-"""Checks of the model's flags: sizes, positions, precision, attention, recomputation."""
+"""Checks of the model flags: sizes, positions, precision, attention, recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.pretrain.flags.checks import divides, rotary
 
 
 def check(args: Namespace) -> None:
-    """Check the sizes of the model, its positions and its precision.
+    """Check the model's sizes, positions and precision.
 
     Raises:
         UsageError: they are inconsistent.
@@ -69,7 +69,7 @@ def attention(args: Namespace) -> None:
     """Check that the attention implementation supports the attention flags.
 
     Raises:
-        UsageError: Megatron's own attention is selected, which has no windows and layouts.
+        UsageError: Megatron's own attention is selected, which supports neither windows nor layouts.
     """
     if args.attention_backend in ("unfused", "local") and AttentionFlags.from_args(args) != DEFAULTS:
         *others, last = AttentionFlags.spellings()
@@ -81,7 +81,7 @@ def attention(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Check the flags of recomputation and of activation offloading.
+    """Check the flags for recomputation and activation offloading.
 
     Raises:
         UsageError: a flag requires others.

@@ -1,4 +1,4 @@
-"""Checks of the optimizer's flags and its schedules."""
+"""Checks of the optimizer flags and the schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(args: Namespace) -> None:
 
 
 def _muon(args: Namespace) -> None:
-    """Refuse what megatron-core's Muon does not do, and what it is not made of here."""
+    """Reject flags that megatron-core's Muon does not support, and versions or packages without Muon."""
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     if version < muon_flags.SINCE:
         raise UsageError(
@@ -82,7 +82,7 @@ def _refuse_types_alone(args: Namespace) -> None:
 
 
 def _narrow(args: Namespace) -> None:
-    """Check the precision-aware optimizer, which takes its types only where it is asked for."""
+    """Check the flags of the precision-aware optimizer, whose dtypes have an effect only if it is enabled."""
     memory_flags.check_precision_aware_optimizer(args)
     asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     if not asked:
@@ -115,7 +115,12 @@ def _learning_rate(args: Namespace) -> None:
 
 
 def _one_unit(args: Namespace) -> None:
-    """Refuse a schedule that does not count what the run's length counts, as Megatron does."""
+    """Check that the schedule has the same unit (iterations or samples) as the run's length, as Megatron
+    does.
+
+    Raises:
+        UsageError: the units differ.
+    """
     iterations, samples = (
         [f"--lr-{part}-{unit}" for part in ("decay", "warmup", "wsd-decay")] for unit in ("iters", "samples")
     )

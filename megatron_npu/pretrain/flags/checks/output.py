@@ -25,7 +25,7 @@ def logging(args: Namespace) -> None:
     """Check that the packages for logging are installed, and that the log has a destination.
 
     Raises:
-        UsageError: one of them is missing.
+        UsageError: a package or the destination is missing.
     """
     sinks(args)
     wandb(args)
@@ -61,7 +61,7 @@ def wandb(args: Namespace) -> None:
     """Check that Weights & Biases is installed, and that its files have a destination.
 
     Raises:
-        UsageError: one of them is missing, or a flag of it lacks the project.
+        UsageError: the package or the destination is missing, or a W&B flag is given without the project.
     """
     if not args.wandb_project:
         nothing_without("--wandb-project", job_flags.add_wandb, args, "both", "Add it.")
@@ -77,10 +77,10 @@ def wandb(args: Namespace) -> None:
 
 
 def ends(args: Namespace) -> None:
-    """Check that --exit-signal has a signal handler.
+    """Check that --exit-signal is given together with --exit-signal-handler.
 
     Raises:
-        UsageError: it has none.
+        UsageError: --exit-signal-handler is missing.
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
         raise UsageError(
@@ -92,7 +92,8 @@ def checkpoints(args: Namespace) -> None:
     """Find the checkpoint to resume from; check that it fits, and that no other checkpoint is overwritten.
 
     Raises:
-        UsageError: it does not exist or contains another model, or ``--save`` has checkpoints of another run.
+        UsageError: the checkpoint does not exist or contains another model, or ``--save`` has checkpoints of
+            another run.
     """
     if args.save_interval and not args.save:
         raise UsageError("--save-interval", "--save DIR with it", "Add --save.")
@@ -126,7 +127,7 @@ def _require_load(args: Namespace) -> None:
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
-    """Check that a checkpoint fits the run, and note what follows from it."""
+    """Check that a checkpoint fits the run, and set the values that are derived from it."""
     if not found.is_own:
         found = _of_stock_script(args, found)
     checkpoint_compatibility.require_same_model(found, args)
@@ -139,10 +140,10 @@ def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
 
 
 def _retention(args: Namespace) -> None:
-    """Check that there will be checkpoints to remove, and that the interval hits some of them, as upstream.
+    """Check that checkpoints are saved, and that the retain interval is a multiple of the save interval.
 
     Raises:
-        UsageError: there will be none.
+        UsageError: a retention flag lacks ``--save-interval``, or the intervals do not match.
     """
     for flag, value in (
         ("--save-keep-last", args.save_keep_last),
@@ -159,10 +160,10 @@ def _retention(args: Namespace) -> None:
 
 
 def _rewinding(args: Namespace) -> None:
-    """Check that there will be checkpoints to go back to.
+    """Check that there will be checkpoints to which --loss-spike-policy rewind can return.
 
     Raises:
-        UsageError: there will be none, or none that a run resumes from.
+        UsageError: there will be no checkpoints, or none with the complete state.
     """
     if args.loss_spike_policy != "rewind":
         return
@@ -182,10 +183,10 @@ def _rewinding(args: Namespace) -> None:
 
 
 def _choose_whole(args: Namespace) -> None:
-    """Make ``--ckpt-step`` the newest checkpoint that is whole, and say which later ones are damaged.
+    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print which later ones are damaged.
 
     Raises:
-        UsageError: there are checkpoints, and none is whole; or an iteration is asked for too.
+        UsageError: there are checkpoints, but all are damaged; or ``--ckpt-step`` is given too.
     """
     if args.ckpt_step is not None:
         raise UsageError(
@@ -222,10 +223,10 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
 
 
 def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
-    """Return a checkpoint of Megatron-LM's own scripts with this run's vocabulary, which must fit.
+    """Return a checkpoint of Megatron-LM's own scripts with this run's vocabulary size, after checking it.
 
     Raises:
-        UsageError: the vocabulary is too large, or the run would go on without the optimizer unasked.
+        UsageError: the vocabulary is too large, or no flag allows resuming without the optimizer state.
     """
     stock_checkpoints.require_vocabulary(found, args)
     if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
@@ -241,12 +242,12 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
 
 
 def same_directory(one: str | None, other: str | None) -> bool:
-    """Return whether both paths name one folder; a missing path names none."""
+    """Return whether both paths name the same folder; a missing path names none."""
     return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
 
 
 def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
-    """Check that saving will not write over the checkpoints of another run."""
+    """Check that saving does not overwrite another run's checkpoints."""
     if not args.save:
         return
     _require_directory(args.save)
@@ -282,7 +283,7 @@ def _spare_later(args: Namespace) -> None:
 
 
 def places(args: Namespace) -> None:
-    """Check at the start that files written later, after hours of training, can be written.
+    """Check at the start that files written later, possibly after hours of training, can be written.
 
     Raises:
         UsageError: a directory is a file, or is not writable.
@@ -303,7 +304,7 @@ def places(args: Namespace) -> None:
 
 
 def _require_no_address(flag: str, place: str) -> None:
-    """Check that a place is none of an object storage: a folder with that name would be made here."""
+    """Reject a URL of an object storage: a local folder with that name would be created instead."""
     if "://" in place:
         raise UsageError(
             f"{flag} {place}",

@@ -16,7 +16,7 @@ def check(args: Namespace) -> None:
     """Check that the layout can partition the model's sizes.
 
     Raises:
-        UsageError: a size does not divide another, or a flag requires another.
+        UsageError: a size is not divisible by another, or a flag requires another.
     """
     divides(
         derive.model_parallel_size(args),
@@ -118,7 +118,7 @@ def batches(args: Namespace) -> None:
     """Check that the global batch is a multiple of the micro batch times the data-parallel size.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not a multiple.
     """
     derive.global_batch_size(args)
     _ramp(args)
@@ -138,14 +138,14 @@ def batches(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace) -> dict[str, int]:
-    """Return what all sizes of the global batch are sums of."""
+    """Return the final global batch size, and the start and increment of its ramp, by description."""
     ramp = args.rampup_batch_size
     steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
     return {"--global-batch-size": args.global_batch_size, **steps}
 
 
 def _ramp(args: Namespace) -> None:
-    """Check that the steps of a growing batch lead from its start to its end."""
+    """Check that the increments of a batch size ramp lead exactly from its start to its end."""
     if args.rampup_batch_size is None:
         return
     start, increment, _ = args.rampup_batch_size

@@ -15,8 +15,7 @@ def check(args: Namespace) -> None:
     """Check the flags of the rotary embedding.
 
     Raises:
-        UsageError: a flag requires another, two flags are exclusive, or the rotated part of a head has no
-            pairs.
+        UsageError: a flag requires another, two flags exclude each other, or no pair of channels is rotated.
     """
     if args.position_embedding_type in rotary_flags.ROTATED:
         _channels(args)

@@ -14,11 +14,11 @@ _FLAG = "--cuda-graph-impl local"
 
 
 def check(args: Namespace) -> None:
-    """Check that a CUDA graph would be the same in each step; without CUDA there is no graph.
+    """Check that every step would replay the same CUDA graph; on devices without CUDA, disable the graph.
 
     Raises:
-        UsageError: with a flag, steps differ, or the host reads results during a step.
-        FallbackForbiddenError: another device in strict mode.
+        UsageError: a flag makes steps differ, or makes the host read results during a step.
+        FallbackForbiddenError: the device has no CUDA graphs, in strict mode.
     """
     if args.cuda_graph_impl == "none":
         return
@@ -36,7 +36,7 @@ def check(args: Namespace) -> None:
 
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
-    """Return the flags that a graph does not go with, and why."""
+    """Return the given flags that exclude a CUDA graph, each with the reason."""
     changing, reads = "each step generates different random numbers", "the host reads results during a step"
     found = [
         (

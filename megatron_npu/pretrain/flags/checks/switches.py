@@ -122,7 +122,7 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
 
 
 def _require_shardable(args: Namespace, flag: str) -> None:
-    """Check that no other flag speaks against sharding the weights."""
+    """Check that no other flag rules out sharding the weights."""
     overlaps = "no overlap flag, because FSDP always overlaps communication"
     for word, expected, remedy in (
         (

@@ -1,5 +1,5 @@
 """A local web dashboard of a run: curves and samples from its JSON lines.
 
-A separate process (``server``) serves the page and ends with the run, so a step costs nothing more, and
+A separate process (``server``) serves the page and ends with the run, so training steps take no longer, and
 neither process can crash the other. ``megatron-npu dashboard`` serves finished and running jobs.
 """

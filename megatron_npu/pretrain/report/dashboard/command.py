@@ -50,7 +50,7 @@ def find(run: str) -> Path:
     """Return the JSON-lines file of a run.
 
     Raises:
-        UsageError: it does not exist.
+        UsageError: the file does not exist.
     """
     path = Path(run)
     path = path / METRICS if path.is_dir() else path
@@ -64,6 +64,6 @@ def find(run: str) -> Path:
 
 
 def name_of(metrics: Path) -> str:
-    """Return the title of a run on its page: its directory, or its file if that has another name."""
+    """Return the title of a run: the name of its directory, or of its file if that has an unusual name."""
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

@@ -19,15 +19,15 @@ _SECONDS = 5.0  # for the server to end after the run
 def shown(metrics: Path, at: Address) -> Iterator[str]:
     """Serve a run's page inside the block; yield its address.
 
-    The server ends with the block, or if this process ends, even by SIGKILL. It sends the final state to
-    clients first. Ctrl-C does not reach it.
+    The server ends with the block, or with this process, even if that is killed by SIGKILL. It sends the
+    final state to clients first. Ctrl-C does not reach it.
 
     Args:
         metrics: the JSON-lines file that the run writes.
         at: the address to listen on.
 
     Raises:
-        UsageError: it cannot listen there.
+        UsageError: the server cannot listen there.
     """
     with listening(f"--dashboard {at}", at) as sock:
         place = url(sock)

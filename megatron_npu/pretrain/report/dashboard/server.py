@@ -1,4 +1,4 @@
-"""The read-only dashboard server: it answers only GET, with a page and its data.
+"""The read-only dashboard server: it responds only to GET requests, with a page and its data.
 
 ``process`` starts it: ``python -m megatron_npu.pretrain.report.dashboard.server METRICS NAME SOCKET HOST``.
 """
@@ -40,8 +40,8 @@ class Server(uvicorn.Server):
 
     Args:
         run: the run to show.
-        host: the address it listens on; requests for other host names are rejected, so that other sites
-            cannot use it.
+        host: the address to listen on; requests for other host names are rejected, so that other sites cannot
+            use it.
     """
 
     def __init__(self, run: Run, host: Address) -> None:
@@ -65,12 +65,12 @@ class Server(uvicorn.Server):
         )
 
     async def _state(self, request: Request) -> Response:
-        """Answer with the state of the run, for a script."""
+        """Respond with the state of the run as JSON, for scripts."""
         _, text = await run_in_threadpool(self.run_shown.snapshot)
         return Response(text, media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
-        """Answer with the state of the run, and again whenever it has changed (server-sent events)."""
+        """Respond with the state of the run, and again whenever it changes (server-sent events)."""
         return StreamingResponse(self._states(), media_type="text/event-stream")
 
     async def _states(self) -> AsyncIterator[str]:
@@ -97,9 +97,9 @@ def _file(name: str) -> Any:
 
 
 class _Guarded:
-    """Adds ``HEADERS``, and answers only those who ask for this host by a name that it has.
+    """Adds ``HEADERS``, and rejects requests whose host name is not one of this server's names.
 
-    A web site may have its own name point to 127.0.0.1 and read what answers there; its name gives it away.
+    Otherwise a web site could point its own name to 127.0.0.1 and read the responses (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, host: Address) -> None:
@@ -126,7 +126,7 @@ def serve(metrics: Path, name: str, sock: socket.socket, host: Address) -> None:
 
 
 def _serve_while_the_input_is_open(metrics: str, name: str, descriptor: str, host: str) -> None:
-    """Serve until whoever holds the other end of the standard input closes it, or is gone."""
+    """Serve until the parent process closes standard input, or ends."""
     sock = socket.socket(fileno=int(descriptor))
     server = Server(Run(Path(metrics), name), Address(host, sock.getsockname()[1]))
 

@@ -23,7 +23,7 @@ _COUNTS = ("world_size", "train_iters", "global_batch_size", "seq_length")
 
 
 class Run:
-    """A run, read from the JSON-lines file that it writes or has written.
+    """A run, read from its JSON-lines file, which may still be growing.
 
     Args:
         metrics: the file; it may not exist yet.
@@ -37,12 +37,12 @@ class Run:
         self._text, self._version, self._next = "", 0, 0.0
 
     def snapshot(self, at_once: bool = False) -> tuple[int, str]:
-        """Return the number of the newest state, which increases with each change, and the state as JSON.
+        """Return the newest state as JSON, and its number, which increases with each change.
 
-        The curves of a long run are not processed on each call, however often it is called.
+        The curves of a long run are not processed again on every call.
 
         Args:
-            at_once: include the last lines written, at any cost.
+            at_once: include the newest lines in any case, even if this takes long.
         """
         with self._lock:
             begin = time.monotonic()
@@ -103,7 +103,7 @@ def _state(history: History) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value that the page may write as a number; None for another, of whoever wrote the file."""
+    """Return a finite number; None for any other value, because the file is untrusted."""
     try:
         return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:  # an int that no float can hold
@@ -119,7 +119,7 @@ def _iteration(history: History) -> int:
 
 
 def _seconds_left(history: History) -> float | None:
-    """Return how long training takes from here if it continues like this; None if nobody knows."""
+    """Return an estimate of the remaining training time in seconds, or None if it is unknown."""
     batch = history.last.get("global_batch_size") or history.start.get("global_batch_size") or 0
     tokens = batch * (history.start.get("seq_length") or 0)
     speeds = list(history.throughput.values())[-_RECENT:]
@@ -135,7 +135,7 @@ def _newest(points: Points) -> float | None:
 
 
 def _machines(history: History) -> list[dict[str, Any]]:
-    """Return each machine with its ranks, the milliseconds of each, and those that are slow."""
+    """Return the machines, each with its ranks, their times in milliseconds, and the slow ranks."""
     times = history.forward_ms
     slow = slow_ranks(times, history.stages)
     found: dict[str, dict[str, Any]] = {}
@@ -148,7 +148,7 @@ def _machines(history: History) -> list[dict[str, Any]]:
 
 
 def _samples(history: History) -> list[dict[str, Any]]:
-    """Return the newest texts, the newest first."""
+    """Return the newest samples, newest first."""
     rows = [
         {"iteration": iteration, **text}
         for iteration in sorted(history.samples, reverse=True)
@@ -158,17 +158,17 @@ def _samples(history: History) -> list[dict[str, Any]]:
 
 
 def thinned(points: Points, most: int = POINTS) -> dict[str, list[float]]:
-    """Return a curve as lists ``x`` and ``y``; a longer one is reduced to means and extremes of equal
-    intervals.
+    """Return a curve as lists ``x`` and ``y``.
+
+    A long curve is divided into equal intervals and reduced to their means and extremes.
 
     Args:
         points: values by iteration, all finite.
         most: maximum number of points.
 
     Returns:
-        ``x``: the last iteration of each interval; ``y``: its mean; ``low``, ``high`` (only of a longer
-            curve):
-        its minimum and maximum.
+        ``x``: the last iteration of each interval; ``y``: its mean; ``low``, ``high`` (only for a reduced
+        curve): its minimum and maximum.
     """
     x = np.fromiter(points, np.int64, len(points))
     y = np.fromiter(points.values(), np.float64, len(points))

@@ -1,1 +1,1 @@
-"""Kernels of attention: dense, block-sparse and in a ring, with their layouts and their arithmetic."""
+"""Attention kernels: dense, block-sparse and ring attention, with their layouts and arithmetic."""

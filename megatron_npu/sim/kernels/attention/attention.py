@@ -1,4 +1,4 @@
-"""npu_fusion_attention and its gradient in their three versions, which differ in their arguments only."""
+"""npu_fusion_attention and its gradient in their three versions, which differ only in their arguments."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def npu_fusion_attention_grad(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, pse and sink; empty ones where none was given."""
+    """Return the gradients of query, key, value, pse and sink; they are empty for absent inputs."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -261,7 +261,7 @@ def npu_fusion_attention_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``npu_fusion_attention`` returns, seed and offset as tensors and no mask length."""
+    """Return what ``npu_fusion_attention`` returns, but seed and offset as tensors, and no mask length."""
     output, maximum, total, empty, seed, offset, _ = npu_fusion_attention(
         query,
         key,
@@ -347,7 +347,7 @@ def npu_fusion_attention_grad_v3(
 def _saved(
     maximum: Tensor | None, total: Tensor | None, output: Tensor | None, seed: int, offset: int
 ) -> Saved:
-    """Gather what the schema makes optional and the limits require."""
+    """Return the saved tensors, which are optional in the schema but required by the limits."""
     assert maximum is not None
     assert total is not None
     assert output is not None

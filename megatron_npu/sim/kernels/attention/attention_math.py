@@ -1,6 +1,6 @@
 """Flash attention and its gradient, written out: what the kernels in ``attention.py`` compute.
 
-Every layout becomes pieces of ``[b, n, s, d]``: one of a dense layout, one per sequence of TND.
+Every layout is split into pieces ``[b, n, s, d]``: one for a dense layout, one per sequence for TND.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is sc
 
 @dataclass(frozen=True)
 class Call:
-    """What forward and backward share, gathered from the arguments of one of the versions."""
+    """The arguments that forward and backward share, gathered from any of the versions."""
 
     heads: int
     layout: str
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of attention: ``[b, n, s, d]`` tensors, and their rows where TND joined several."""
+    """One block of attention: ``[b, n, s, d]`` tensors, and their rows in the original tensors for TND."""
 
     query: Tensor
     key: Tensor
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Piece]:
-    """Cut a call into blocks that attend to nothing outside themselves."""
+    """Split a call into blocks that attend to nothing outside themselves."""
     if call.layout != "TND":
         kv_heads = call.kv_heads(query, key, value)
         dense = (
@@ -109,8 +109,8 @@ def _dropout(
 ) -> list[Tensor | None]:
     """Return the dropout factors 0 or 1 / keep_prob of every piece, flat; None without dropout.
 
-    They are cut from one mask, drawn by seed and offset unless ``packed`` gives it bit by bit: the pieces
-    differ, and the backward finds the same.
+    They are slices of one mask, which is generated from seed and offset unless ``packed`` contains its bits.
+    So the pieces have different masks, and the backward pass obtains the same ones.
     """
     if call.keep_prob == 1:
         return [None] * len(blocks)
@@ -128,8 +128,8 @@ def forward(
     """Return output, softmax maximum and sum, and the seed, offset and length of the dropout mask.
 
     Args:
-        mask: the packed dropout mask; ``seed`` and ``offset`` then say how the backward finds it again.
-            Without it they are drawn from the device's generator, whatever is given, as the device does.
+        mask: the packed dropout mask; ``seed`` and ``offset`` then tell the backward pass how to regenerate
+            it. Without it they are drawn from the device's generator, whatever is passed, as on the device.
     """
     blocks = list(pieces(call, query, key, value))
     if call.keep_prob < 1 and mask is None:
@@ -177,7 +177,7 @@ def _forward_piece(call: Call, piece: Piece, kept: Tensor | None) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward hands to the backward."""
+    """What the forward pass saves for the backward pass."""
 
     maximum: Tensor
     total: Tensor
@@ -198,7 +198,7 @@ class Gradients:
 
 
 def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, saved: Saved) -> Gradients:
-    """Return the gradients, from the statistics and the output that the forward saved, as the device does."""
+    """Return the gradients from the saved statistics and output, as the device does."""
     gradients = Gradients(torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
     blocks = list(pieces(call, query, key, value))
     kept = _dropout(call, blocks, saved.seed, saved.offset)
@@ -214,7 +214,7 @@ def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, 
 
 
 def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list[Tensor], list[Tensor]]:
-    """Return maximum and sum ``[b, n, s, 1]`` of every piece."""
+    """Return the softmax maximum and sum ``[b, n, s, 1]`` of every piece."""
     if call.layout != "TND":
         return [saved.maximum[..., :1]], [saved.total[..., :1]]
     rows = [block.query_rows for block in blocks]
@@ -226,14 +226,14 @@ def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list
 
 
 def _as_piece(call: Call, x: Tensor, piece: Piece) -> Tensor:
-    """Return a tensor laid out like the output as fp32 ``[b, n, s, d]`` of this piece."""
+    """Return this piece of a tensor in the output's layout, as fp32 ``[b, n, s, d]``."""
     if call.layout == "TND":
         return _rows(x, piece.query_rows).float()
     return layouts.to_bnsd(x, call.layout, call.heads).float()
 
 
 def _store(call: Call, gradients: Gradients, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of one piece where they belong."""
+    """Write the gradients of one piece to the whole gradients."""
     if call.layout == "TND":
         for target, rows, grad in (
             (gradients.query, piece.query_rows, dq),
@@ -278,5 +278,5 @@ def _backward_piece(
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """Add up the heads of ``[b, n, s, d]`` that share a key head."""
+    """Sum over the heads of ``[b, n, s, d]`` that share a key head."""
     return x.unflatten(1, (-1, groups)).sum(2)

@@ -1,4 +1,4 @@
-"""Shapes of the attention operations: one view on every layout, and which pairs a sparse mode forbids."""
+"""Shapes of the attention operations: a common view of all layouts, and the pairs a sparse mode forbids."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Sizes:
 def sizes(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, lengths: Sequence[int] | None
 ) -> Sizes:
-    """Read the sizes off tensors whose number of dimensions fits the layout.
+    """Determine the sizes from tensors whose number of dimensions fits the layout.
 
     Args:
-        lengths: the cumulative lengths of TND, else None.
+        lengths: the cumulative lengths for TND, else None.
     """
     if layout in ("BSH", "SBH"):
         sequence, batch = (1, 0) if layout == "BSH" else (0, 1)
@@ -94,7 +94,7 @@ def from_bnsd(x: Tensor, layout: str) -> Tensor:
 
 
 def used(ends: Sequence[int]) -> list[int]:
-    """Return cumulative ends without the zeros at the end, which mean sequences left out."""
+    """Return the cumulative ends without trailing zeros, which mean sequences that are left out."""
     count = len(ends)
     while count and ends[count - 1] == 0:
         count -= 1
@@ -112,10 +112,10 @@ def distance(queries: int, keys: int) -> Tensor:
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return True where a key lies more than ``before`` behind or ``after`` ahead of its query.
+    """Return True where a key is more than ``before`` positions behind or ``after`` ahead of its query.
 
     Args:
-        anchor: where the first query stands among the keys: 0 counts from the top left corner, keys - queries
+        anchor: position of the first query among the keys: 0 counts from the top left corner, keys - queries
             from the bottom right one.
     """
     ahead = distance(queries, keys) - anchor
@@ -123,7 +123,7 @@ def outside_band(queries: int, keys: int, before: int, after: int, anchor: int =
 
 
 def prefix_forbidden(queries: int, keys: int, prefix: Sequence[int]) -> Tensor:
-    """Return ``[b, 1, queries, keys]``: after the bottom right diagonal and not within the batch's prefix."""
+    """Return ``[b, 1, queries, keys]``: True above the bottom-right diagonal and outside the prefix."""
     later = distance(queries, keys) > keys - queries
     beyond = torch.arange(keys) >= torch.tensor(list(prefix)).view(-1, 1, 1, 1)
     return later & beyond
@@ -140,8 +140,8 @@ def forbidden(
 ) -> Tensor | None:
     """Return True where a pair is masked, broadcastable to ``[b, n, queries, keys]``; None if nowhere.
 
-    In modes 0, 1 and 5 the given mask says it all (that it covers what the band leaves out is one of the
-    limits). A two-dimensional mask of several sequences starts at the top left corner of each.
+    In modes 0, 1 and 5 the given mask alone decides (the limits require that it covers everything outside the
+    band). A two-dimensional mask for several sequences starts at the top left corner of each.
     """
     if mask is None:
         return None
@@ -158,10 +158,10 @@ def forbidden(
 
 
 def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
-    """Join the statistics ``[n, s, 8]`` of the sequences of TND into the device's ``[t, n, 8]``.
+    """Join the statistics ``[n, s, 8]`` of TND's sequences into the device's ``[t, n, 8]``.
 
-    Unless ``softmax_layout`` is TND, the device writes each sequence as ``[n, s, 8]``, so that the memory
-    behind the shape ``[t, n, 8]`` is ordered by head within each sequence.
+    Unless ``softmax_layout`` is TND, the device writes each sequence as ``[n, s, 8]``, so the memory of the
+    tensor with shape ``[t, n, 8]`` is ordered by head within each sequence.
     """
     heads = rows[0].size(0)
     ordered = [row.transpose(0, 1) if softmax_layout == "TND" else row for row in rows]
@@ -169,7 +169,7 @@ def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
 
 
 def unpack_statistics(packed: Tensor, rows: Sequence[slice], softmax_layout: str) -> list[Tensor]:
-    """Return the statistics ``[n, s, 8]`` of each sequence from ``pack_statistics``."""
+    """Return the statistics ``[n, s, 8]`` of each sequence from the result of ``pack_statistics``."""
     heads = packed.size(1)
     flat = packed.reshape(-1, STATISTICS_WIDTH)
     unpacked = []

@@ -1,4 +1,4 @@
-"""The merge step of ring attention: two partial results over different keys become one."""
+"""The merge step of ring attention: combine two partial results over different keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def npu_ring_attention_update(
     input_layout: str = "SBH",
     input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, softmax maximum and sum over the keys of both (Milakov and Gimelshein 2018).
+    """Return output, softmax maximum and sum over the keys of both results (Milakov and Gimelshein 2018).
 
-    Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``,
-    there ordered by head within each sequence unless ``input_softmax_layout`` is TND.
+    Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``; for TND
+    they are ordered by head within each sequence unless ``input_softmax_layout`` is TND.
     """
     maximum = torch.maximum(prev_softmax_max, cur_softmax_max)
     previous = prev_softmax_sum * torch.exp(prev_softmax_max - maximum)
@@ -42,13 +42,13 @@ def npu_ring_attention_update(
 
 
 def _share_sbh(share: Tensor, attention: Tensor) -> Tensor:
-    """Return ``[b, n, s, 8]`` as factors of ``[s, b, h]``."""
+    """Expand ``[b, n, s, 8]`` to factors for ``[s, b, h]``."""
     width = attention.size(2) // share.size(1)
     return share[..., 0].permute(2, 0, 1).repeat_interleave(width, dim=2)
 
 
 def _share_tnd(share: Tensor, ends: Tensor | None, softmax_layout: str) -> Tensor:
-    """Return ``[t, n, 8]`` as factors ``[t, n, 1]`` of ``[t, n, d]``; ``ends`` starts with 0."""
+    """Expand ``[t, n, 8]`` to factors ``[t, n, 1]`` for ``[t, n, d]``; ``ends`` starts with 0."""
     if softmax_layout == "TND":
         return share[..., :1]
     assert ends is not None  # by the limits

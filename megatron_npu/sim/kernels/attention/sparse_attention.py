@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention: queries of many heads over the chosen rows of one latent key."""
+"""DeepSeek's sparse attention: queries of many heads over selected rows of one latent key."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(scale · q·k̃ᵀ)·ṽ ``[b, s, n, 512]``, and of each score's row the maximum and the sum.
+    """Return softmax(scale · q·k̃ᵀ)·ṽ ``[b, s, n, 512]``, and the maximum and sum of each row of scores.
 
-    k̃ and ṽ are the rows that ``sparse_indices`` ``[b, s, 1, k]`` names, negative ones name nothing; what is
-    rotated, ``query_rope`` and ``key_rope``, is added to the scores. Statistics are ``[b, 1, s, n]`` in fp32,
-    or empty.
+    k̃ and ṽ are the rows named in ``sparse_indices`` ``[b, s, 1, k]``; negative indices name no row. The
+    scores of the rotated parts, ``query_rope`` and ``key_rope``, are added. Statistics are ``[b, 1, s, n]``
+    in fp32, or empty.
     """
     assert value is not None
     assert query_rope is not None
@@ -76,7 +76,7 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int | None = _EVERYTHING,
     attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and of both rotated parts; the weights are computed again."""
+    """Return the gradients of query, key, value and both rotated parts; the weights are recomputed."""
     assert value is not None
     assert query_rope is not None
     assert key_rope is not None
@@ -108,7 +108,7 @@ def _scores(
     scale: float,
     mode: int,
 ) -> Tensor:
-    """Return the scores ``[b, s, n, k]``: -inf for what is not chosen, in mode 3 for later keys."""
+    """Return the scores ``[b, s, n, k]``: -inf where no row is selected and, in mode 3, for later keys."""
     scores = torch.einsum("bsnd,bskd->bsnk", query.float(), _rows(key, indices))
     scores += torch.einsum("bsnd,bskd->bsnk", query_rope.float(), _rows(key_rope, indices))
     chosen = indices[:, :, 0].long()
@@ -120,14 +120,14 @@ def _scores(
 
 
 def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return the chosen rows of ``[b, t, 1, d]``: ``[b, s, k, d]`` in fp32."""
+    """Return the selected rows of ``[b, t, 1, d]`` as fp32 ``[b, s, k, d]``."""
     chosen = indices[:, :, 0].long().clamp(min=0)
     batch = torch.arange(tensor.size(0))[:, None, None]
     return tensor[:, :, 0].float()[batch, chosen]
 
 
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-    """Add ``[b, s, k, d]`` up where the rows were chosen from; what was not chosen has zeros here."""
+    """Scatter-add ``[b, s, k, d]`` to the rows that were selected; entries without a row are zero."""
     chosen = indices[:, :, 0].long().clamp(min=0)
     result = torch.zeros(like.size(0), like.size(1), like.size(3), dtype=torch.float32)
     for batch in range(like.size(0)):

@@ -1,4 +1,4 @@
-"""The limits of SwiGLU and GELU."""
+"""Argument limits for SwiGLU and GELU."""
 
 from __future__ import annotations
 

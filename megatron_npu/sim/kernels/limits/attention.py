@@ -1,4 +1,4 @@
-"""The limits of npu_fusion_attention and its gradient in their three versions."""
+"""Argument limits for npu_fusion_attention and its gradient in their three versions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SIMULATED_MODES = range(7)
 
 
 def _shared(before: str, after: str) -> tuple[Limit, ...]:
-    """The limits of forward and backward; ``before`` and ``after`` are the names of the band's arguments."""
+    """Return the limits of forward and backward; ``before`` and ``after`` name the band's arguments."""
     tensors = ("query", "key", "value")
     return (
         Limit(

@@ -1,4 +1,4 @@
-"""What a call of npu_fusion_attention must satisfy, as conditions of its arguments."""
+"""Conditions on the arguments of npu_fusion_attention, which its limits use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout_of(a: SimpleNamespace) -> str:
 
 
 def _ends(value: object) -> list[int]:
-    """Return cumulative lengths, a list or (third version) a tensor, as a list; none as an empty one."""
+    """Return cumulative lengths, a list or (third version) a tensor, as a list; None gives an empty list."""
     return [] if value is None else [int(end) for end in value]  # type: ignore[attr-defined]
 
 
@@ -37,7 +37,7 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (queries, keys) of every sequence: of the whole batch at once in a dense layout."""
+    """Return (queries, keys) of every sequence; a dense layout has one entry for the whole batch."""
     sizes = sizes_of(a)
     if layout_of(a) != "TND":
         return [(sizes.queries, sizes.keys)]
@@ -61,7 +61,7 @@ def same_batch_and_sequence(a: SimpleNamespace) -> bool:
 
 
 def head_count(a: SimpleNamespace) -> bool:
-    """Tell whether head_num is the query's head count, or divides its last dimension."""
+    """Return whether head_num is the query's head count, or divides its last dimension."""
     layout = layout_of(a)
     if layout in ("BSH", "SBH"):
         size = a.query.size(2) // a.head_num
@@ -89,7 +89,7 @@ def has_not_too_many_sequences(argument: str, a: SimpleNamespace) -> bool:
 
 
 def is_cumulative(argument: str, tokens: str) -> Condition:
-    """Ends do not fall and reach the number of tokens, unless trailing zeros leave sequences out."""
+    """Require non-decreasing ends that reach the token count; trailing zeros may leave out sequences."""
 
     def holds(a: SimpleNamespace) -> bool:
         if layout_of(a) != "TND":
@@ -105,10 +105,12 @@ def is_cumulative(argument: str, tokens: str) -> Condition:
 
 
 def holds_band(negative: str, other: str, side: int) -> Condition:
-    """A negative limit of the band needs the other of at least its size and be smaller than the sequence.
+    """Check a negative limit of the band.
+
+    It must be smaller than the sequence, and the other limit must be at least as large.
 
     Args:
-        side: which of (queries, keys) is the sequence of ``negative``.
+        side: which of (queries, keys) is the sequence for ``negative``.
     """
 
     def holds(a: SimpleNamespace) -> bool:
@@ -121,7 +123,7 @@ def holds_band(negative: str, other: str, side: int) -> Condition:
 
 
 def mask_covers_band(before: str, after: str) -> Condition:
-    """In mode 0 the device skips what lies outside the band; the mask must agree."""
+    """Require that the mask covers everything outside the band, which the device skips in mode 0."""
 
     def holds(a: SimpleNamespace) -> bool:
         if a.sparse_mode != 0:
@@ -149,7 +151,7 @@ def mask_covers_prefix(a: SimpleNamespace) -> bool:
 
 
 def mask_shape(a: SimpleNamespace) -> bool:
-    """Full masks: [b or 1, n or 1, sq, skv] or [sq, skv]; compressed ones have one size."""
+    """Require [b or 1, n or 1, sq, skv] or [sq, skv] for full masks, a fixed size for compressed ones."""
     shape, sizes = tuple(a.atten_mask.shape), sizes_of(a)
     if a.sparse_mode in COMPRESSED_MODES:
         return shape == layouts.COMPRESSED_MASK
@@ -170,7 +172,7 @@ def compressed_content(a: SimpleNamespace) -> bool:
 
 
 def _same_mask(mask: Tensor, wanted: Tensor) -> bool:
-    """Compare eight elements at a time first: this runs at every call of every layer."""
+    """Return whether masks are equal; eight elements at a time first, because every call runs this."""
     words = mask.contiguous().view(torch.int64)
     return torch.equal(words, wanted.view(torch.int64)) or torch.equal(mask.bool(), wanted)
 

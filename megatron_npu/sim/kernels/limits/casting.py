@@ -1,4 +1,4 @@
-"""The limits of casts between dtypes and memory formats."""
+"""Argument limits for casts between dtypes and memory formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tables of several families say."""
+"""Conditions that the tables of several families share."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def not_decreasing(values: list[int]) -> bool:
-    """Return whether cumulative ends fall nowhere and begin at 0 or above."""
+    """Return whether cumulative ends never decrease and start at 0 or above."""
     return all(first <= second for first, second in pairwise([0, *values]))

@@ -1,4 +1,4 @@
-"""The limits of products that communicate; quantised ones are not simulated."""
+"""Argument limits for matmuls that communicate; quantized ones are not simulated."""
 
 from __future__ import annotations
 

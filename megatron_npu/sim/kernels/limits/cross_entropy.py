@@ -1,4 +1,4 @@
-"""The limits of the cross-entropy."""
+"""Argument limits for cross entropy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of dropout with a packed mask."""
+"""Argument limits for dropout with a packed mask."""
 
 from __future__ import annotations
 

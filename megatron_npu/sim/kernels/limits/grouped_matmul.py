@@ -1,4 +1,4 @@
-"""The limits of matrix products by group."""
+"""Argument limits for grouped matmuls."""
 
 from __future__ import annotations
 

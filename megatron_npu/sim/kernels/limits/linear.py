@@ -1,4 +1,4 @@
-"""The limits of the linear layer."""
+"""Argument limits for the linear layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of sorting tokens by expert and back, and of choosing the experts."""
+"""Argument limits for sorting tokens by expert and back, and for selecting experts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _probabilities_dtype(tokens: str) -> Limit:
 
 
 def _copies(a: SimpleNamespace) -> int:
-    """Return how many experts the number of output tokens gives each token."""
+    """Return the number of experts per token that the number of output tokens implies."""
     tokens = a.tokens.size(0)
     return (tokens if a.num_out_tokens is None else a.num_out_tokens) // max(1, tokens)
 

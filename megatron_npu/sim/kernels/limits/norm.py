@@ -1,4 +1,4 @@
-"""The limits of RMSNorm, and of both norms after a residual addition."""
+"""Argument limits for RMSNorm, and for RMSNorm and layer norm after a residual addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of the fused AdamW step."""
+"""Argument limits for the fused AdamW step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of the merge step of ring attention."""
+"""Argument limits for the merge step of ring attention."""
 
 from __future__ import annotations
 

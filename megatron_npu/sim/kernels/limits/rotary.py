@@ -1,4 +1,4 @@
-"""The limits of rotary position embeddings."""
+"""Argument limits for rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ ROTARY_GRADIENT_COUNT = 1024  # b · n at most, where cos or sin need a gradient
 
 
 def _rotary_layouts(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (b, n) of input in each layout that it may have by the shape of cos.
+    """Return (b, n) of the input for each layout that the shape of cos allows.
 
-    Dimensions of size 1 leave several: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be SBND or BSND.
+    With dimensions of size 1 there are several: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be SBND or
+    BSND.
     """
     fitting = []
     for batch, heads, sequence in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):  # BNSD, BSND, SBND

@@ -1,4 +1,4 @@
-"""The limits of Megatron's fused softmax."""
+"""Argument limits for Megatron's fused softmax."""
 
 from __future__ import annotations
 

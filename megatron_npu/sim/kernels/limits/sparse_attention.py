@@ -1,4 +1,4 @@
-"""The limits of DeepSeek's sparse attention."""
+"""Argument limits for DeepSeek's sparse attention."""
 
 from __future__ import annotations
 

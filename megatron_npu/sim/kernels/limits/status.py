@@ -1,4 +1,4 @@
-"""The limits of the overflow flags."""
+"""Argument limits for the overflow flags."""
 
 from __future__ import annotations
 
