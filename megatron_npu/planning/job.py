@@ -152,17 +152,23 @@ class Job:
     def classes(self) -> list[tuple[int, list[int]]]:
         """Return groups of equivalent ranks with their stage; the first rank of each group is run.
 
-        Each stage is a group. With sharded optimizer states or weights, its last data-parallel ranks are a
-        separate group, because padding can make their shard smaller.
+        Each stage is a group. Where optimizer states or weights are sharded over the data and context
+        parallel ranks, the ranks with the last shard are a separate group, because padding can make it
+        smaller. Experts are sharded over fewer ranks, so their last shards are on other ranks.
         """
         found = []
-        inner = self.tensor * self.context
         for stage, ranks in self.stages().items():
-            shares = self.is_sharded and len(ranks) > inner
-            found.append((stage, ranks[:-inner] if shares else ranks))
-            if shares:
-                found.append((stage, ranks[-inner:]))
+            begins = sorted({0, *(len(ranks) - size for size in self._last_shards() if size < len(ranks))})
+            ends = [*begins[1:], len(ranks)]
+            found += [(stage, ranks[begin:end]) for begin, end in zip(begins, ends, strict=True)]
         return found
+
+    def _last_shards(self) -> list[int]:
+        """Return how many ranks, at the end of a stage, have the last shard of the weights and of experts."""
+        if not self.is_sharded:
+            return []
+        experts = self.number("--expert-model-parallel-size", 1)
+        return [self.tensor, self.number("--expert-tensor-parallel-size", self.tensor) * experts]
 
     def words(self) -> tuple[list[str], int]:
         """Return the command line of a planned rank, and its number of micro batches per iteration.

@@ -154,7 +154,9 @@ class Layout:
         # two micro batches: `plan` leaves none out
         batch = ["--global-batch-size", str(4 * self.data)]
         if self.kind == "driver":
-            return ["pretrain", *_BASE.split(), *self.flags.split(), *batch]
+            # the mock data of 0.12.1 ignore the vocabulary, those of 0.19 do not
+            more = ["--vocab-size", "5000"] * (self.program == "megatron_core-0.12.1")
+            return ["pretrain", *_BASE.split(), *self.flags.split(), *batch, *more]
         if self.program == TRAIN:
             return ["train", *_transformer(folder), *self.flags.split(), *batch]
         start = ["run", str(CHECKOUTS / self.program / "pretrain_gpt.py")]

@@ -132,6 +132,13 @@ def planned(program: str, case: Case, paths: dict[str, str]) -> dict:
     return {"code": code, "said": lines[-6:], "seconds": seconds, "right": right}
 
 
+def _keep(output: Path | None, name: str, row: dict) -> None:
+    """Add a row to the JSON file of results, if there is one."""
+    if output is not None:
+        before = json.loads(output.read_text()) if output.exists() else {}
+        files.write(output, json.dumps(before | {name: dry_grid.stamped(row)}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--program", nargs="+", choices=(DRIVER, *TREES), default=[DRIVER, *TREES])
@@ -146,15 +153,12 @@ def main() -> int:
                 if CASES[name].expected(program) is None:
                     continue
                 row = found[f"{program}/{name}"] = planned(program, CASES[name], paths)
+                _keep(options.output, f"{program}/{name}", row)
                 said = row["said"][-1] if row["said"] else ""
                 print(f"{program}/{name}: {'right' if row['right'] else 'WRONG'} {row['code']} ", end="")
                 print(f"{row['seconds']} s {said}", flush=True)
                 if not row["right"]:
                     print("\n".join(row["said"]), flush=True)
-    if options.output:
-        before = json.loads(options.output.read_text()) if options.output.exists() else {}
-        found = {name: dry_grid.stamped(row) for name, row in found.items()}
-        files.write(options.output, json.dumps(before | found, indent=1) + "\n")
     return int(not all(row["right"] for row in found.values()))
 
 

@@ -170,6 +170,19 @@ def test_every_rank_is_in_one_class() -> None:
     assert [ranks[0] for _, ranks in classes] == [0, 6, 8, 14]
 
 
+@pytest.mark.parametrize(
+    ("flags", "firsts"),
+    [
+        ("--context-parallel-size 2", [0, 6, 8, 14]),  # of data and context parallel ranks together
+        ("--expert-model-parallel-size 2", [0, 4, 6, 8, 12, 14]),  # experts: the last four ranks of a stage
+        ("--expert-model-parallel-size 4", [0, 6, 8, 14]),  # each expert on one rank only
+    ],
+)
+def test_the_last_shard_is_a_class(flags: str, firsts: list[int]) -> None:
+    classes = job(f"{LAYOUT} --use-distributed-optimizer {flags}", 16).classes()
+    assert [ranks[0] for _, ranks in classes] == firsts
+
+
 def test_a_curve_knows_what_lives_on_by_its_longest_block() -> None:
     def event(action: str, addr: int, size: int) -> dict:
         return {"action": action, "addr": addr, "size": size}
