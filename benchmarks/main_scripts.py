@@ -1,0 +1,125 @@
+"""Train with the scripts of Megatron-LM's main, on the CPU and on a simulated NPU, for ``main_numbers.py``.
+
+The scripts print seven digits of a loss and four of a gradient norm. Since 0.17 the second loss line of a
+process is the mean of its first two iterations.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import main_runs
+from main_runs import MAIN, TREE, Row
+
+from tests.support import stock_core
+
+STOCK = [*stock_core.FLAGS, *"--mock-data --vocab-size 1024 --eval-iters 0".split()]
+HYBRID = [*STOCK[2:], *"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec".split()]
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall"
+).split()
+FSDP = "--untie-embeddings-and-output-weights --no-gradient-accumulation-fusion".split()
+SHARDED = {
+    "torch's FSDP2": "--use-torch-fsdp2 --ckpt-format torch_dcp",
+    "Megatron-FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+}
+MUON = "--optimizer muon --muon-fp32-matmul-prec high --lr 2e-2".split()
+SAVE, AFTER_TWO = ["--save-interval", "2"], ["--ckpt-step", "2"]
+
+
+class Curve(NamedTuple):
+    """The losses and gradient norms that a script has printed."""
+
+    losses: list[float]
+    norms: list[str]
+
+
+def script(device: str, name: str, words: list[str], processes: int = 1, **variables: str) -> Curve:
+    """Run a script of main to its end."""
+    words = ["-m", "megatron_npu", "run", str(TREE / name), *words]
+    said = main_runs.run(MAIN, device, words, processes, CUDA_DEVICE_MAX_CONNECTIONS="1", **variables)
+    losses = re.findall(r"iteration .* lm loss: (\S+)", said)
+    return Curve([float(loss) for loss in losses], re.findall(r"grad norm: (\S+)", said))
+
+
+def compared(what: str, found: Curve, whole: Curve, first: int = 0) -> Row:
+    """Compare a run with the part of another one that begins behind iteration ``first``."""
+    losses = whole.losses[first : first + len(found.losses)]
+    if first and len(losses) > 1:
+        losses[1] = (losses[0] + losses[1]) / 2
+    norms = whole.norms[first : first + len(found.norms)]
+    differ = sum(a != b for a, b in zip(found.norms, norms, strict=False))
+    row = {"what": what, "found": main_runs.deviation(found.losses, losses)}
+    return {**row, "norms that differ": differ, "norms": len(found.norms), "losses": found.losses}
+
+
+def scripts(device: str, folder: Path) -> Iterator[Row]:
+    """Train six iterations on the CPU, and the last four again on a device from its checkpoint.
+
+    Both begin with the weights and the optimizer state that the CPU saved after two iterations.
+    """
+    sentences = stock_core.write_sentences(folder)
+    common = [*sentences, *stock_core.SENTENCES, *"--train-iters 6 --eval-iters 0 --num-workers 0".split()]
+    bert = [*common, *stock_core.LAYERS["pretrain_bert.py"], "--tokenizer-type", "BertWordPieceLowerCase"]
+    t5 = [*common, *stock_core.LAYERS["pretrain_t5.py"], "--tokenizer-type", "BertWordPieceCase"]
+    programs: dict[str, tuple[str, list[str], dict[str, str]]] = {
+        "pretrain_gpt.py": ("pretrain_gpt.py", STOCK, {}),
+        "pretrain_gpt.py, 4 experts": ("pretrain_gpt.py", [*STOCK, *EXPERTS], {}),
+        "pretrain_hybrid.py, M*M-": (
+            "pretrain_hybrid.py",
+            [*HYBRID, "--hybrid-layer-pattern", "M*M-"],
+            {"MEGATRON_NPU_TE": "local"},
+        ),
+        "pretrain_bert.py": ("examples/bert/pretrain_bert.py", bert, {}),
+        "pretrain_t5.py": ("examples/t5/pretrain_t5.py", t5, {}),
+    }
+    for what, (name, words, variables) in programs.items():
+        place = str(folder / re.sub(r"\W", "-", what))
+        load = [*words, "--load", place, *AFTER_TWO, *([] if device == "cpu" else ["--no-load-rng"])]
+        try:
+            whole = script("cpu", name, [*words, "--save", place, *SAVE], **variables)
+            yield compared(what, script(device, name, load, **variables), whole, 2)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            yield {"what": what, "found": f"failed: {_last_error(str(error))}"}
+
+
+def _last_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "Error" in line or "error:" in line]
+    return lines[-1][:200] if lines else "no error was printed"
+
+
+def hybrid_and_gpt(device: str, folder: Path) -> Iterator[Row]:
+    """Resume a GPT's checkpoint as a hybrid, and that hybrid's as a GPT."""
+    gpt, hybrid = str(folder / "gpt"), str(folder / "hybrid")
+    whole = script(device, "pretrain_gpt.py", [*STOCK, "--save", gpt, *SAVE])
+    words = [*HYBRID, "--hybrid-layer-pattern", "*-*-", "--exit-interval", "4"]
+    words += ["--load", gpt, *AFTER_TWO, "--save", hybrid, *SAVE]
+    middle = script(device, "pretrain_hybrid.py", words, MEGATRON_NPU_TE="local")
+    yield compared("a GPT's checkpoint resumed as a hybrid", middle, whole, 2)
+    last = script(device, "pretrain_gpt.py", [*STOCK, "--load", hybrid])
+    yield compared("that hybrid's checkpoint resumed as a GPT", last, whole, 4)
+
+
+def sharded(device: str, folder: Path) -> Iterator[Row]:
+    """Train with sharded data parallelism and with Muon in two processes, and resume."""
+    plain = script(device, "pretrain_gpt.py", [*STOCK, *FSDP])
+    for name, flags in SHARDED.items():
+        words, place = [*STOCK, *FSDP, *flags.split()], str(folder / name.partition(" ")[0])
+        both = script(device, "pretrain_gpt.py", [*words, "--save", place, *SAVE], 2)
+        yield compared(f"{name}, two processes against one without it", both, plain)
+        again = script(device, "pretrain_gpt.py", [*words, "--load", place, *AFTER_TWO], 2)
+        yield compared(f"{name}, resumed", again, both, 2)
+    place = str(folder / "muon")
+    muon = script(device, "pretrain_gpt.py", [*STOCK, *MUON, "--save", place, *SAVE])
+    again = script(device, "pretrain_gpt.py", [*STOCK, *MUON, "--load", place, *AFTER_TWO])
+    yield compared("Muon, resumed", again, muon, 2)
+    yield compared(
+        "Muon, two processes against one", script(device, "pretrain_gpt.py", [*STOCK, *MUON], 2), muon
+    )
