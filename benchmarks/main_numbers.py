@@ -10,7 +10,7 @@ simulated one.
   Transformers with torch's Adam on the batches that main's model got.
 - ``layouts``: two processes against one, with the layouts of ``equal_numbers.py``.
 - ``resume``: the tensors of an interrupted run's checkpoint against those of an uninterrupted run's.
-- ``scripts``, ``hybrid_and_gpt``, ``sharded``: main's own scripts (``main_scripts.py``).
+- ``scripts: ...``, ``hybrid and gpt``, ``sharded: ...``, ``muon``: main's own scripts (``main_scripts.py``).
 - ``check``: the last line of ``megatron-npu check``, and a run with ``MEGATRON_NPU_DRIFT=warn``.
 """
 
@@ -264,10 +264,10 @@ def check(device: str, folder: Path) -> Iterator[Row]:
     said = _run(MAIN, device, ["-m", "megatron_npu", "check", "--megatron", str(TREE)])
     yield {"what": "check", "found": said.strip().splitlines()[-1]}
     data = tiny.write_dataset(folder / "numbers")
-    losses = []
+    losses: list[list[float]] = []
     for variables in ({}, {"MEGATRON_NPU_DRIFT": "warn"}):
         log = folder / f"{len(losses)}.jsonl"
-        _run(MAIN, device, _driver(*tiny.flags_for(data), "--json-log", str(log)), **variables)
+        _run(MAIN, device, _driver(*tiny.flags_for(data), "--json-log", str(log)), 1, **variables)
         losses.append([row["loss"] for row in tiny.rows(log)])
     yield {"what": "MEGATRON_NPU_DRIFT=warn against none", "found": deviation(losses[1], losses[0])}
 
@@ -276,9 +276,7 @@ PARTS: dict[str, Callable[[str, Path], Iterator[Row]]] = {
     "transformers": transformers,
     "layouts": layouts,
     "resume": resume,
-    "scripts": main_scripts.scripts,
-    "hybrid_and_gpt": main_scripts.hybrid_and_gpt,
-    "sharded": main_scripts.sharded,
+    **main_scripts.PARTS,
     "check": check,
 }
 ON_DEVICES = tuple(name for name in PARTS if name != "check")

@@ -6,9 +6,9 @@ process is the mean of its first two iterations.
 
 from __future__ import annotations
 
+import functools
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,40 +59,33 @@ def compared(what: str, found: Curve, whole: Curve, first: int = 0) -> Row:
     return {**row, "norms that differ": differ, "norms": len(found.norms), "losses": found.losses}
 
 
-def scripts(device: str, folder: Path) -> Iterator[Row]:
-    """Train six iterations on the CPU, and the last four again on a device from its checkpoint.
-
-    Both begin with the weights and the optimizer state that the CPU saved after two iterations.
-    """
+def _programs(folder: Path) -> dict[str, tuple[str, list[str], dict[str, str]]]:
+    """Return script, flags and environment of each program, with the data that it reads in ``folder``."""
     sentences = stock_core.write_sentences(folder)
     common = [*sentences, *stock_core.SENTENCES, *"--train-iters 6 --eval-iters 0 --num-workers 0".split()]
     bert = [*common, *stock_core.LAYERS["pretrain_bert.py"], "--tokenizer-type", "BertWordPieceLowerCase"]
     t5 = [*common, *stock_core.LAYERS["pretrain_t5.py"], "--tokenizer-type", "BertWordPieceCase"]
-    programs: dict[str, tuple[str, list[str], dict[str, str]]] = {
-        "pretrain_gpt.py": ("pretrain_gpt.py", STOCK, {}),
-        "pretrain_gpt.py, 4 experts": ("pretrain_gpt.py", [*STOCK, *EXPERTS], {}),
-        "pretrain_hybrid.py, M*M-": (
-            "pretrain_hybrid.py",
-            [*HYBRID, "--hybrid-layer-pattern", "M*M-"],
-            {"MEGATRON_NPU_TE": "local"},
-        ),
-        "pretrain_bert.py": ("examples/bert/pretrain_bert.py", bert, {}),
-        "pretrain_t5.py": ("examples/t5/pretrain_t5.py", t5, {}),
+    hybrid = [*HYBRID, "--hybrid-layer-pattern", "M*M-"]
+    return {
+        "gpt": ("pretrain_gpt.py", STOCK, {}),
+        "gpt, 4 experts": ("pretrain_gpt.py", [*STOCK, *EXPERTS], {}),
+        "hybrid M*M-": ("pretrain_hybrid.py", hybrid, {"MEGATRON_NPU_TE": "local"}),
+        "bert": ("examples/bert/pretrain_bert.py", bert, {}),
+        "t5": ("examples/t5/pretrain_t5.py", t5, {}),
     }
-    for what, (name, words, variables) in programs.items():
-        place = str(folder / re.sub(r"\W", "-", what))
-        load = [*words, "--load", place, *AFTER_TWO, *([] if device == "cpu" else ["--no-load-rng"])]
-        try:
-            whole = script("cpu", name, [*words, "--save", place, *SAVE], **variables)
-            yield compared(what, script(device, name, load, **variables), whole, 2)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            yield {"what": what, "found": f"failed: {_last_error(str(error))}"}
 
 
-def _last_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if "Error" in line or "error:" in line]
-    return lines[-1][:200] if lines else "no error was printed"
+def one_script(program: str, device: str, folder: Path) -> Iterator[Row]:
+    """Train six iterations on the CPU, and the last four again on a device from its checkpoint.
+
+    Both begin with the weights and the optimizer state that the CPU saved after two iterations.
+    """
+    name, words, variables = _programs(folder)[program]
+    place = str(folder / "checkpoint")
+    load = [*words, "--load", place, *AFTER_TWO, *([] if device == "cpu" else ["--no-load-rng"])]
+    whole = script("cpu", name, [*words, "--save", place, *SAVE], 1, **variables)
+    again = script(device, name, load, 1, **variables)
+    yield compared(f"`{Path(name).name}` ({program})", again, whole, 2)
 
 
 def hybrid_and_gpt(device: str, folder: Path) -> Iterator[Row]:
@@ -107,19 +100,29 @@ def hybrid_and_gpt(device: str, folder: Path) -> Iterator[Row]:
     yield compared("that hybrid's checkpoint resumed as a GPT", last, whole, 4)
 
 
-def sharded(device: str, folder: Path) -> Iterator[Row]:
-    """Train with sharded data parallelism and with Muon in two processes, and resume."""
+def sharded(name: str, device: str, folder: Path) -> Iterator[Row]:
+    """Train with sharded data parallelism in two processes, against one without it, and resume."""
+    words, place = [*STOCK, *FSDP, *SHARDED[name].split()], str(folder / "checkpoint")
     plain = script(device, "pretrain_gpt.py", [*STOCK, *FSDP])
-    for name, flags in SHARDED.items():
-        words, place = [*STOCK, *FSDP, *flags.split()], str(folder / name.partition(" ")[0])
-        both = script(device, "pretrain_gpt.py", [*words, "--save", place, *SAVE], 2)
-        yield compared(f"{name}, two processes against one without it", both, plain)
-        again = script(device, "pretrain_gpt.py", [*words, "--load", place, *AFTER_TWO], 2)
-        yield compared(f"{name}, resumed", again, both, 2)
-    place = str(folder / "muon")
-    muon = script(device, "pretrain_gpt.py", [*STOCK, *MUON, "--save", place, *SAVE])
-    again = script(device, "pretrain_gpt.py", [*STOCK, *MUON, "--load", place, *AFTER_TWO])
-    yield compared("Muon, resumed", again, muon, 2)
-    yield compared(
-        "Muon, two processes against one", script(device, "pretrain_gpt.py", [*STOCK, *MUON], 2), muon
-    )
+    both = script(device, "pretrain_gpt.py", [*words, "--save", place, *SAVE], 2)
+    yield compared(f"{name}, two processes against one without it", both, plain)
+    again = script(device, "pretrain_gpt.py", [*words, "--load", place, *AFTER_TWO], 2)
+    yield compared(f"{name}, resumed", again, both, 2)
+
+
+def muon(device: str, folder: Path) -> Iterator[Row]:
+    """Train with Muon in one process and in two, and resume."""
+    words, place = [*STOCK, *MUON], str(folder / "muon")
+    whole = script(device, "pretrain_gpt.py", [*words, "--save", place, *SAVE])
+    again = script(device, "pretrain_gpt.py", [*words, "--load", place, *AFTER_TWO])
+    yield compared("Muon, resumed", again, whole, 2)
+    yield compared("Muon, two processes against one", script(device, "pretrain_gpt.py", words, 2), whole)
+
+
+PROGRAMS = ("gpt", "gpt, 4 experts", "hybrid M*M-", "bert", "t5")
+PARTS: dict[str, Callable[[str, Path], Iterator[Row]]] = {
+    **{f"scripts: {name}": functools.partial(one_script, name) for name in PROGRAMS},
+    "hybrid and gpt": hybrid_and_gpt,
+    **{f"sharded: {name}": functools.partial(sharded, name) for name in SHARDED},
+    "muon": muon,
+}
