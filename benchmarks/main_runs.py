@@ -17,6 +17,7 @@ from tests.support import tiny  # noqa: E402
 
 MAIN, BEFORE = "0.20.0", "0.19.2"
 TREE = ROOT / "checkouts" / equal.TREES[MAIN]
+OPTIMIZERS = ROOT / "checkouts" / "emerging_optimizers-0.3.0"  # Muon's
 Row = dict[str, Any]
 
 
@@ -27,8 +28,7 @@ def run(version: str, device: str, words: list[str], processes: int = 1, **varia
         RuntimeError: the program's exit code is not 0.
     """
     tree = ROOT / "checkouts" / equal.TREES.get(version, f"megatron_core-{version}")
-    optimizers = str(ROOT / "checkouts" / "emerging_optimizers-0.3.0")  # Muon's, if it is there
-    path = os.pathsep.join(filter(None, [str(tree), str(ROOT), optimizers, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(tree), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "MEGATRON_LM_PATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *(tiny.torchrun(processes) if processes > 1 else []), *words]
     if device == "npu":

@@ -7,15 +7,16 @@ process is the mean of its first two iterations.
 from __future__ import annotations
 
 import functools
-import re
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import main_runs
-from main_runs import MAIN, TREE, Row
+from main_runs import TREE, Row
 
-from tests.support import stock_core
+from tests.support import stock_core, tiny
 
 STOCK = [*stock_core.FLAGS, *"--mock-data --vocab-size 1024 --eval-iters 0".split()]
 HYBRID = [*STOCK[2:], *"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec".split()]
@@ -29,6 +30,7 @@ SHARDED = {
     "Megatron-FSDP": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
     "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
 }
+MUON_PATH = os.pathsep.join([tiny.environment()["PYTHONPATH"], str(main_runs.OPTIMIZERS)])
 MUON = "--optimizer muon --muon-fp32-matmul-prec high --lr 2e-2".split()
 SAVE, AFTER_TWO = ["--save-interval", "2"], ["--ckpt-step", "2"]
 
@@ -37,15 +39,23 @@ class Curve(NamedTuple):
     """The losses and gradient norms that a script has printed."""
 
     losses: list[float]
-    norms: list[str]
+    norms: list[float]
 
 
 def script(device: str, name: str, words: list[str], processes: int = 1, **variables: str) -> Curve:
-    """Run a script of main to its end."""
-    words = ["-m", "megatron_npu", "run", str(TREE / name), *words]
-    said = main_runs.run(MAIN, device, words, processes, CUDA_DEVICE_MAX_CONNECTIONS="1", **variables)
-    losses = re.findall(r"iteration .* lm loss: (\S+)", said)
-    return Curve([float(loss) for loss in losses], re.findall(r"grad norm: (\S+)", said))
+    """Run a script of main to its end; scripts start as in the tests, from a parent with warm imports.
+
+    Raises:
+        RuntimeError: the script's exit code is not 0.
+    """
+    variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        done = stock_core.run_script(
+            TREE, Path(folder), name, *words, processes=processes, device=device, **variables
+        )
+    if done.returncode:
+        raise RuntimeError(f"{name} {' '.join(words)}:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
+    return Curve(stock_core.losses(done), stock_core.norms(done))
 
 
 def compared(what: str, found: Curve, whole: Curve, first: int = 0) -> Row:
@@ -113,10 +123,10 @@ def sharded(name: str, device: str, folder: Path) -> Iterator[Row]:
 def muon(device: str, folder: Path) -> Iterator[Row]:
     """Train with Muon in one process and in two, and resume."""
     words, place = [*STOCK, *MUON], str(folder / "muon")
-    whole = script(device, "pretrain_gpt.py", [*words, "--save", place, *SAVE])
-    again = script(device, "pretrain_gpt.py", [*words, "--load", place, *AFTER_TWO])
-    yield compared("Muon, resumed", again, whole, 2)
-    yield compared("Muon, two processes against one", script(device, "pretrain_gpt.py", words, 2), whole)
+    run = functools.partial(script, device, "pretrain_gpt.py", PYTHONPATH=MUON_PATH)
+    whole = run([*words, "--save", place, *SAVE])
+    yield compared("Muon, resumed", run([*words, "--load", place, *AFTER_TWO]), whole, 2)
+    yield compared("Muon, two processes against one", run(words, 2), whole)
 
 
 PROGRAMS = ("gpt", "gpt, 4 experts", "hybrid M*M-", "bert", "t5")
