@@ -47,13 +47,13 @@ def spec_provider() -> type:
 )
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is none: what asks for its layers ends in a TypeError",
 )
 @wrap(
     "megatron.core.transformer.multi_token_prediction:TESpecProvider",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is none: what asks for its layers ends in a TypeError",
 )
@@ -64,7 +64,7 @@ def provide_local_layers(original: type | None) -> type:
 
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TENorm",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is none, and a block of its layers ends without a norm",
 )
