@@ -1,4 +1,4 @@
-"""What asks for TransformerEngine's layers of 0.20 is answered by our provider: spec_provider_worker.py.
+"""What asks for TransformerEngine's layers is, since 0.17, answered by our provider: spec_provider_worker.py.
 
 Each spec is the local one, in the modules that it names, and upstream's protocol has no method that the
 provider lacks.

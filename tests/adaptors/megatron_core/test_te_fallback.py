@@ -33,9 +33,10 @@ def test_other_versions(version: str) -> None:
     on_version.run("te_fallback_worker", version)
 
 
-def test_since_0_20_our_provider_answers() -> None:
+@pytest.mark.parametrize("version", ["0.19.2", on_version.MAIN])
+def test_since_0_17_our_provider_answers(version: str) -> None:
     """Fewer functions are patched: upstream's own ask the provider which modules to name."""
-    on_version.run("spec_provider_worker", on_version.MAIN)
+    on_version.run("spec_provider_worker", version)
 
 
 def model(block, config):

@@ -53,20 +53,20 @@ around(
 
 around(
     f"{_SPECS}:get_mlp_module_spec",
-    versions="<0.20",  # which asks the provider, as the next ones do
+    versions="<0.17",  # which asks the provider, as the next ones do
     condition=te_layers_present,
     why=_NAME_ERROR,
 )(force_flag_off("use_te"))
 
 around(
     f"{_SPECS}:get_gpt_decoder_layer_specs",
-    versions=">=0.16,<0.20",
+    versions=">=0.16,<0.17",
     condition=te_layers_present,
     why=_NAME_ERROR,
 )(force_flag_off("use_transformer_engine"))
 
 for _name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
-    around(f"{_SPECS}:{_name}", versions="<0.20", condition=te_layers_present, why=_NAME_ERROR)(
+    around(f"{_SPECS}:{_name}", versions="<0.17", condition=te_layers_present, why=_NAME_ERROR)(
         force_flag_off("use_transformer_engine")
     )
 
@@ -78,14 +78,14 @@ around(
 
 around(
     "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
-    versions="<0.20",
+    versions="<0.17",
     condition=te_layers_present,
     why="its default is TransformerEngine: a NameError in 0.12, layers built from a mock since then",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.transformer.multi_token_prediction:get_mtp_layer_spec",
-    versions="<0.20",
+    versions="<0.17",
     condition=te_layers_present,
     why="it raises an AssertionError or a NameError if TransformerEngine is requested but not installed",
 )(force_flag_off("use_transformer_engine"))

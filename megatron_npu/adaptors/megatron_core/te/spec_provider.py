@@ -48,13 +48,13 @@ def spec_provider() -> type:
 )
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 @wrap(
     "megatron.core.transformer.multi_token_prediction:TESpecProvider",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
@@ -65,7 +65,7 @@ def provide_local_layers(original: type | None) -> type:
 
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TENorm",
-    versions=">=0.20",
+    versions=">=0.17",
     condition=te_layers_present,
     why="without TransformerEngine there is no such norm, and a block of its layers has no final norm",
 )
