@@ -45,7 +45,7 @@ from rapidformer import Finetuner, RapidformerEngine
 class Sums(Finetuner):
     def train_valid_test_datasets_provider(self):
         numbers = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
-        return [{"x": row, "labels": (row.sum() > 0).long()} for row in numbers], None, None
+        return [{"x": row, "labels": (row.sum() > 0).long()} for row in numbers], None, None, None
 
     def model_optimizer_lr_scheduler_provider(self):
         layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
@@ -239,6 +239,9 @@ class Trial:
     def log(self, number: int) -> str:
         return (self.out / f"{number}.log").read_text(encoding="utf-8", errors="replace")
 
+    def logs(self) -> list[str]:
+        return [self.log(machine.number) for machine in self.them.machines]
+
     def ended(self, started: list[subprocess.Popen[bytes]], seconds: float, began: float) -> Outcome:
         """Wait for these launchers, at most so long; return how they have ended."""
         codes: list[int | None] = []
@@ -248,8 +251,7 @@ class Trial:
             except subprocess.TimeoutExpired:
                 codes.append(None)
                 process.kill()
-        logs = [self.log(number) for number in range(1, len(self.them.machines) + 1)]
-        return Outcome(codes, time.monotonic() - began, logs)
+        return Outcome(codes, time.monotonic() - began, self.logs())
 
 
 @dataclass(frozen=True)
@@ -357,20 +359,36 @@ def cut(trial: Trial) -> list[str]:
 
 
 def cut_for_a_while(trial: Trial) -> list[str]:
-    """It ends for less than the limit: the run goes on."""
+    """It ends for less than the limit: the run goes on, with the losses and norms of a run without a cut."""
     started = trial.for_ever()
     if started is None:
         return ["it did not train"]
     trial.them.machines[-1].sh("ip link set eth0 down")
     time.sleep(LIMIT / 4)
     trial.them.machines[-1].sh("ip link set eth0 up")
-    before = len(trial.log(1)), len(trial.log(len(started)))
+    before = [len(log) for log in trial.logs()]
     time.sleep(LIMIT)
     goes_on = all(process.poll() is None for process in started)
-    more = trial.log(1)[before[0] :] + trial.log(len(started))[before[1] :]
-    for process in started:
-        process.kill()
-    return [] if goes_on and "iteration" in more else [f"it does not go on: {more[-300:]}"]
+    for machine in trial.them.machines:
+        machine.kill_all()
+    after = [len(log) for log in trial.logs()]
+    if not goes_on or not _curve(trial, before):
+        return [f"it does not go on: {''.join(trial.logs())[-300:]}"]
+    cut_off = _curve(trial, [0] * len(after))
+    trial.for_ever()
+    end = time.monotonic() + START
+    while time.monotonic() < end and max(_curve(trial, after), default=0) < max(cut_off):
+        time.sleep(1)
+    whole = _curve(trial, after)
+    differing = [each for each, row in cut_off.items() if whole.get(each) != row]
+    return [f"other losses or norms at {differing[:5]} of {max(cut_off)} iterations"] if differing else []
+
+
+def _curve(trial: Trial, begins: list[int]) -> dict[int, tuple[str, str]]:
+    """Return loss and gradient norm by iteration, as logs say them from these places on."""
+    text = "\n".join(log[begin:] for log, begin in zip(trial.logs(), begins, strict=True))
+    rows = re.findall(r"\biteration +(\d+)/.*?\bloss: (\S+).*?\bgrad norm: (\S+)", text)
+    return {int(number): (loss, norm) for number, loss, norm in rows}
 
 
 def killed(trial: Trial) -> list[str]:
