@@ -225,10 +225,10 @@ class Trial:
         """Start the launchers and wait for all of them."""
         return self.ended(self.start(words), START, time.monotonic())
 
-    def for_ever(self) -> list[subprocess.Popen[bytes]] | None:
+    def for_ever(self, *more: str) -> list[subprocess.Popen[bytes]] | None:
         """Start a training without an end; return its launchers as soon as it trains, None if it does not."""
         interval = "1" if self.plan.simulated else "20"  # a step of simulated NPUs takes about a second
-        started = self.start(self.words(1000000, "--log-interval", interval))
+        started = self.start(self.words(1000000, "--log-interval", interval, *more))
         end = time.monotonic() + START
         while time.monotonic() < end and all(process.poll() is None for process in started):
             if re.search(r"\biteration +\d*[1-9]", self.log(1)) or "| lm loss" in self.log(len(started)):
@@ -384,6 +384,30 @@ def cut_for_a_while(trial: Trial) -> list[str]:
     return [f"other losses or norms at {differing[:5]} of {max(cut_off)} iterations"] if differing else []
 
 
+def preempted(trial: Trial) -> list[str]:
+    """Each launcher gets SIGTERM, as of a batch system: a last save, from which the next run goes on."""
+    save = str(trial.shared / "save")
+    flags = ["--save", save, "--load", save, "--save-interval", "100000", "--exit-signal-handler"]
+    started = trial.for_ever(*flags)
+    if started is None:
+        return ["it did not train"]
+    for machine in trial.them.machines:
+        term = machine.command("pkill", "-TERM", "-f", "torch.distributed.run")
+        subprocess.run(term, check=True, timeout=30)
+    found = trial.ended(started, LIMIT + 30, time.monotonic())
+    if None in found.codes:
+        return [f"codes {found.codes}"]
+    begins = [len(log) for log in found.logs]
+    trial.start(trial.words(1000000, *flags))
+    resumed = r"(?:resuming from iteration|successfully loaded .* iteration) +0*[1-9]"
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        if any(re.search(resumed, log[n:]) for log, n in zip(trial.logs(), begins, strict=True)):
+            return []
+        time.sleep(1)
+    return ["the next run has not resumed"]
+
+
 def _curve(trial: Trial, begins: list[int]) -> dict[int, tuple[str, str]]:
     """Return loss and gradient norm by iteration, as logs say them from these places on."""
     text = "\n".join(log[begin:] for log, begin in zip(trial.logs(), begins, strict=True))
@@ -517,6 +541,14 @@ def _losses_of_file(save: Path) -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows}
 
 
+def private_folder(trial: Trial) -> list[str]:
+    """A look at machines with a disk each under the folder's name: the second one has failed."""
+    looked = trial.shared / "looked"
+    found = trial.run(["doctor", "--cluster", "--folder", "/tmp/disk", "--out", str(looked)])
+    named = (looked / "failed.txt").read_text() == "node2\n" and "not visible here" in found.logs[0]
+    return [] if all(found.codes) and named else [f"codes {found.codes}: {found.logs[0][-800:]}"]
+
+
 def doctor(trial: Trial) -> list[str]:
     """A look at all machines, and files of those that passed."""
     looked = trial.shared / "looked"
@@ -538,6 +570,7 @@ EACH: dict[str, tuple[int, Look]] = {  # machines, and what is done to each comm
     "cut-for-a-while": (2, cut_for_a_while),
     "killed": (3, killed),
     "first-killed": (2, first_killed),
+    "preempted": (2, preempted),
 }
 LAYOUTS = {  # machines, ranks of each, flags
     "pipeline": (2, 1, ("--pipeline-model-parallel-size", "2")),
@@ -553,6 +586,7 @@ def trials() -> dict[str, Plan]:
     """Return all trials by their names."""
     found = {
         "doctor": Plan(2, "driver", doctor),
+        "doctor-private-folder": Plan(2, "driver", private_folder),
         "elastic": Plan(2, "driver", elastic),
         "elastic/train": Plan(2, "train", elastic),
     }
@@ -562,8 +596,9 @@ def trials() -> dict[str, Plan]:
         for command in ("driver", "stock-0.16.1"):
             for harm, look in IN_LAYOUTS.items():
                 found[f"{harm}-{name}/{command}"] = Plan(machines, command, look, ranks, flags)
-    for command in COMMANDS:
-        found[f"losses-npu/{command}"] = Plan(2, command, losses, simulated=True)
+    for harm, look in IN_LAYOUTS.items():
+        for command in COMMANDS:
+            found[f"{harm}-npu/{command}"] = Plan(2, command, look, simulated=True)
     for harm, look in NPU.items():
         for name in ("pipeline", "tensor-in-data-across"):
             machines, ranks, flags = LAYOUTS[name]
