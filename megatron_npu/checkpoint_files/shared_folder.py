@@ -47,16 +47,7 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
     Raises:
         UsageError: some ranks do not see the file; raised on all ranks, naming their machines.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mark = _made(folder) if dist.get_rank() == 0 else None
-    name = _gathered(mark and mark.name)[0][0]
-    if name is None:
-        return
-    seen = _gathered(becomes_true(folder, (folder / name).is_file))
-    if mark is not None:
-        mark.unlink(missing_ok=True)
-    _gathered(None)  # nobody looks into the folder before the file is gone
+    seen = views(folder)
     if not all(each for each, _ in seen):
         raise UsageError(
             f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not visible on "
@@ -64,6 +55,24 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
             _SHARE,
             f"Mount it on every machine under this path, or use a shared folder{otherwise}.",
         )
+
+
+def views(folder: Path) -> list[tuple[bool, str]]:
+    """Return whether each rank sees a file that rank 0 creates in a folder, with the rank's host name.
+
+    All ranks must call this. The list is empty if there is one rank, or if rank 0 cannot create the file.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    mark = _made(folder) if dist.get_rank() == 0 else None
+    name = _gathered(mark and mark.name)[0][0]
+    if name is None:
+        return []
+    seen = _gathered(becomes_true(folder, (folder / name).is_file))
+    if mark is not None:
+        mark.unlink(missing_ok=True)
+    _gathered(None)  # nobody looks into the folder before the file is gone
+    return seen
 
 
 def require_same(flag: str, folder: str | Path, found: str | None) -> None:

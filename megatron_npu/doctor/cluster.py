@@ -195,11 +195,15 @@ def _wrong_on_device() -> list[str]:
 
 
 def _not_shared(folder: str) -> list[str]:
-    try:
-        shared_folder.require("--folder", Path(folder))
-    except UsageError as error:
-        return [str(error)] if dist.get_rank() == 0 else []
-    return []
+    """Return the problem on the machine that has it: only that machine must be left out of a job."""
+    seen, rank = shared_folder.views(Path(folder)), dist.get_rank()
+    if not seen:
+        alone = dist.get_world_size() == 1
+        return [] if alone or rank else [f"--folder {folder}: no file can be created there"]
+    own, first = seen[rank][0], os.environ.get("LOCAL_RANK", "0") == "0"
+    if own or not first:
+        return []
+    return [f"--folder {folder}: what {seen[0][1]} (rank 0) writes there is not visible here"]
 
 
 # -- what pairs of machines find

@@ -81,6 +81,8 @@ class Rank:
         if sys.excepthook == self._hook:
             sys.excepthook = self._former
         self._deaths.ignore()
+        if self._told.is_set():
+            _limit_exit()
         self._stopping.set()
         self._deaths.wake()
         self._thread.join(_PATIENCE)
@@ -359,6 +361,18 @@ class Rank:
     def _first_ends(self, seconds: float) -> bool:
         """Return whether rank 0, and the store with it, ends before the time is up or a wake-up."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
+
+
+def _limit_exit() -> None:
+    """Let SIGALRM end this process in ``_PATIENCE`` seconds, because its exit may hang.
+
+    The interpreter's shutdown waits for unfinished operations with ranks that are lost, without ever running
+    Python's threads again.
+    """
+    if hasattr(signal, "setitimer"):  # Windows has none
+        with contextlib.suppress(ValueError):  # only the main thread may
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:

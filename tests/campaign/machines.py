@@ -45,7 +45,7 @@ from rapidformer import Finetuner, RapidformerEngine
 class Sums(Finetuner):
     def train_valid_test_datasets_provider(self):
         numbers = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
-        return [{"x": row, "labels": (row.sum() > 0).long()} for row in numbers], None, None
+        return [{"x": row, "labels": (row.sum() > 0).long()} for row in numbers], None, None, None
 
     def model_optimizer_lr_scheduler_provider(self):
         layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
@@ -225,9 +225,10 @@ class Trial:
         """Start the launchers and wait for all of them."""
         return self.ended(self.start(words), START, time.monotonic())
 
-    def for_ever(self) -> list[subprocess.Popen[bytes]] | None:
+    def for_ever(self, *more: str) -> list[subprocess.Popen[bytes]] | None:
         """Start a training without an end; return its launchers as soon as it trains, None if it does not."""
-        started = self.start(self.words(1000000, "--log-interval", "20"))
+        interval = "1" if self.plan.simulated else "20"  # a step of simulated NPUs takes about a second
+        started = self.start(self.words(1000000, "--log-interval", interval, *more))
         end = time.monotonic() + START
         while time.monotonic() < end and all(process.poll() is None for process in started):
             if re.search(r"\biteration +\d*[1-9]", self.log(1)) or "| lm loss" in self.log(len(started)):
@@ -238,6 +239,9 @@ class Trial:
     def log(self, number: int) -> str:
         return (self.out / f"{number}.log").read_text(encoding="utf-8", errors="replace")
 
+    def logs(self) -> list[str]:
+        return [self.log(machine.number) for machine in self.them.machines]
+
     def ended(self, started: list[subprocess.Popen[bytes]], seconds: float, began: float) -> Outcome:
         """Wait for these launchers, at most so long; return how they have ended."""
         codes: list[int | None] = []
@@ -247,8 +251,7 @@ class Trial:
             except subprocess.TimeoutExpired:
                 codes.append(None)
                 process.kill()
-        logs = [self.log(number) for number in range(1, len(self.them.machines) + 1)]
-        return Outcome(codes, time.monotonic() - began, logs)
+        return Outcome(codes, time.monotonic() - began, self.logs())
 
 
 @dataclass(frozen=True)
@@ -356,20 +359,60 @@ def cut(trial: Trial) -> list[str]:
 
 
 def cut_for_a_while(trial: Trial) -> list[str]:
-    """It ends for less than the limit: the run goes on."""
+    """It ends for less than the limit: the run goes on, with the losses and norms of a run without a cut."""
     started = trial.for_ever()
     if started is None:
         return ["it did not train"]
     trial.them.machines[-1].sh("ip link set eth0 down")
     time.sleep(LIMIT / 4)
     trial.them.machines[-1].sh("ip link set eth0 up")
-    before = len(trial.log(1)), len(trial.log(len(started)))
+    before = [len(log) for log in trial.logs()]
     time.sleep(LIMIT)
     goes_on = all(process.poll() is None for process in started)
-    more = trial.log(1)[before[0] :] + trial.log(len(started))[before[1] :]
-    for process in started:
-        process.kill()
-    return [] if goes_on and "iteration" in more else [f"it does not go on: {more[-300:]}"]
+    for machine in trial.them.machines:
+        machine.kill_all()
+    after = [len(log) for log in trial.logs()]
+    if not goes_on or not _curve(trial, before):
+        return [f"it does not go on: {''.join(trial.logs())[-300:]}"]
+    cut_off = _curve(trial, [0] * len(after))
+    trial.for_ever()
+    end = time.monotonic() + START
+    while time.monotonic() < end and max(_curve(trial, after), default=0) < max(cut_off):
+        time.sleep(1)
+    whole = _curve(trial, after)
+    differing = [each for each, row in cut_off.items() if whole.get(each) != row]
+    return [f"other losses or norms at {differing[:5]} of {max(cut_off)} iterations"] if differing else []
+
+
+def preempted(trial: Trial) -> list[str]:
+    """Each launcher gets SIGTERM, as of a batch system: a last save, from which the next run goes on."""
+    save = str(trial.shared / "save")
+    flags = ["--save", save, "--load", save, "--save-interval", "100000", "--exit-signal-handler"]
+    started = trial.for_ever(*flags)
+    if started is None:
+        return ["it did not train"]
+    for machine in trial.them.machines:
+        term = machine.command("pkill", "-TERM", "-f", "torch.distributed.run")
+        subprocess.run(term, check=True, timeout=30)
+    found = trial.ended(started, LIMIT + 30, time.monotonic())
+    if None in found.codes:
+        return [f"codes {found.codes}"]
+    begins = [len(log) for log in found.logs]
+    trial.start(trial.words(1000000, *flags))
+    resumed = r"(?:resuming from iteration|successfully loaded .* iteration) +0*[1-9]"
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        if any(re.search(resumed, log[n:]) for log, n in zip(trial.logs(), begins, strict=True)):
+            return []
+        time.sleep(1)
+    return ["the next run has not resumed"]
+
+
+def _curve(trial: Trial, begins: list[int]) -> dict[int, tuple[str, str]]:
+    """Return loss and gradient norm by iteration, as logs say them from these places on."""
+    text = "\n".join(log[begin:] for log, begin in zip(trial.logs(), begins, strict=True))
+    rows = re.findall(r"\biteration +(\d+)/.*?\bloss: (\S+).*?\bgrad norm: (\S+)", text)
+    return {int(number): (loss, norm) for number, loss, norm in rows}
 
 
 def killed(trial: Trial) -> list[str]:
@@ -498,6 +541,14 @@ def _losses_of_file(save: Path) -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows}
 
 
+def private_folder(trial: Trial) -> list[str]:
+    """A look at machines with a disk each under the folder's name: the second one has failed."""
+    looked = trial.shared / "looked"
+    found = trial.run(["doctor", "--cluster", "--folder", "/tmp/disk", "--out", str(looked)])
+    named = (looked / "failed.txt").read_text() == "node2\n" and "not visible here" in found.logs[0]
+    return [] if all(found.codes) and named else [f"codes {found.codes}: {found.logs[0][-800:]}"]
+
+
 def doctor(trial: Trial) -> list[str]:
     """A look at all machines, and files of those that passed."""
     looked = trial.shared / "looked"
@@ -519,6 +570,7 @@ EACH: dict[str, tuple[int, Look]] = {  # machines, and what is done to each comm
     "cut-for-a-while": (2, cut_for_a_while),
     "killed": (3, killed),
     "first-killed": (2, first_killed),
+    "preempted": (2, preempted),
 }
 LAYOUTS = {  # machines, ranks of each, flags
     "pipeline": (2, 1, ("--pipeline-model-parallel-size", "2")),
@@ -534,6 +586,7 @@ def trials() -> dict[str, Plan]:
     """Return all trials by their names."""
     found = {
         "doctor": Plan(2, "driver", doctor),
+        "doctor-private-folder": Plan(2, "driver", private_folder),
         "elastic": Plan(2, "driver", elastic),
         "elastic/train": Plan(2, "train", elastic),
     }
@@ -543,8 +596,9 @@ def trials() -> dict[str, Plan]:
         for command in ("driver", "stock-0.16.1"):
             for harm, look in IN_LAYOUTS.items():
                 found[f"{harm}-{name}/{command}"] = Plan(machines, command, look, ranks, flags)
-    for command in COMMANDS:
-        found[f"losses-npu/{command}"] = Plan(2, command, losses, simulated=True)
+    for harm, look in IN_LAYOUTS.items():
+        for command in COMMANDS:
+            found[f"{harm}-npu/{command}"] = Plan(2, command, look, simulated=True)
     for harm, look in NPU.items():
         for name in ("pipeline", "tensor-in-data-across"):
             machines, ranks, flags = LAYOUTS[name]

@@ -57,7 +57,7 @@ def trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     return done.returncode, done.stdout

@@ -102,8 +102,11 @@ def test_the_page_lists_every_patch(name, page):
 
 @pytest.mark.parametrize(
     "script",
-    "addresses bench_page benchmark_tables convergence_page equal_numbers_page gpu_page known_bugs "
-    "main_numbers_page operation_table pretrain_flags rooms simulator_kernels stock_flags switch_table".split(),
+    (
+        "addresses bench_page benchmark_tables convergence_page equal_numbers_page gpu_page known_bugs "
+        "machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels stock_flags "
+        "switch_table"
+    ).split(),
 )
 def test_the_generated_page_is_up_to_date(script):
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), "--check"]

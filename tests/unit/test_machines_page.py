@@ -1,0 +1,39 @@
+"""The page of trials over several machines: each is on it, also those that failed or were not run."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.campaign.machines import trials
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("machines_page")
+
+
+def row(*faults):
+    return {"faults": [*faults], "seconds": 9, "date": "2026-01-02", "commit": "abc1234"}
+
+
+def test_every_trial_has_a_row_and_a_column(script) -> None:
+    for name in trials():
+        harm, layout, command = script.parsed(name)
+        assert harm in script.HARMS
+        assert layout in script.LAYOUTS
+        assert command in script.COMMANDS
+
+
+def test_failed_trials_and_those_not_run_are_named(script) -> None:
+    text = script.page(
+        {"cut/driver": row(), "cut-npu-pipeline/driver": row("machine 1 lived on")},
+        ["cut/driver", "cut-npu-pipeline/driver", "killed/train"],
+    )
+    assert "1 of 2 trials ended as they should; not: `cut-npu-pipeline/driver` (machine 1 lived on)." in text
+    assert "Not run: `killed/train`." in text
+    assert "| 2 machines with a simulated NPU each, 2 pipeline stages | **no** | - | - | - | - |" in text
+    assert "- 2026-01-02, commit abc1234, 2 trials: all others." in text
