@@ -341,7 +341,7 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Hear SIGTERM in a command that cleans up after it; ranks of a launcher keep its default effect."""
+    """Handle SIGTERM in a command that then cleans up; ranks that a launcher started keep the default."""
     if command in _HEAR_TERMINATION and "TORCHELASTIC_RUN_ID" not in os.environ:
         return interruption.termination_heard()
     return contextlib.nullcontext()

@@ -23,7 +23,7 @@ def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, 
         config: the keys of ``config.json``.
         usual: the default of ``sliding_window``; 0: none.
         switch: whether ``use_sliding_window`` enables windows.
-        which: which layers have a window without ``layer_types``.
+        which: which layers have a window if ``layer_types`` is absent.
 
     Raises:
         UsageError: keys contradict each other.

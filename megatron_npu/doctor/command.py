@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         ),
     )
     cluster.add_argument(
-        "--folder", metavar="DIR", help="with --cluster: folder that all machines should share, to be checked"
+        "--folder", metavar="DIR", help="with --cluster: check that all machines share this folder"
     )
     cluster.add_argument(
         "--out", metavar="DIR", help="with --cluster: folder for passed.txt, failed.txt and cluster.json"

@@ -55,7 +55,7 @@ class Calibration:
             found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             told = f"--bench {path}: {error!r:.200}"
-            raise UsageError(told, "a JSON file of `bench --suite 3d`", _REMEDY) from None
+            raise UsageError(told, "a JSON file written by `bench --suite 3d`", _REMEDY) from None
         if not found:
             raise UsageError(f"--bench {path}: none of its rows has a time", "measured rows", _REMEDY)
         source = f"{path.name}, {table.get('hardware') or device}"

@@ -123,7 +123,7 @@ def _require_executable(recipe: Recipe, folder: int) -> None:
 
 
 def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None, str]:
-    """Return the library; or None and the reason: it is missing, truncated, or not for this machine."""
+    """Return the library, or None and the reason: it is missing, truncated or built for another machine."""
     path = recipe.folder / name
     descriptor = user_cache.opened_file(folder, path, recipe.remedy(f"Remove {path}"))
     if descriptor is None:

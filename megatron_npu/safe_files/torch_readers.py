@@ -73,10 +73,10 @@ class _MetadataUnpickler(DataUnpickler):
     """An unpickler that builds only what torch writes into ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a listed type.
+        """Return a type that ``_OF_METADATA`` allows.
 
         Raises:
-            UsageError: the type is not listed.
+            UsageError: the type is not allowed.
         """
         if name in _OF_METADATA.get(module, "").split():
             return getattr(importlib.import_module(module), name)

@@ -121,8 +121,8 @@ def set_jit_fusion_options() -> None:
 
 
 def load_no_kernels(args: Any) -> None:
-    """Replace ``fused_kernels.load``, which compiles CUDA kernels inside the checkout; do nothing."""
+    """Do nothing, in place of ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
 
 
 def compile_no_helpers() -> None:
-    """Replace the function that compiles the dataset helpers inside the checkout; do nothing."""
+    """Do nothing, in place of the function that compiles the dataset helpers inside the checkout."""

@@ -33,7 +33,7 @@ def add_tokenizer(
     add(
         "--tokenizer-model",
         metavar="DIR",
-        help="folder or file that holds the tokenizer.json of a HuggingFaceTokenizer",
+        help="the tokenizer.json of a HuggingFaceTokenizer, or the folder that contains it",
     )
 
 

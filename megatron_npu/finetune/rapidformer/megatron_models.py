@@ -308,7 +308,7 @@ class _Counts:
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, which megatron-core averages over micro-batches and ranks, and the log values, [2]."""
+    """Return the loss, which megatron-core averages over micro-batches and ranks, and ``[loss, 1]``."""
     log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 

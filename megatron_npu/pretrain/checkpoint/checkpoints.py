@@ -301,7 +301,7 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
 
 
 def _of_all_ranks(keys: set[str]) -> set[str]:
-    """Return the keys of all ranks, because pipeline stages have different ones."""
+    """Return the union of all ranks' keys: pipeline stages have different ones."""
     parts: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(parts, keys)
     return set().union(*parts)

@@ -31,7 +31,9 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 
 
 def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) -> None:
-    """Restore the groups' settings from the flags; those of the schedule only if the flags' schedule is used.
+    """Restore the settings of the parameter groups from the flags.
+
+    Those of the schedule stay the checkpoint's with --use-checkpoint-opt-param-scheduler.
 
     Args:
         flags: the flags.

@@ -340,7 +340,11 @@ def _recomputation(add: Add) -> None:
         help="how full recomputation selects layers; uniform: all layers, in groups of "
         "--recompute-num-layers; block: the first --recompute-num-layers of each stage",
     )
-    add("--recompute-num-layers", type=positive, help="number of layers for --recompute-method")
+    add(
+        "--recompute-num-layers",
+        type=positive,
+        help="layers per group (uniform) or recomputed layers per stage (block); see --recompute-method",
+    )
     add(
         "--recompute-modules",
         nargs="*",

@@ -35,7 +35,7 @@ class Saving:
         self._writers = AsyncSaves(plan.stored, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
-        """Write the checkpoint of a position, or with --async-save start writing it. Collective.
+        """Save a checkpoint at this position, or start saving it if --async-save is given. Collective.
 
         Raises:
             UnsavedError: this checkpoint or the previous one could not be written.

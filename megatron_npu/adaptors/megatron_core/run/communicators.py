@@ -31,14 +31,14 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "streams",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options for a group if any are given; None on other devices.
+    """Return torch_npu's options for a group; None if there are none, or on other devices.
 
     Args:
         pg_name: upstream's short name for the group, such as ``tp``.
         nccl_comm_cfgs: name -> options, from the file given by ``--nccl-communicator-config-path``.
 
     Raises:
-        UsageError: neither HCCL nor NCCL has an option, or HCCL does not accept a value.
+        UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
         FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
     """
     given = nccl_comm_cfgs.get(pg_name) or {}
@@ -79,7 +79,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     """Return the group's options that HCCL supports; log those that only NCCL supports.
 
     Raises:
-        UsageError: neither HCCL nor NCCL has an option, or HCCL does not accept a value.
+        UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
         FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
     """
     for name, value in given.items():

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to value ``begin``, a multiple of a block, in a column of the address table."""
+    """Return the pointer to element ``begin``, a multiple of the block size, of an array in the table."""
     pointer = tl.load(table + owner * 5 + column).to(tl.pointer_type(KIND)) + begin
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

@@ -211,7 +211,7 @@ def _copy(parameter: Tensor, part: Tensor, name: str, path: Path) -> None:
     if part.shape != parameter.shape:
         raise UsageError(
             f"{path}: {name} has the shape {list(part.shape)}",
-            f"{list(parameter.shape)}, as its arguments say",
+            f"{list(parameter.shape)}, the shape that the checkpoint's arguments imply",
             "Load another checkpoint.",
         )
     rows, where = row_shards.rows_of_rank(parameter)
