@@ -37,8 +37,8 @@ on one and two CPU ranks, and every eleventh combination on simulated NPUs; all 
 
 `train` (Transformers models and your own) and `pretrain` (Megatron's models) take the same switches. At
 most one of the four `--…-memory-optimization` flags can be given; all other switches can be combined.
-`--onnx-runtime-training`, the document's name for graphs, means `--graph-optimization` on a CPU and CUDA. On
-an NPU, whose fast kernels are in this project's operations, it means `--fused-ops`; for Megatron's models,
+`--onnx-runtime-training`, PAI-Rapidformer's name for graphs, means `--graph-optimization` on a CPU and CUDA.
+On an NPU, whose fast kernels are in this project's operations, it means `--fused-ops`; for Megatron's models,
 which always use these operations, it has no effect, and a log line says so.
 """
 

@@ -58,7 +58,7 @@ class Variable:
         VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the effective value as a string, checked by ``value``."""
+        """Return the effective value as a string, after ``value`` has validated it."""
         self.value()
         return self._text()
 

@@ -40,7 +40,7 @@ def require_as_downloaded(folder: Path) -> int:
         if _sha256(file) != digest:
             raise UsageError(
                 f"{file} is damaged: its SHA-256 differs from the hub's",
-                f"the downloaded file ({digest[:16]}…)",
+                f"SHA-256 {digest[:16]}…",
                 "Remove it and download it again.",
             )
     return known

@@ -22,7 +22,7 @@ class Setting:
         ranks: number of processes, one per device.
         micro_batch_size, global_batch_size: samples per forward pass of a rank, and per step of all ranks.
         steps, repeat: number of steps that are timed together, and number of repetitions.
-        mixed_precision: the dtype of "mixed", ``bf16`` or ``fp16``.
+        mixed_precision: the dtype of the mixed-precision rows, ``bf16`` or ``fp16``.
         seed: random seed for weights, tokens and dropout.
         memory_limit: maximum bytes per rank; None: the device's memory.
     """

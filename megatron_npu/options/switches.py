@@ -15,6 +15,11 @@ from megatron_npu.base.arg_parser import whole
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
 GRAPH, DOCUMENTED_GRAPH = "--graph-optimization", "--onnx-runtime-training"  # ours, and the document's
 FULLY = ("zero-2", "zero-3", "fsdp")  # those that shard more than the optimizer's states
+_SHARDED = (  # by stage of ZeRO
+    "optimizer states",
+    "optimizer states and gradients",
+    "optimizer states, gradients and parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,14 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         const="bf16",
         help="compute in 16 bits with fp32 main weights; without a value: bf16",
     )
-    for stage, what in enumerate(("optimizer states", "gradients too", "parameters too"), 1):
+    for stage, what in enumerate(_SHARDED, 1):
         share_out(
             f"--zero-{stage}-memory-optimization",
             action="store_const",
             const=f"zero-{stage}",
             dest="sharding",
             default="none",
-            help=f"shard over the data-parallel ranks: {what}",
+            help=f"shard {what} over the data-parallel ranks",
         )
     share_out(
         "--fsdp-memory-optimization",

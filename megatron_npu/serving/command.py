@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
         help="address to listen on; any other than the loopback address opens the server to the network",
     )
     add("--port", type=_port, default=8000, help="port to listen on; 0: any free port")
-    add("--model-name", metavar="NAME", help="name of the model in the API (default: the name of --load)")
+    add(
+        "--model-name",
+        metavar="NAME",
+        help="name of the model in the API (default: the name of the --load folder)",
+    )
     add(
         "--max-queue",
         type=positive,

@@ -40,7 +40,7 @@ def require_open_files(ranks: int) -> None:
             "Raise the limit before the run starts: ulimit -n, limits.conf, docker run --ulimit "
             "nofile=65536.",
         )
-    logger.info("raised the limit of open files to %d; it was %d", used + more, soft)
+    logger.info("raised the open-file limit from %d to %d", soft, used + more)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
 
 

@@ -32,8 +32,8 @@ class Sentences:
             model = punkt.PunktTokenizer(self.language)
         except (LookupError, ValueError) as error:
             raise UsageError(
-                f"--split-sentences --lang {self.language}: nltk has no sentence model for this "
-                "language here",
+                f"--split-sentences --lang {self.language}: nltk has no sentence model "
+                "installed for this language",
                 "a language in nltk's punkt_tab data, such as english",
                 "Download the data: python -m nltk.downloader punkt_tab (set NLTK_DATA to its "
                 "folder if needed).",

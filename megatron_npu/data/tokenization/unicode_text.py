@@ -18,7 +18,7 @@ def require(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"a text with {text[error.start]!a} as character {error.start + 1}, which is not UTF-8",
+            f"a text that is not UTF-8: character {error.start + 1} is {text[error.start]!a}",
             "text in UTF-8",
-            "Write it again in an editor or terminal that uses UTF-8.",
+            "Enter it again in an editor or terminal that uses UTF-8.",
         ) from error

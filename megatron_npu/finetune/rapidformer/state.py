@@ -20,10 +20,10 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as the document's scripts read them; values that a script sets apply to the run too.
+    """The flags as PAI-Rapidformer's scripts see them; values that a script sets apply to the run too.
 
-    ``load`` is the value that scripts pass to ``from_pretrained``: the model's name, or else the folder of
-    ``--load``, which is also ``load_from``.
+    ``load`` is the value that scripts pass to ``from_pretrained``: the model's name if given, otherwise the
+    folder of ``--load``. ``load_from`` is always that folder.
 
     Args:
         flags: the run's flags (``arguments.parse``).

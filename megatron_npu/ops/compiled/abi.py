@@ -116,7 +116,10 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Values ``[n, m]``, changed in place; the other tensors ``[n]``, fp32."""
+    """Replace values with ``exp(values - reference)``, and add their row sums to ``sums``.
+
+    Values ``[n, m]``; reference and sums ``[n]``, fp32.
+    """
     rows, width = _shape("values", values, 2)
     dtype = values.dtype
     _call(

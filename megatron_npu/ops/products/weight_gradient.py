@@ -82,7 +82,7 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     limits="sizes below 65,536",
 )
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Call the grouped matmul for experts with a single group: all rows belong to one weight."""
+    """Call the experts' grouped matmul with a single group: all rows belong to one weight."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):

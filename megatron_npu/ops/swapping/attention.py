@@ -137,7 +137,7 @@ def attend(
         others: other arguments that models pass: position biases, soft caps, sinks.
 
     Returns:
-        ``[b, sq, n, d]``, and None for the weights, which are never all in memory.
+        ``[b, sq, n, d]``, and None instead of the attention weights, which are never materialized.
     """
     further = {"dropout": dropout, "scaling": scaling, **others}
     if torch.compiler.is_compiling():

@@ -160,6 +160,6 @@ def _require_same(saved: Any, wanted: Any, folder: Path) -> None:
         where = "the checkpoint" if differing[0] in saved else "the model"
         raise UsageError(
             f"{folder}: {differing[0]} is only in {where}",
-            "the weights of the model that its arguments describe",
-            "Load a checkpoint of this kind of model.",
+            "the same weights in both",
+            "Load a checkpoint of a model with the same architecture.",
         )

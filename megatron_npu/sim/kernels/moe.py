@@ -256,7 +256,7 @@ def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return fp32 ``rows[positions]``, with zeros for positions that are not rows."""
+    """Return ``rows[positions]`` in fp32, with zeros for positions that are out of range."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < rows.size(0))
     gathered = torch.zeros(len(positions), rows.size(1), dtype=torch.float32)

@@ -66,10 +66,10 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
 
 @contextlib.contextmanager
 def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
-    """Start a script's asynchronous save in the block, with the steps that finish it later.
+    """Set the steps that later finish a script's asynchronous save, which is started within the block.
 
     Args:
-        verifies: whether to write checksums that ``write_checksums`` does not write.
+        verifies: whether to write the checksums here, because ``write_checksums`` does not.
         retain: upstream's ``--save-retain-interval``.
     """
     with of_scripts.beginning(root, place) as save:

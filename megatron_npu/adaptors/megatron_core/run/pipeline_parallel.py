@@ -32,7 +32,7 @@ def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
         raise UsageError(
             "an interleaved pipeline with 2 stages and batch_p2p_comm=True",
-            "overlap_p2p_comm=True and batch_p2p_comm=False, which are correct",
+            "overlap_p2p_comm=True and batch_p2p_comm=False: batched sends swap the two chunks' activations",
             "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
         )
     return original(*args, **kwargs)

@@ -64,12 +64,12 @@ def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gelu_impl(x: Tensor) -> Tensor:
-    """Return ``gelu(x)``, tanh form (Hendrycks and Gimpel 2016), ``[...]``."""
+    """Return ``gelu(x)`` in the tanh form (Hendrycks and Gimpel 2016)."""
     return activation.bias_gelu(x)
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """Return ``gelu(x)``, exact form, ``[...]``; upstream rounds the square root of 2 to five decimals."""
+    """Return ``gelu(x)`` in the exact form; upstream rounds the square root of 2 to five decimals."""
     return activation.gelu(x)
 
 

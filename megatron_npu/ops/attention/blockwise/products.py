@@ -43,7 +43,7 @@ def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
 
 
 def is_ours(dtype: torch.dtype) -> bool:
-    """Return whether our kernel multiplies operands of this dtype, with sums in fp32."""
+    """Return whether our kernel multiplies operands of this dtype, accumulating in fp32."""
     return dtype is torch.bfloat16 and products.has_kernel()
 
 

@@ -21,7 +21,7 @@ def check(args: Namespace) -> None:
     else:
         yarn = args.position_embedding_type == "yarn"  # which has the same scale
         add = latent_flags.add_attention if yarn else latent_flags.add
-        nothing_without("--multi-latent-attention", add, args, "both flags", "Add that flag.")
+        nothing_without("--multi-latent-attention", add, args, "both flags", "Add --multi-latent-attention.")
     if args.mtp_num_layers is not None:
         _prediction(args)
 

@@ -50,7 +50,9 @@ def windows(args: Namespace) -> None:
     if skipped is None:
         return
     if AttentionFlags.from_args(args).window == (None, None):
-        raise UsageError("--window-attn-skip-freq without --pre-tockens", "both flags", "Add that flag.")
+        raise UsageError(
+            "--window-attn-skip-freq without --pre-tockens", "both flags", "Add --pre-tockens N."
+        )
     if args.mtp_num_layers is not None:
         raise UsageError(
             "--window-attn-skip-freq with --mtp-num-layers",

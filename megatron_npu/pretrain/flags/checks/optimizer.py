@@ -20,7 +20,7 @@ def check(args: Namespace) -> None:
     if args.optimizer == "muon":
         _muon(args)
     else:
-        nothing_without("--optimizer muon", muon_flags.add, args, "both flags", "Add that flag.")
+        nothing_without("--optimizer muon", muon_flags.add, args, "both flags", "Add --optimizer muon.")
     _narrow(args)
     memory_flags.check_swap_optimizer(args)
     _learning_rate(args)
@@ -77,7 +77,7 @@ def _refuse_types_alone(args: Namespace) -> None:
             raise UsageError(
                 f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
                 "both flags",
-                "Add that flag.",
+                "Add --use-precision-aware-optimizer.",
             )
 
 

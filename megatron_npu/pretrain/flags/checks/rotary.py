@@ -23,9 +23,11 @@ def check(args: Namespace) -> None:
         _yarn(args)
     else:
         yarn = "--position-embedding-type yarn"
-        nothing_without(yarn, rotary_flags.add_yarn, args, "both flags", "Add that flag.")
+        nothing_without(yarn, rotary_flags.add_yarn, args, "both flags", f"Add {yarn}.")
     if not args.use_rope_scaling:
-        nothing_without("--use-rope-scaling", rotary_flags.add_scaling, args, "both flags", "Add that flag.")
+        nothing_without(
+            "--use-rope-scaling", rotary_flags.add_scaling, args, "both flags", "Add --use-rope-scaling."
+        )
     _scaled(args)
 
 
