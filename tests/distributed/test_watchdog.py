@@ -202,7 +202,7 @@ def test_too_few_open_files_are_raised_or_refused() -> None:
         assert used + 96 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 106
         watchdog.require_open_files(2)
         assert used + 100 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < used + 110
-        with pytest.raises(UsageError, match=rf"a limit of {hard} open files .* {100 + 2 * hard} more"):
+        with pytest.raises(UsageError, match=rf"limit is {hard} open files .* {100 + 2 * hard} more"):
             watchdog.require_open_files(hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -51,10 +51,10 @@ def test_a_tracker_that_is_none(text: str, saved: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there(saved: Path) -> None:
-    with pytest.raises(UsageError, match="the checkpoint .*iter_0000007 does not exist"):
+    with pytest.raises(UsageError, match=r"the checkpoint .*iter_0000007 does not exist"):
         load(saved.parent, step=7)
     (saved.parent / of_scripts.TRACKER).write_text("77")
-    with pytest.raises(UsageError, match="the checkpoint .*iter_0000077 does not exist"):
+    with pytest.raises(UsageError, match=r"the checkpoint .*iter_0000077 does not exist"):
         load(saved.parent)
     assert load(saved.parent, step=4) == "read"
 
