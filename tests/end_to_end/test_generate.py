@@ -122,7 +122,7 @@ def test_a_conversation_goes_on_after_prompts_that_do_not_fit(run, monkeypatch):
     answers = printed.split(conversation.QUESTION)[1:]
     text = run("--prompt", "1 2", "--greedy", "--num-tokens", 5)
     assert answers[0] == answers[5] == text
-    assert "an empty prompt" in answers[1]
+    assert "the prompt is empty" in answers[1]
     assert "without a prompt" in answers[1]
     assert "expected numbers" in answers[2]
     assert "expected numbers" in answers[3]

@@ -161,7 +161,7 @@ def test_data_that_make_no_pairs_are_refused(folder, run, tmp_path):
     args = run(flags_for(folder))
     with pytest.raises(UsageError, match="--split-sentences"):
         pairs(folder, args, data_prefix=str(tmp_path / "single"))
-    with pytest.raises(UsageError, match="leaves no document of the 40"):
+    with pytest.raises(UsageError, match="leaves none of the 40 documents"):
         pairs(folder, args, splits_string="999,1")
     pairs(folder, args, data_impl="lazy")  # the files tell which format it is
     args.vocab_file = str(tmp_path / "small.txt")

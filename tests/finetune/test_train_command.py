@@ -108,7 +108,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW}", "neither --epochs nor --train-iters"),
         (
             f"{FEW.replace('causal_lm', 'pretraining')} --train-iters 3",
-            "--epochs 1 with --task pretraining; expected --train-iters N instead",
+            "--epochs 1 with --task pretraining; expected --train-iters N",
         ),
         ("--user-script nowhere.py", "nowhere.py: no such file"),
         (r"--task sequence_classification \  ", "a backslash is followed by a space or a comment"),
@@ -144,7 +144,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW} --train-iters 1 --tensorboard-dir /proc/board", "/proc cannot be written ("),
         (f"--user-script {SLOW} --train-iters 1 --save ''", "--save with an empty value; expected a value"),
         (f"--user-script {SLOW} --train-iters 1 --nproc-per-node 100000", "--nproc-per-node 100000 needs 2"),
-        (f"--user-script {SLOW} --train-iters 1 --adam-eps 0", "--adam-eps 0; expected a number above 0"),
+        (f"--user-script {SLOW} --train-iters 1 --adam-eps 0", "--adam-eps 0; expected a positive number"),
         (
             f"{FEW} --columns text=a text=b",
             "--columns text=a text=b; expected only one column for the role text",
@@ -237,7 +237,7 @@ END = "\nMine(RapidformerEngine()).train()\n"
         (
             "model(batch).mean()",
             "model(batch)",
-            "run_forward_step returned a tensor [8, 1]; expected the loss as",
+            "run_forward_step returned a tensor of shape [8, 1]; expected the loss as",
         ),
         (
             "model(batch).mean()",
@@ -315,7 +315,11 @@ END = "\nMine(RapidformerEngine()).train()\n"
             "[None] * 8",
             "the samples cannot be collated into a batch: default_collate: batch must cont",
         ),
-        ("Linear(2, 1), None", "ReLU(), None", "the model has no weights to train; expected a parameter"),
+        (
+            "Linear(2, 1), None",
+            "ReLU(), None",
+            "the model has no weights to train; expected at least one parameter",
+        ),
         (
             "None, None\n    def run",
             "lambda p: None, None\n    def run",

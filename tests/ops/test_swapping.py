@@ -504,7 +504,7 @@ def test_what_stays_is_named_with_the_reason():
         ("look_alike", "something other than RMS norm"),
         ("extra_key", "extra keys"),
         ("quick", "neither form of GELU"),
-        ("smoothing", "smooths labels"),
+        ("smoothing", "label smoothing"),
         ("taken", "replaced already"),
     ):
         assert reason in ledger[name].why_not

@@ -60,7 +60,7 @@ def test_micro_batches_beyond_a_full_pipeline_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("command", "given"),
-    [([], "no command"), (["serve", "x.py"], "serve"), (["nowhere.py"], "no script nowhere.py")],
+    [([], "no command"), (["serve", "x.py"], "serve"), (["nowhere.py"], "script nowhere.py does not exist")],
     ids=["nothing", "serve", "no-script"],
 )
 def test_what_cannot_be_planned_is_refused(command: list[str], given: str) -> None:

@@ -106,7 +106,9 @@ def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Pat
     if importlib.util.find_spec("transformer_engine"):
         pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")
     script = script_in(tree, "tools/checkpoint/convert.py")
-    with pytest.raises(UsageError, match=r"without TransformerEngine; .*`megatron-npu convert`"):
+    with pytest.raises(
+        UsageError, match=r"TransformerEngine, which is not installed; .*`megatron-npu convert`"
+    ):
         run.main([str(script)])
     stock_tools.refuse(script_in(tree, "tools/checkpoint/other.py"))
     (tree / "megatron/core/package_info.py").unlink()  # 285068c8 has no such tool, and no such package
@@ -125,7 +127,7 @@ def test_a_script_that_runs_code_of_files_is_refused_unless_they_are_trusted(
     tree: Path, name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = script_in(tree, name)
-    with pytest.raises(UsageError, match=r" runs .*; .*MEGATRON_NPU_TRUST_FILES=1"):
+    with pytest.raises(UsageError, match=r" executes .*; .*MEGATRON_NPU_TRUST_FILES=1"):
         run.main([str(script), *arguments])
     monkeypatch.setenv("MEGATRON_NPU_TRUST_FILES", "1")
     stock_tools.refuse(script, arguments)

@@ -126,7 +126,7 @@ def test_static_commands(bare, reports: dict[str, Any]) -> None:
     ("line", "told"),
     [
         ("pretrain --num-layers 2", "megatron-npu pretrain: error: the package torch is not installed; "),
-        ("ledger", "megatron-npu ledger: error: no Megatron on the Python path; "),
+        ("ledger", "megatron-npu ledger: error: there is no Megatron on the Python path; "),
         ("preprocess --input x", "is not installed; expected a package that megatron_npu declares. "),
     ],
 )

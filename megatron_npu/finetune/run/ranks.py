@@ -62,8 +62,7 @@ def from_environment(name: str, default: int, *, least: int = 0, most: int | Non
     if not text:
         return default
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-        upward = "on" if most is None else f"to {most}"
-        raise UsageError(
-            f"{name}={text}", f"an integer from {least} {upward}", f"Correct it, or unset {name}."
-        )
+        open_ended = "a positive integer" if least else "a non-negative integer"
+        expected = open_ended if most is None else f"an integer from {least} to {most}"
+        raise UsageError(f"{name}={text}", expected, f"Correct it, or unset {name}.")
     return int(text)

@@ -115,11 +115,8 @@ class Trainer:
         self._data = self.guard.batches(self._source)
 
     def close(self) -> None:
-        """End the processes that read training data.
-
-        Python's cycle collector would first end the threads that tell them to stop, and then wait 5 s for
-        each process.
-        """
+        """End the processes that read training data."""
+        # Python's collector ends the threads that tell them to stop first, and waits 5 s for each process
         for each in self._source or ():
             if isinstance(each, Generator):
                 each.close()
@@ -284,9 +281,7 @@ class Trainer:
         return torch.stack(outputs).sum(0) if outputs else self.no_loss
 
     def _check_gradient(self, norm: float | None) -> None:
-        """End the run if the gradient norm is NaN or infinite; fp16 skips such an update and lowers its
-        scale.
-        """
+        """End the run if the gradient norm is not finite; fp16 skips such an update and lowers its scale."""
         if norm is not None and not math.isfinite(norm):
             self._diverged(f"the gradient norm is {norm} at iteration {self.position.iteration + 1}")
 

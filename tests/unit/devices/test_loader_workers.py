@@ -115,7 +115,7 @@ def test_a_worker_that_is_killed_is_named_and_leaves_nothing(temporary: Path) ->
     os.kill(worker, signal.SIGKILL)
     while not any(str(worker) in death for death in loader_workers._noted):
         time.sleep(0.01)  # its signal comes in any line, and ends none
-    with pytest.raises(LoaderWorkerError, match=rf"^DataLoader worker .*\b{worker}\b.*Killed\. Was") as told:
+    with pytest.raises(LoaderWorkerError, match=rf"^DataLoader worker .*\b{worker}\b.*Killed\. Did") as told:
         next(loader)
     assert "\n" not in str(told.value)
     assert "--num-workers" in str(told.value)

@@ -126,7 +126,12 @@ def test_mode_and_random_numbers_are_left_as_they_were(sampler, gpt, training):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "an empty prompt"), ([1, VOCABULARY], "from 0 to 49"), ([-1], "from -1"), ([1] * 24, "24 tokens")],
+    [
+        ([], "the prompt is empty"),
+        ([1, VOCABULARY], "from 0 to 49"),
+        ([-1], "from -1"),
+        ([1] * 24, "24 tokens"),
+    ],
 )
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_drawn(sampler, prompt, message):
     with pytest.raises(UsageError, match=message):
