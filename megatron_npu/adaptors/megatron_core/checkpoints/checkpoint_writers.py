@@ -1,6 +1,6 @@
 """Checkpoint writer processes: they end with the training, and their failure does not make it hang.
 
-Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
+Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
 
 from __future__ import annotations
