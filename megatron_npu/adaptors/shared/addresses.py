@@ -1,4 +1,4 @@
-"""Stock scripts' checkpoints in object storage, as far as upstream's writers support it: ``msc://``."""
+"""Support for stock scripts' checkpoints in object storage (``msc://``), if upstream can write them."""
 
 from __future__ import annotations
 

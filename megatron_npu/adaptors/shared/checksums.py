@@ -101,14 +101,14 @@ def under_way() -> Save | None:
 
 @contextlib.contextmanager
 def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
-    """Write checksums of what a script saves within the block, before the tracker names the checkpoint.
+    """Write checksums of the files that a script saves within the block, before the tracker names them.
 
-    A run that is killed in between leaves the tracker at the previous checkpoint, which is complete. All
-    ranks must call this.
+    If a run is killed during the save, the tracker still names the previous checkpoint, which is complete.
+    All ranks must call this.
 
     Args:
-        root: the folder of the checkpoints.
-        place: the folder of this one, in which the block leaves all its files.
+        root: the folder that contains the checkpoints.
+        place: the folder of this checkpoint, in which the block leaves all its files.
         verifies: whether to write checksums.
     """
     with beginning(root, place) as save:

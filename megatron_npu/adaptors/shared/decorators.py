@@ -53,7 +53,7 @@ def backports_not_wanted() -> str | None:
 
 
 def own_backports_not_wanted() -> str | None:
-    """Return the same for a fix that this project's own programs always apply."""
+    """Return the reason to skip a fix that this project's own programs always apply, or None."""
     return None if OURS.get() else backports_not_wanted()
 
 
@@ -63,5 +63,5 @@ def is_backport(patch: Patch) -> bool:
 
 
 def is_cured_in_own_programs(patch: Patch) -> bool:
-    """Return True if ``patch`` is such a fix and is applied in all of this project's own training runs."""
+    """Return True if ``patch`` fixes wrong numbers and is applied in this project's own training runs."""
     return patch.condition is own_backports_not_wanted

@@ -1,4 +1,4 @@
-"""16-bit training in older trees: conversions at the model's inputs and outputs, and the overflow flag."""
+"""Support for 16-bit training in older trees: conversions of inputs and outputs, and the overflow flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.arguments``: arguments that the pretraining scripts read but upstream omits."""
+"""Patches for ``megatron.arguments``: arguments that the pretraining scripts read but upstream omits."""
 
 from __future__ import annotations
 

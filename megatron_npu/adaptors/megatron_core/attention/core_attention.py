@@ -1,4 +1,4 @@
-"""``megatron.core.transformer.dot_product_attention``: the core attention of every local spec."""
+"""Patches for ``megatron.core.transformer.dot_product_attention``, the core attention of every local spec."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class _Sender:
 
 
 class _Counter:
-    """A counter that upstream's writer expects, and that is never waited for."""
+    """A counter that upstream's writer requires, but for which no process waits."""
 
     def get(self) -> None:
         """Do nothing; upstream would take one item."""
