@@ -1,7 +1,7 @@
-"""List the upstream bugs that this project fixes, from the adaptors' own records.
+"""Helpers for listing the upstream bugs that this project fixes, taken from the adaptors' own records.
 
 The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` print this list; the
-ledger lists the patches that fix them.
+ledger lists the patches that fix the bugs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class Bug:
     """An upstream bug that is fixed in one or more places.
 
     Attributes:
-        effect: what goes wrong.
-        until: the version that has the fix.
-        targets: ``module:Qual.name`` of the functions that are fixed.
-        versions: PEP 440 specifiers of the versions that have the bug; an empty one means all.
-        devices: the devices on which it occurs.
+        effect: the wrong behavior that the bug causes.
+        until: the upstream version that contains the fix.
+        targets: the functions that are fixed, in the form ``module:Qual.name``.
+        versions: PEP 440 specifiers of the versions that have the bug; an empty specifier means all versions.
+        devices: the devices on which the bug occurs.
         wrong_numbers: whether the fix changes losses, gradients or their logged values. Such a fix is applied
-            only with ``MEGATRON_NPU_BACKPORT=1``; all others are always applied.
-        cured_in_own_programs: whether this project's own training commands have the fix without that setting.
+            only with ``MEGATRON_NPU_BACKPORT=1``; all other fixes are always applied.
+        cured_in_own_programs: whether this project's own training commands apply the fix without that
+            setting.
     """
 
     effect: str
@@ -39,12 +40,12 @@ class Bug:
     cured_in_own_programs: bool = False
 
     def is_in(self, version: str) -> bool:
-        """Return whether ``version`` has the bug."""
+        """Return True if ``version`` has the bug."""
         return any(admits(versions, version) for versions in self.versions)
 
 
 def bugs(upstream: str) -> list[Bug]:
-    """Return the known bugs of ``upstream``; those that give wrong numbers come first.
+    """Return the known bugs of ``upstream``, with the bugs that give wrong numbers first.
 
     Raises:
         ModuleNotFoundError: there are no adaptors for that upstream.

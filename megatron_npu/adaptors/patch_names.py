@@ -66,11 +66,11 @@ _SOME = 5  # close names that an error lists
 
 
 def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
-    """Return a line that says how many of the guide's functions are replaced here and how many only watched.
+    """Return a line that states how many of the guide's functions are replaced and how many are only watched.
 
     Args:
         patches: patches from the ledger.
-        name: the device; patches for other devices are not counted.
+        name: the name of the device; patches for other devices are not counted.
 
     Returns:
         An empty string if the patches do not cover all of the guide's functions.
@@ -92,8 +92,9 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
 def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
     """Return the patches that match any of the names, in their order, or all patches if no name is given.
 
-    A name is a file of the guide, with or without ``.py``; a part of a target, with dots or a colon, and with
-    the guide's ``_init_`` for ``__init__``; or a part of the path of one of our files.
+    A name is one of the following: a file of the guide, with or without ``.py``; a part of a target, with
+    dots or a colon, where the guide's ``_init_`` may stand for ``__init__``; or a part of the path of one of
+    our files.
 
     Raises:
         UsageError: a name matches no patch.

@@ -1,1 +1,1 @@
-"""Adaptors for the two Megatron-DeepSpeed trees: one folder each, and shared parts."""
+"""Adaptors for the two Megatron-DeepSpeed trees: one folder for each tree, and shared code."""

@@ -1,4 +1,4 @@
-"""Run DeepSpeed's engine for ``--deepspeed`` with a current DeepSpeed."""
+"""Support for ``--deepspeed``: run DeepSpeed's engine with a current version of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, mpu: str) -> None:
-    """Record patches for the way a Megatron-DeepSpeed builds its engine.
+    """Record patches for the code with which a Megatron-DeepSpeed tree builds its engine.
 
     Args:
         recorder: the checkout's recorder.
-        mpu: name of the module that provides ranks and groups.
+        mpu: the name of the module that provides ranks and groups.
     """
 
     @recorder.around(
@@ -31,7 +31,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "weights steps from others",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``deepspeed.initialize`` without the configuration file's name, and fix the engine."""
+        """Call ``deepspeed.initialize`` without the name of the configuration file, and fix the engine."""
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
 
@@ -56,7 +56,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
 
 
 def refuse_other_models(args: Any, pipeline: bool) -> None:
-    """Reject a model that upstream's training loop cannot step.
+    """Reject a model for which upstream's training loop cannot run a step.
 
     Args:
         args: upstream's arguments, with ``--deepspeed``.
@@ -77,25 +77,26 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
 
 
 def show_loss_scale(optimizer: Any) -> None:
-    """Set ``cur_scale``, from which upstream's training loop reads the loss scale.
+    """Set ``cur_scale``, the attribute from which upstream's training loop reads the loss scale.
 
-    DeepSpeed 0.19.8's fp16 optimizers without ZeRO keep it in ``loss_scale_config``.
+    Without ZeRO, the fp16 optimizers of DeepSpeed 0.19.8 keep the loss scale in ``loss_scale_config``.
 
     Args:
-        optimizer: the optimizer of DeepSpeed's engine; None if the engine has none.
+        optimizer: the optimizer of DeepSpeed's engine; None if the engine has no optimizer.
     """
     if hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "cur_scale"):
         type(optimizer).cur_scale = property(lambda one: one.loss_scale_config.cur_scale)
 
 
 def time_backward_once(engine: Any) -> None:
-    """Make only the pipeline measure the time of this stage's backward pass.
+    """Let only the pipeline, and not the hook, measure the time of this stage's backward pass.
 
-    DeepSpeed 0.19.8 with ``"wall_clock_breakdown": true`` starts two timers when a stage's backward pass
+    With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
 
     Args:
-        engine: DeepSpeed's engine for any stage but the last, whose backward pass only the hook times.
+        engine: DeepSpeed's engine for any stage but the last. For the last stage, only the hook measures the
+            backward pass.
     """
     engine.engine_timers.backward_timers = []
     engine.engine_timers.backward_inner_timers = []
@@ -123,7 +124,7 @@ def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
 
 
 def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
-    """Return whether this process adds the parameter to the norm: exactly one of its replicas must."""
+    """Return True if this process counts the parameter in the norm; exactly one of its replicas must."""
     split = getattr(parameter, "tensor_model_parallel", False)
     of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
     return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)

@@ -1,4 +1,4 @@
-"""Fix the first step and the loss scale of DeepSpeed 0.19.8 in 16-bit training without ZeRO."""
+"""Fixes for the first step and the loss scale of DeepSpeed 0.19.8 in 16-bit training without ZeRO."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Call ``deepspeed.initialize`` and fix its engine to start and scale as it does with ZeRO.
+    """Call ``deepspeed.initialize``, and fix its engine so that it starts and scales as it does with ZeRO.
 
-    Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments:
-    weights decay once, and Adam's bias correction starts at step 2, which shrinks the first update to 0.74.
-    Its engine also divides fp16 gradients by a scale that no loss was multiplied by (its pull request 8393):
-    what remains of them is small compared with Adam's epsilon.
+    Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments. As a
+    result, the weights decay once, and Adam's bias correction starts at step 2, which shrinks the first
+    update by a factor of 0.74. The engine also divides fp16 gradients by a scale by which no loss was
+    multiplied (DeepSpeed's pull request 8393), and the resulting gradients are small compared with Adam's
+    epsilon.
 
     Args:
         deepspeed_initialize: DeepSpeed's function.
-        given: its arguments.
+        given: the arguments of that function.
 
     Returns:
-        What ``deepspeed.initialize`` returns.
+        The return value of ``deepspeed.initialize``.
     """
     replaced = Replaced()
     for module, name in _OPTIMIZERS.items():
@@ -44,10 +45,10 @@ def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any
 
 
 def multiply_the_loss(engine: Any) -> None:
-    """Make an engine's backward pass multiply the loss by the scale if DeepSpeed's own does not.
+    """Make an engine's backward pass multiply the loss by the loss scale if DeepSpeed's own does not.
 
     Args:
-        engine: DeepSpeed's engine; left unchanged if it does not train in fp16 or uses ZeRO.
+        engine: DeepSpeed's engine; it is left unchanged if it does not train in fp16 or if it uses ZeRO.
     """
     scale = getattr(engine.optimizer, "loss_scale_config", None)  # of no optimizer of ZeRO
     if scale is not None and scale.use_grad_scaling and engine.torch_autocast_z0_gradscaler is None:
@@ -55,13 +56,13 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make an engine that loads weights without an optimizer step from the loaded weights.
+    """Make an engine that loads weights without an optimizer step start from the loaded weights.
 
-    DeepSpeed 0.19.8 copies them to the optimizer's fp32 weights only with ``load_module_only``. Otherwise
-    the first step reverts to the weights that the model was built with.
+    DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
+    Otherwise, the first step reverts to the weights with which the model was built.
 
     Args:
-        engine: DeepSpeed's engine; left unchanged if it trains in fp32 or uses ZeRO.
+        engine: DeepSpeed's engine; it is left unchanged if it trains in fp32 or uses ZeRO.
     """
     if not hasattr(engine.optimizer, "loss_scale_config"):
         return
@@ -87,15 +88,15 @@ class LossTimesScale:
         self.optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` ``[]`` multiplied by the scale, in fp32."""
+        """Return ``loss`` ``[]`` multiplied by the loss scale, in fp32."""
         return loss.float() * self.optimizer.loss_scale_config.cur_scale
 
     def unscale_(self, optimizer: Any) -> None:
-        """Do nothing: the optimizer's ``step`` divides and clips."""
+        """Do nothing, because the optimizer's ``step`` unscales and clips the gradients."""
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer as usual."""
+        """Run the optimizer's step as usual."""
         optimizer.step()
 
     def update(self) -> None:
-        """Do nothing: the optimizer's ``step`` has adapted the scale."""
+        """Do nothing, because the optimizer's ``step`` has already updated the loss scale."""

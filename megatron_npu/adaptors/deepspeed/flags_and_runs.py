@@ -51,7 +51,7 @@ def connect_start(recorder: Recorder) -> None:
 
 
 def meet(original: Callable[..., None]) -> None:
-    """Set the rank of a process without a launcher, and remove stale locks of DeepSpeed's compilations."""
+    """Set the rank of a process that has no launcher, and remove stale locks of DeepSpeed's compilations."""
     rendezvous.provide_address()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -75,11 +75,11 @@ _REMEDY = (
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
     """Record patches that keep checkpoints private and checksummed, and load them without running code.
 
-    Checkpoints of DeepSpeed's engine are included.
+    This includes the checkpoints of DeepSpeed's engine.
 
     Args:
         recorder: the checkout's recorder.
-        enumerations: returns the modules of the enumerations that saved arguments refer to.
+        enumerations: a function that returns the modules of the enumerations to which saved arguments refer.
     """
     recorder.around("megatron.arguments:_add_checkpointing_args", why=of_scripts.WHY_VERIFY)(
         of_scripts.add_verify_flag
@@ -124,7 +124,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
 
 
 def _newest(given: argparse.Namespace, root: str) -> Path | None:
-    """Return the checkpoint to load, or None if the trackers name none."""
+    """Return the checkpoint to load, or None if no tracker names a checkpoint."""
     if not given.deepspeed:
         return of_scripts.to_load(root)
     # of DeepSpeed's ds_to_universal, beside the other
@@ -140,7 +140,7 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
 def save_privately(
     original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Save private files, and write their checksums before the tracker names them."""
+    """Save files that are private, and write their checksums before the tracker names the checkpoint."""
     from megatron import get_args
 
     given = get_args()
@@ -182,7 +182,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
 
     Args:
         recorder: the checkout's recorder.
-        refuse: raises a UsageError for options that cannot work.
+        refuse: a function that raises a UsageError for options that cannot work.
     """
 
     @recorder.around(
@@ -192,7 +192,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
         order=2,  # what this checkout is fixed of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments and reject those that would fail later."""
+        """Parse the arguments, and reject those that would cause an error later."""
         refuse_flags_of_other_trees(sys.argv[1:])
         parsed = original(*args, **kwargs)
         refuse(parsed)
@@ -231,12 +231,12 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
 
     Args:
         args: upstream's arguments, with ``--deepspeed``.
-        pipeline: whether the model is a pipeline, for which DeepSpeed supports only stages 0 and 1.
-        remedy: what to do about a higher stage.
+        pipeline: whether the model is a pipeline, for which DeepSpeed supports only ZeRO stages 0 and 1.
+        remedy: the advice to give if the ZeRO stage is higher.
 
     Raises:
-        UsageError: the configuration cannot be read, a pipeline does not support its ZeRO stage, or it asks
-            for fp16 on a CPU.
+        UsageError: the configuration cannot be read, it sets a ZeRO stage that a pipeline does not support,
+            or it enables fp16 on a CPU.
     """
     config = read_configuration(args.deepspeed_config)
     stage = zero_stage(args, config)

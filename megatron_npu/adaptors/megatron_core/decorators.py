@@ -1,4 +1,4 @@
-"""The decorators of ``patching``, bound to this upstream."""
+"""Decorators of ``patching`` that are bound to this upstream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transformer_engine_present() -> str | None:
 
 
 def te_layers_present() -> str | None:
-    """Return why a patch for missing TransformerEngine layers is not needed.
+    """Return the reason why a patch for missing TransformerEngine layers is not needed.
 
     TransformerEngine is installed, or our layers are registered under its names.
     """
@@ -33,12 +33,12 @@ def te_layers_present() -> str | None:
 
 
 def te_layers_not_ours() -> str | None:
-    """Return why a patch for our layers under TransformerEngine's names is not needed."""
+    """Return the reason why a patch for our layers under TransformerEngine's names is not needed."""
     if standins.te_layers():
         return None
     return installed("transformer_engine") or NotAsked("MEGATRON_NPU_TE is not local")
 
 
 def fused_optimizer_present() -> str | None:
-    """Return why a patch for missing fused optimizers is not needed."""
+    """Return the reason why a patch for missing fused optimizers is not needed."""
     return transformer_engine_present() or installed("apex")

@@ -1,4 +1,4 @@
-"""``megatron.arguments``: flags that this package adds, and arguments of torch's current launchers."""
+"""Patches for ``megatron.arguments``: flags of this package, and arguments of torch's current launchers."""
 
 from __future__ import annotations
 

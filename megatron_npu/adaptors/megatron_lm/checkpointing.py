@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
+"""Patches for ``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
 
 from __future__ import annotations
 

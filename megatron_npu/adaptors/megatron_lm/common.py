@@ -1,4 +1,4 @@
-"""Connect what this upstream has in common with others, from ``shared``."""
+"""Record the patches from ``shared`` that this upstream has in common with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.model.distributed``: the DDP that keeps gradients in one buffer."""
+"""Patches for ``megatron.model.distributed``, the DDP that keeps gradients in one buffer."""
 
 from __future__ import annotations
 

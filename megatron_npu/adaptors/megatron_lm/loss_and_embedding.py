@@ -86,7 +86,7 @@ def post_language_model_processing(
 
 
 def _without_logits() -> bool:
-    """Return whether the output layer and the loss are fused: on a cpu always, because it is faster."""
+    """Return True if the output layer and the loss are fused: on a cpu always, because it is faster."""
     return _asks_for_linear() or devices.current().name == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""``megatron.model.fused_layer_norm``: layer norm without a CUDA extension."""
+"""Patches for ``megatron.model.fused_layer_norm``: layer norm without a CUDA extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.optimizer``: multi-tensor calls, and buffers that current torch can reinterpret."""
+"""Patches for ``megatron.optimizer``: multi-tensor calls, and buffers that current torch can reinterpret."""
 
 from __future__ import annotations
 

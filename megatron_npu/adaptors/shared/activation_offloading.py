@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` for Megatron versions without it: modules whose tensors move."""
+"""Support for ``--fine-grained-activation-offloading`` in Megatron versions that do not have it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def connect(recorder: Recorder) -> None:
-    """Record what an upstream's linear layer needs while hooks handle the tensors that autograd saves."""
+    """Record the patch that a linear layer needs while hooks handle the tensors that autograd saves."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
 
 
 def keep_weight(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
-    """Keep the parameter itself for the backward pass, bypassing the hooks."""
+    """Keep the parameter itself for the backward pass, so that it bypasses the hooks."""
     return original(ctx if _hooks(False) is None else _Keeping(ctx), *args)
 
 
 def with_kept_weight(original: Callable[..., Any], ctx: Any, *grads: Tensor) -> Any:
-    """Pass the kept weight to upstream's own backward."""
+    """Pass the kept weight to upstream's own backward function."""
     return original(_Keeping(ctx) if hasattr(ctx, _WEIGHT) else ctx, *grads)
 
 
@@ -53,10 +53,11 @@ _WEIGHT = "megatron_npu_weight"
 
 
 class _Keeping:
-    """A wrapper for an autograd context that saves an input and a weight, and keeps the weight object.
+    """A wrapper for an autograd context that saves an input and a weight, and keeps the weight object itself.
 
-    With hooks, autograd returns a new tensor for everything it has saved, even if they return what they were
-    given: a parameter would lose its attributes. A hook also cannot move a weight that it never sees.
+    With hooks, autograd returns a new tensor for everything that it has saved, even if the hooks return the
+    tensor that they were given, so a parameter would lose its attributes. In addition, a hook cannot move a
+    weight that is never passed to it.
     """
 
     def __init__(self, ctx: Any) -> None:
@@ -80,12 +81,12 @@ class _Keeping:
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:
-    """Offload what the modules of ``layers`` save, except in the last layer, whose backward runs next.
+    """Offload what the modules of ``layers`` save, except in the last layer, whose backward pass runs next.
 
     Args:
         layers: the layers of this pipeline stage or chunk.
-        modules: values of ``--offload-modules``.
-        smallest: minimum number of elements of a tensor that is moved.
+        modules: the values of ``--offload-modules``.
+        smallest: the minimum number of elements that a tensor must have to be moved.
 
     Raises:
         UsageError: a layer has no such module.

@@ -1,4 +1,4 @@
-"""Stock scripts' checkpoints in object storage, as far as upstream's writers support it: ``msc://``."""
+"""Support for stock scripts' checkpoints in object storage (``msc://``), if upstream can write them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOUNT = "Mount the storage, or save to a disk and copy complete checkpoints."
 
 
 def is_address(place: str | Path | None) -> bool:
-    """Return whether a path is an address in object storage, which must not be used as a folder."""
+    """Return True if a path is an address in object storage, which must not be used as a folder."""
     return "://" in str(place)
 
 
@@ -24,7 +24,7 @@ def require_supported(args: Any) -> None:
     """Check that upstream can read and write the addresses given as ``--save`` and ``--load``.
 
     Raises:
-        UsageError: upstream cannot, and would create a folder of that name.
+        UsageError: upstream does not support the address, and would create a folder with that name.
     """
     for flag in ("save", "load"):
         place = getattr(args, flag, None)

@@ -1,7 +1,7 @@
 """Checksums in the checkpoints of stock scripts, for all upstreams.
 
-They are written with each checkpoint, before the tracker names it, and verified while it is loaded.
-``--load-last-good`` skips damaged checkpoints.
+Checksums are written with each checkpoint, before the tracker names the checkpoint, and are verified while it
+is loaded. ``--load-last-good`` skips damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMEDY = (
 
 
 def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare our flag after upstream's own."""
+    """Add ``--load-last-good`` and the flags of ``add_verify_flag`` after upstream's own flags."""
     parser = add_verify_flag(original, parser)
     parser.add_argument(
         "--load-last-good",
@@ -42,7 +42,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Declare the flags that all trees get."""
+    """Add the checksum and saving flags that all trees have in common."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
@@ -55,7 +55,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
 
 
 def folder(root: str | Path, iteration: int, *, release: bool = False) -> Path:
-    """Return where the scripts save the checkpoint of an iteration, or of released weights."""
+    """Return the folder in which the scripts save the checkpoint of an iteration, or of released weights."""
     return Path(root) / (RELEASE if release else f"iter_{iteration:07d}")
 
 
@@ -68,12 +68,12 @@ def begin_save(place: Path) -> None:
 
 @dataclass
 class Save:
-    """A script's save in progress.
+    """A save by a script that is in progress.
 
     Attributes:
         tracker: the file that will name the checkpoint.
         partial: the tracker's temporary name until the checkpoint is complete.
-        afterwards: functions to call once the tracker has its final name.
+        afterwards: the functions to call once the tracker has its final name.
     """
 
     tracker: Path
@@ -81,7 +81,7 @@ class Save:
     afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def publish(self) -> bool:
-        """Rename the tracker if the script has written it; return whether it was renamed."""
+        """Rename the tracker if the script has written it, and return True if it was renamed."""
         if not self.partial.is_file():  # on rank 0 alone it is
             return False
         self.partial.replace(self.tracker)
@@ -92,20 +92,23 @@ _SAVE: ContextVar[Save | None] = ContextVar("tracks the save that is in progress
 
 
 def under_way() -> Save | None:
-    """Return the script's save in progress; for an asynchronous save only while it is being started."""
+    """Return the script's save in progress.
+
+    An asynchronous save is returned only while it is being started.
+    """
     return _SAVE.get()
 
 
 @contextlib.contextmanager
 def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
-    """Write checksums of what a script saves in the block, before the tracker names the checkpoint.
+    """Write checksums of the files that a script saves within the block, before the tracker names them.
 
-    A run that is killed in between leaves the tracker at the previous checkpoint, which is complete. All
-    ranks must call this.
+    If a run is killed during the save, the tracker still names the previous checkpoint, which is complete.
+    All ranks must call this.
 
     Args:
-        root: the folder of the checkpoints.
-        place: the folder of this one, in which the block leaves all its files.
+        root: the folder that contains the checkpoints.
+        place: the folder of this checkpoint, in which the block leaves all its files.
         verifies: whether to write checksums.
     """
     with beginning(root, place) as save:
@@ -124,7 +127,7 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beginning(root: str | Path, place: Path) -> Iterator[Save]:
-    """Let a script start to save in the block, where the tracker has a temporary name.
+    """Let a script start a save within the block, while the tracker has a temporary name.
 
     Yields the save, whose tracker may also be published after the block.
     """
@@ -141,7 +144,7 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
 
 
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-    """Return the tracker's path, or its temporary path during a save."""
+    """Return the tracker's path, or its temporary path while a save is in progress."""
     name, save = original(*args, **kwargs), under_way()
     return name if save is None else str(save.partial)
 
@@ -153,7 +156,7 @@ def named(tracker: str) -> str:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0."""
+    """Return True if this process is rank 0."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -161,36 +164,36 @@ def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractCo
     """Verify the files of a checkpoint while the block loads it. All ranks must call this.
 
     Args:
-        place: the checkpoint's folder; None: nothing is verified.
-        remedy: what to do if it is damaged.
+        place: the checkpoint's folder. If None, nothing is verified.
+        remedy: the advice to give if the checkpoint is damaged.
 
     Raises:
-        UsageError: a file is damaged; the error names it.
+        UsageError: a file is damaged; the error names the file.
     """
     return contextlib.nullcontext() if place is None else checksums.verifying(place, remedy)
 
 
 def require_same(root: str | Path, place: Path | None) -> None:
-    """Check that all ranks load the same checkpoint, or none. All ranks must call this.
+    """Check that all ranks load the same checkpoint, or that none loads one. All ranks must call this.
 
     Raises:
-        UsageError: the ranks' machines have different ones under ``root``.
+        UsageError: the machines of the ranks have different checkpoints under ``root``.
     """
     shared_folder.require_same("--load", root, place.name if place and place.is_dir() else None)
 
 
 def is_release(root: str | Path) -> bool:
-    """Return whether the tracker under ``root`` names released weights instead of an iteration."""
+    """Return True if the tracker under ``root`` names released weights instead of an iteration."""
     place = of_tracker(root)
     return place is not None and place.name == RELEASE
 
 
 def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
-    """Return the checkpoint that a script loads, or None; log newer ones.
+    """Return the checkpoint that a script loads, or None if it loads none; log any newer checkpoints.
 
     Args:
-        root: the folder of the checkpoints.
-        chosen: the iteration given by a flag; None: the one that the tracker names.
+        root: the folder that contains the checkpoints.
+        chosen: the iteration given by a flag. If None, the iteration that the tracker names is used.
     """
     if chosen:
         return folder(root, chosen)

@@ -1,4 +1,4 @@
-"""HCCL buffer sizes of process groups, and the log lines about them."""
+"""Helpers for choosing and logging the HCCL buffer sizes of process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ WHY = (
 
 
 def fit_group(group: ProcessGroup, name: str) -> None:
-    """Choose a group's buffer size from what the arguments imply for ``name``, unless its options set it."""
+    """Choose a group's buffer size from the message sizes that the arguments imply for ``name``.
+
+    If the options of the group set the buffer size, it is not changed.
+    """
     _fit(group, name, hccl_buffers.size_of_group(name))
 
 
@@ -39,7 +42,7 @@ def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
 
 
 def say_buffer(group: str, mebibytes: int | None) -> None:
-    """Log once how much device memory a group's communicator uses, and the default amount, in MiB."""
+    """Log once how much device memory a group's communicator uses and how much is the default, in MiB."""
     default = hccl_buffers.default()
     if mebibytes is not None and mebibytes != default:
         _say_once(group, mebibytes, default)

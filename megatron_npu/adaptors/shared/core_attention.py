@@ -1,4 +1,4 @@
-"""Code shared by the core attention of both Megatrons."""
+"""Code for core attention that is shared by both Megatrons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def forward(
 ) -> Tensor:
     """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
 
-    The layer's ``attention_flags`` hold the window and the layout; without them the flags' defaults apply.
+    The layer's ``attention_flags`` hold the window and the layout. If the layer has none, the default values
+    of the flags apply.
     """
     flags: AttentionFlags = getattr(self, "attention_flags", DEFAULTS)
     causal = self.attn_mask_type.name == "causal"
@@ -60,7 +61,7 @@ def forward(
 
 @contextlib.contextmanager
 def without_flash(*names: str) -> Iterator[bool]:
-    """Switch off upstream's flash-attention flags while a layer is built; yield whether one was on."""
+    """Switch off upstream's flash-attention flags while a layer is built, and yield whether one was on."""
     from megatron import get_args
 
     args = vars(get_args())
@@ -73,9 +74,9 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Give a ``ParallelAttention``'s core attention the window and layout that the flags set now.
+    """Give a ``ParallelAttention``'s core attention the window and layout that the flags currently set.
 
-    Cross-attention gets no window.
+    Cross-attention is given no window.
     """
     from megatron import get_args
 
@@ -84,14 +85,15 @@ def give_flags(layer: Any, core: Any) -> None:
 
 
 def scale_of(layer: Any) -> float:
-    """Return the factor of the scores, including that of --apply-query-key-layer-scaling."""
+    """Return the factor by which scores are multiplied, including that of --apply-query-key-layer-scaling."""
     return (layer.scale_mask_softmax.scale or 1.0) / layer.norm_factor
 
 
 def more_is_masked_than_the_future() -> bool:
-    """Return whether a causal layer's mask hides more than later keys.
+    """Return True if a causal layer's mask hides more than later keys.
 
-    It does with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder (padding).
+    This is the case with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder
+    (padding).
     """
     from megatron import get_args
 
@@ -105,8 +107,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, 
     """Return the attention output ``[sq, b, n, d]``, contiguous; keys and values are ``[sk, b, n, d]``.
 
     Args:
-        flags: the window, and the layout to call the operation with. Heads stay a separate dimension, since
-            SBH and SBND have the same memory layout.
+        flags: the window, and the layout with which to call the operation. Heads stay a separate dimension,
+            because SBH and SBND have the same memory layout.
         kwargs: additional arguments of ``ops.attention.attention``.
     """
     asked: dict[str, Any] = {"window": flags.window, "flags": flags, **kwargs}
@@ -127,7 +129,8 @@ def recomputed(
 ) -> Tensor:
     """Save only the memory of the three tensors in ``_checkpointed_attention_forward``.
 
-    A layer that also recomputes the up-projection frees the tensors itself, so they are left unchanged.
+    A layer that also recomputes the up-projection frees the tensors itself, so in that case they are left
+    unchanged.
     """
     if not getattr(self, "recompute_up_proj", False):
         query, key, value = out_of_larger_memory(query, key, value)
@@ -137,9 +140,9 @@ def recomputed(
 def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy each tensor whose storage is not fully used by the given tensors.
 
-    This is the case for values when queries and keys are rotated: rotated tensors are new, and the values
-    would keep the whole projection alive. Three tensors that fill the memory are not copied: copies would be
-    as large.
+    This applies to the values when queries and keys are rotated: the rotated tensors are new, and the values
+    would keep the memory of the whole projection allocated. If the three tensors fill the memory, they are
+    not copied, because the copies would be as large.
     """
     used: Counter[int] = Counter()
     for tensor in tensors:
@@ -152,10 +155,10 @@ def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which upstream applies dropout: heads are split, so each rank has its own masks.
+    """Return the context in which upstream applies dropout, so that each rank draws masks for its own heads.
 
-    If the ranks were not seeded (``model_parallel_cuda_manual_seed``) there is no such context, and masks are
-    drawn from the device's generator, as in the TransformerEngine attention that ours replaces.
+    If the ranks were not seeded (``model_parallel_cuda_manual_seed``), there is no such context, and masks
+    are drawn from the device's generator, as in the TransformerEngine attention that ours replaces.
 
     Args:
         sequence_parallel: whether the whole layer already runs in such a context.
@@ -169,7 +172,7 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
 
 
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return whether ``forward_fused_softmax`` and upstream's torch path agree for this call."""
+    """Return True if ``forward_fused_softmax`` and upstream's torch path agree for this call."""
     return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 

@@ -1,6 +1,6 @@
-"""``megatron.data`` of the older trees: index files built without a compiler and read without pickle.
+"""Patches for ``megatron.data`` of the older trees: index files that are built without a compiler.
 
-Dataset files are private to their user and group.
+Index files are read without pickle. Dataset files are private to their user and group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WHY_EMBEDDINGS = "upstream unpickles the embeddings of REALM's blocks, which exe
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
-    """Record all of these patches.
+    """Record all patches of this module.
 
     Args:
         recorder: the checkout's recorder.
         modules: the modules of ``megatron.data`` that read index files.
-        until: when the fixes may be removed.
+        until: the condition under which the fixes may be removed.
     """
     for module in modules:
         recorder.constant(

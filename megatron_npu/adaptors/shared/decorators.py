@@ -1,4 +1,4 @@
-"""Decorators with which the adaptors for every upstream record their patches."""
+"""Decorators with which the adaptors of every upstream record their patches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def installed(*packages: str) -> str | None:
 
 
 def upstream_compiles() -> str | None:
-    """Return why a patch for what upstream compiles on cuda is not needed: no kernel of ours will run."""
+    """Return the reason to skip a patch for code that upstream compiles on CUDA, or None.
+
+    Such a patch is not needed if none of our kernels will run.
+    """
     from megatron_npu import devices
     from megatron_npu.ops import dispatch
 
@@ -42,7 +45,7 @@ def upstream_compiles() -> str | None:
 
 
 def backports_not_wanted() -> str | None:
-    """Return why a fix for upstream's wrong numbers is not applied, or None if the user requests it."""
+    """Return the reason to skip a fix for upstream's wrong numbers, or None if the user requests the fix."""
     variable = settings.BACKPORT
     if variable.enabled():
         return None
@@ -50,15 +53,15 @@ def backports_not_wanted() -> str | None:
 
 
 def own_backports_not_wanted() -> str | None:
-    """Return the same for a fix that this project's own programs always apply."""
+    """Return the reason to skip a fix that this project's own programs always apply, or None."""
     return None if OURS.get() else backports_not_wanted()
 
 
 def is_backport(patch: Patch) -> bool:
-    """Return whether ``patch`` is applied only if fixes for wrong numbers are requested."""
+    """Return True if ``patch`` is applied only when fixes for wrong numbers are requested."""
     return patch.condition in (backports_not_wanted, own_backports_not_wanted)
 
 
 def is_cured_in_own_programs(patch: Patch) -> bool:
-    """Return whether ``patch`` is such a fix and is applied in all of this project's own training runs."""
+    """Return True if ``patch`` fixes wrong numbers and is applied in this project's own training runs."""
     return patch.condition is own_backports_not_wanted

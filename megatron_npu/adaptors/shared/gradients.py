@@ -1,9 +1,9 @@
-"""Gradients that are written to Megatron's buffer directly instead of through autograd, in both DDPs.
+"""Helpers that write gradients to Megatron's buffer directly instead of through autograd, for both DDPs.
 
-Gradients of vectors (biases and norms) are added to it in one call at the end of backward instead of one
-launch each, eight per layer; deferred vectors need little memory. On a cpu, gradients of the word table are
-added only for the rows that were read, instead of a table of zeros, its sum with the output layer's gradient
-and a pass over the buffer.
+Gradients of vectors (biases and norms) are added to the buffer in one call at the end of the backward pass
+instead of one launch per vector, of which there are eight per layer. Deferred vectors need little memory. On
+a cpu, gradients of the word table are added only for the rows that were read. This avoids a table of zeros,
+its sum with the output layer's gradient, and a pass over the buffer.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
 
 def let_wait(parameter: Tensor, total: Tensor) -> None:
-    """Defer a parameter's gradient: add it to ``total`` when the current backward pass ends."""
+    """Defer a parameter's gradient, which is added to ``total`` when the current backward pass ends."""
     assert parameter.grad is not None
     _let_wait(parameter, total, parameter.grad)
     parameter.grad = None
 
 
 def may_wait(parameter: Any) -> None:
-    """Record that a parameter has a gradient buffer to which ``keep`` may add at the end of the pass."""
+    """Record that a parameter has a gradient buffer to which ``keep`` may add when the backward pass ends."""
     setattr(parameter, _MAY_WAIT, True)
 
 
 def keep(parameter: Any, grad: Tensor) -> bool:
-    """Accumulate an fp32 gradient without autograd; return False if that is not possible.
+    """Accumulate an fp32 gradient without autograd, and return False if that is not possible.
 
-    The buffer is usually fp32, whereas autograd would first round the gradient to the parameter's dtype.
+    The buffer usually has dtype fp32, whereas autograd would first round the gradient to the parameter's
+    dtype.
     """
     if not getattr(parameter, _MAY_WAIT, False):
         return False
@@ -51,17 +52,20 @@ def keep(parameter: Any, grad: Tensor) -> bool:
 
 
 def may_take_rows(parameter: Any) -> None:
-    """Record that a table has a gradient buffer of which nothing is sent before the backward pass ends."""
+    """Record that a table has a gradient buffer of which no part is sent before the backward pass ends."""
     setattr(parameter, _TAKES_ROWS, True)
 
 
 def takes_rows(parameter: Any) -> bool:
-    """Return whether ``may_take_rows`` was called: then autograd need not return a gradient of the table."""
+    """Return True if ``may_take_rows`` was called: then autograd need not return a gradient of the table."""
     return getattr(parameter, _TAKES_ROWS, False)
 
 
 def keep_rows(table: Any, rows: Tensor, grad: Tensor) -> bool:
-    """Add the gradients ``[..., h]`` of a table's ``rows`` ``[...]`` to its buffer; False if it has none."""
+    """Add the gradients ``[..., h]`` of a table's ``rows`` ``[...]`` to its buffer.
+
+    Return False if it has none.
+    """
     if not takes_rows(table):
         return False
     total = table.main_grad

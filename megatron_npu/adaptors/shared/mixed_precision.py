@@ -1,4 +1,4 @@
-"""16-bit training in older trees: conversions at the model's inputs and outputs, and the overflow flag."""
+"""Support for 16-bit training in older trees: conversions of inputs and outputs, and the overflow flag."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCHEDULES = (
 
 
 def connect(recorder: Recorder, optimizer: str) -> None:
-    """Record all of these patches for a tree with ``megatron/schedules.py``.
+    """Record all patches of this module for a tree with ``megatron/schedules.py``.
 
     Args:
         recorder: the checkout's recorder.
-        optimizer: the class in ``megatron.optimizer.optimizer`` that unscales gradients.
+        optimizer: the name of the class in ``megatron.optimizer.optimizer`` that unscales gradients.
     """
     for convert in (fp32_to_float16, float16_to_fp32):
         recorder.replace(f"megatron.model.module:{convert.__name__}", devices=WITHOUT_CUDA, why=WHY_DTYPE)(
@@ -41,7 +41,7 @@ def connect(recorder: Recorder, optimizer: str) -> None:
 
 
 def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
-    """Record a patch that makes the check of the class ``optimizer`` also read the device's flag."""
+    """Record a patch that makes the overflow check of the class ``optimizer`` also read the device's flag."""
     recorder.around(
         f"megatron.optimizer.optimizer:{optimizer}._unscale_main_grads_and_check_for_nan",
         devices=("npu",),
@@ -50,12 +50,12 @@ def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Convert every fp32 tensor of a nested tuple or list; leave everything else unchanged."""
+    """Convert every fp32 tensor in a nested tuple or list, and leave everything else unchanged."""
     return _convert(val, (torch.float32,), float16_convertor)
 
 
 def float16_to_fp32(val: Any) -> Any:
-    """Convert every fp16 or bf16 tensor of a nested tuple or list to fp32."""
+    """Convert every fp16 or bf16 tensor in a nested tuple or list to fp32."""
     return _convert(val, (torch.float16, torch.bfloat16), torch.Tensor.float)
 
 

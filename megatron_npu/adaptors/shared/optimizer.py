@@ -1,4 +1,4 @@
-"""Mixed-precision optimizers of both Megatrons: merge loops that copy or cast parameters one by one."""
+"""Patches for the mixed-precision optimizers of both Megatrons: merge loops over single parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ WHY = "upstream copies or casts with one launch per parameter" + LAUNCHES_COUNTE
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:
-    """Collect the copies of upstream's loop, and execute them in one call.
+    """Collect the copies that upstream's loop makes, and execute them in one call.
 
-    Gradients outside a buffer, which upstream frees one by one, are left to upstream.
+    Gradients outside a buffer, which upstream frees one by one, are still handled by upstream.
     """
     groups = getattr(self, "float16_groups", ())  # of the optimizer that is not distributed
     if all(hasattr(parameter, "main_grad") for group in groups for parameter in group):

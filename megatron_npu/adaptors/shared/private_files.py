@@ -1,4 +1,4 @@
-"""Make the output of stock scripts private to the user and group: files 640, folders 750."""
+"""Patches that make the output of stock scripts private to the user and group: files 640, folders 750."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ WHY = (
 
 
 def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make new files private (``files.tighten_umask``).
+    """Make new files private (see ``files.tighten_umask``).
 
-    This happens at the start of training, evaluation or inference, not when Megatron is imported: a program
-    that uses it as a library keeps its umask. Processes that the script starts inherit it.
+    This happens at the start of training, evaluation or inference, not when Megatron is imported, so that a
+    program that uses Megatron as a library keeps its umask. Processes that the script starts inherit the
+    umask.
     """
     files.tighten_umask()
     return original(*args, **kwargs)
 
 
 def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make files that ``original`` creates private."""
+    """Make the files that ``original`` creates private."""
     mask = files.tighten_umask()
     try:
         return original(*args, **kwargs)
@@ -40,8 +41,9 @@ def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
 
     Args:
         recorder: the checkout's recorder.
-        module: the module with its dataset builders.
-        builders: their names; a builder opens the .bin file when created, and the .idx file at the end.
+        module: the module that contains the dataset builders.
+        builders: the names of the builders; a builder opens the .bin file when it is created, and the .idx
+            file at the end.
     """
     for builder in builders:
         for method in ("__init__", "finalize"):

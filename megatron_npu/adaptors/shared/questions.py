@@ -1,4 +1,4 @@
-"""``tasks/orqa``: parse the answers in a question file, which upstream passes to ``eval``."""
+"""Patches for ``tasks/orqa``: parse the answers in a question file, which upstream passes to ``eval``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") -> None:
-    """Record that answers are parsed, not evaluated.
+    """Record a patch that parses answers instead of evaluating them.
 
     Args:
         recorder: the checkout's recorder.
         module: the module that reads Natural Questions.
-        until: when the patch may be removed.
-        versions: the upstream versions that have it.
+        until: the condition under which the patch may be removed.
+        versions: the upstream versions that have the module.
     """
     recorder.replace(
         f"{module}:NQDataset.process_samples_from_single_path",
@@ -30,7 +30,7 @@ def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") 
 
 
 def read_questions(filename: str) -> list[dict[str, Any]]:
-    """Return the questions of a file of tab-separated values, and the answers of each, written as a list.
+    """Return the questions and answers in a file of tab-separated values, where the answers form a list.
 
     Raises:
         UsageError: a line does not have this form.

@@ -23,11 +23,11 @@ OTHER_DEVICE = (
 
 
 def connect(recorder: Recorder, module: str) -> None:
-    """Record that an older tree sets the generator's state at once.
+    """Record a patch that makes an older tree set the generator's state immediately.
 
     Args:
         recorder: the checkout's recorder.
-        module: the module with its RNG tracker.
+        module: the module that contains the tree's RNG tracker.
     """
     recorder.replace(
         f"{module}:_set_cuda_rng_state",
@@ -38,7 +38,7 @@ def connect(recorder: Recorder, module: str) -> None:
 
 
 def connect_host(recorder: Recorder) -> None:
-    """Record that ``megatron.training:get_model`` draws weights from the host's generator."""
+    """Record a patch that makes ``megatron.training:get_model`` draw weights from the host's generator."""
     recorder.around(
         "megatron.training:get_model",
         devices=("cpu",),
@@ -54,17 +54,17 @@ def build_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Set the generator of this process's device to ``new_state`` (bytes, on the CPU), at once.
+    """Set the generator of this process's device to ``new_state`` (bytes, on the CPU) immediately.
 
     Args:
-        device: for upstream's callers, which always pass the current device.
-        graph_safe: for CUDA graphs, in megatron-core.
+        device: accepted for upstream's callers, which always pass the current device.
+        graph_safe: accepted for megatron-core, which uses it for CUDA graphs.
     """
     devices.current().set_rng_state(new_state)
 
 
 def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load a checkpoint, but keep this run's generators if another type of device saved it.
+    """Load a checkpoint, but keep this run's generator states if another type of device saved the checkpoint.
 
     ``original`` is upstream's ``_load_base_checkpoint``, whose first result holds the states.
     """
@@ -87,7 +87,7 @@ def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
-    """Yield the generator states of a checkpoint, which upstream stores in one of three shapes."""
+    """Yield the generator states of a checkpoint, which upstream stores in one of three forms."""
     if not isinstance(content, dict):
         return
     found = content.get("rng_state") or [content]
@@ -97,7 +97,7 @@ def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keep(states: dict[str, Any], own: Tensor) -> None:
-    """Put this run's states in place of a checkpoint's."""
+    """Replace a checkpoint's generator states with those of this run."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states["cuda_rng_state"], states["rng_tracker_states"] = own, get_cuda_rng_tracker().get_states()

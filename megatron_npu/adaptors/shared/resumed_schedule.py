@@ -1,8 +1,8 @@
 """Resume with a learning-rate and weight-decay schedule that differs from the checkpoint's.
 
-The most common case is to train longer: ``--train-iters`` is part of the schedule. All trees reject this
-unless a flag selects one of the two schedules, with an assertion that appears after about 800 lines of the
-script's output.
+The most common reason is to train for longer, because ``--train-iters`` is part of the schedule. Unless a
+flag selects one of the two schedules, all trees reject this with an assertion that appears after about 800
+lines of the script's output.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def refuse_in_one_line(
     *,
     flags: str = "opt_param-scheduler",
 ) -> float:
-    """Report upstream's comparison of schedules as a short error, with the flags that decide.
+    """Report upstream's comparison of schedules as a short error that names the flags that decide.
 
     Args:
         original: upstream's ``_check_and_set``.
         self: the schedule.
-        cls_value: the command line's value.
-        sd_value: the checkpoint's value.
+        cls_value: the value from the command line.
+        sd_value: the value from the checkpoint.
         name: upstream's name for the value; steps are counted in samples.
         flags: the common suffix of the two flags' names.
 
     Raises:
-        UsageError: the values differ, and no flag selects one.
+        UsageError: the values differ, and no flag selects one of them.
     """
     try:
         return original(self, cls_value, sd_value, name)

@@ -1,4 +1,4 @@
-"""Mark runs on a simulated device wherever their logs could be mistaken for hardware results."""
+"""Patches that mark runs on a simulated device wherever their logs could be mistaken for hardware results."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WHY_BOARD = "TensorBoard names a run by its folder, and its times could be mista
 
 
 def connect_old_tree(recorder: Recorder, line: str) -> None:
-    """Record both patches for a tree with ``megatron/global_vars.py``.
+    """Record both patches of this module for a tree with ``megatron/global_vars.py``.
 
     Args:
         recorder: the checkout's recorder.
-        line: the function that prints the lines of measurements.
+        line: the name of the function that prints lines of measurements.
     """
     recorder.around(line, devices=("npu",), condition=on_hardware, why=WHY_LINE)(mark_line)
     recorder.around(
@@ -30,18 +30,18 @@ def connect_old_tree(recorder: Recorder, line: str) -> None:
 
 
 def on_hardware() -> str | None:
-    """Return why these patches are not needed on this device, or None."""
+    """Return the reason why these patches are not needed on this device, or None."""
     return None if devices.current().simulated else "the device is hardware"
 
 
 def mark_line(original: Callable[..., Any], message: str) -> Any:
-    """Name the device at the end of every line of measurements."""
+    """Append the name of the device to every line of measurements."""
     line = str(message)
     return original(f"{line} {devices.current().title} |" if line.rstrip().endswith("|") else message)
 
 
 def mark_board(original: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Write the curves into a folder that names the device; other files stay where they belong."""
+    """Write the curves to a folder that names the device; the location of other files does not change."""
     if getattr(args, "tensorboard_dir", None):
         args = argparse.Namespace(**vars(args))
         args.tensorboard_dir = devices.board_folder(args.tensorboard_dir)

@@ -27,7 +27,7 @@ WHY_WATCHED = (
 
 
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, whatever the script passes."""
+    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, regardless of what the script passes."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["allow_no_cuda"] = True
     return original(*given.args, **given.kwargs)
@@ -36,14 +36,14 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``initialize_megatron``, compile kernels, and let the watchdog monitor the ranks that have met.
 
-    From then until the process ends, rank 0 holds a lock on ``--save``.
+    From this call until the process ends, rank 0 holds a lock on ``--save``.
 
     Args:
         get_args: upstream's function.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that prevents the ranks from meeting, or the limit
-            on open files is too low for them; another run writes into ``--save``, or not all ranks see the
+        UsageError: torchrun has restarted the run in a way that prevents the ranks from meeting, the limit on
+            open files is too low for the ranks, another run writes into ``--save``, or not all ranks see the
             same folder there.
     """
     launchers.settle(("run", sys.argv[0]))
@@ -75,7 +75,9 @@ def _hold_save_folder(args: Any) -> None:
 
 
 def connect_old_tree(recorder: Recorder) -> None:
-    """Record what the trees with ``megatron/initialize.py``, whose functions are alike, need at start-up.
+    """Record the patches that trees with ``megatron/initialize.py`` need at start-up.
+
+    Its functions are alike.
 
     Args:
         recorder: the checkout's recorder.
@@ -108,7 +110,7 @@ def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def keep_fusers(recorder: Recorder) -> None:
-    """Record that TorchScript's fusers keep torch's defaults."""
+    """Record a patch that makes TorchScript's fusers keep torch's default settings."""
     recorder.replace(
         "megatron.initialize:set_jit_fusion_options",
         why="it turns off TorchScript's own fusers in favor of nvfuser, which torch 2.2 removed, and warms "
@@ -117,12 +119,12 @@ def keep_fusers(recorder: Recorder) -> None:
 
 
 def set_jit_fusion_options() -> None:
-    """Do nothing: leave torch's defaults."""
+    """Do nothing, so that torch's default settings are kept."""
 
 
 def load_no_kernels(args: Any) -> None:
-    """Do nothing, in place of ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
+    """Do nothing. This replaces ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
 
 
 def compile_no_helpers() -> None:
-    """Do nothing, in place of the function that compiles the dataset helpers inside the checkout."""
+    """Do nothing. This replaces the function that compiles the dataset helpers inside the checkout."""

@@ -1,4 +1,4 @@
-"""``tasks/zeroshot_gpt``: truncate long passages, and count each example once."""
+"""Patches for ``tasks/zeroshot_gpt`` that truncate long passages and count each example once."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
 
 
 def count_each_once(original: Callable[..., Any], data_loader: Any, model: Any, eval_metric: str) -> Any:
-    """Evaluate, with the examples that the sampler repeats marked so that they never count."""
+    """Run the evaluation, and mark the examples that the sampler repeats so that they are not counted."""
     return original(_without_repeated(data_loader, eval_metric), model, eval_metric)
 
 
 def _without_repeated(data_loader: Any, eval_metric: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches; each rank has equally many, because upstream adds up their results one by one.
+    """Yield the batches; each rank has the same number of them, because upstream adds up results one by one.
 
     A batch has ``text`` [b, s + 1] and ``pad_mask`` [b, s], int64, which marks the tokens to predict.
     """

@@ -37,7 +37,7 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and bias ``[h]``; with ``get_key_value`` also return the cache.
+    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and bias ``[h]``; with ``get_key_value``, also return the cache.
 
     Raises:
         UsageError: a window is requested together with alibi.
@@ -95,7 +95,7 @@ def _refuse_window(flags: AttentionFlags) -> None:
 
 
 def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with the cached ones prepended."""
+    """Return the keys and values with the cached keys and values prepended."""
     if past is None:
         return key, value
     return cat([past[0].type_as(key), key]), cat([past[1].type_as(value), value])
@@ -136,8 +136,8 @@ def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 def forward_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
     """Map scores ``[b, n, sq, sk]`` to probabilities of the same shape and dtype.
 
-    A causal mask that hides more than later keys (``--reset-attention-mask``) is respected; with cached keys,
-    only the mask says what a query sees.
+    A causal mask that hides more than later keys (``--reset-attention-mask``) is applied. With cached keys,
+    only the mask determines which keys a query attends to.
     """
     causal = self.attn_mask_type.name == "causal" and input.size(-2) == input.size(-1)
     return softmax.scale_mask_softmax(input, mask, self.scale, causal)

@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: safe loading and checksums of checkpoints, also of DeepSpeed's engine."""
+"""Patches for ``megatron.checkpointing``: safe loading and checksums, also for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ connect_checkpoints(records, _enumerations)
 def refuse_in_one_line(
     original: Callable[..., float], self: Any, cls_value: float, sd_value: float, name: str
 ) -> float:
-    """Report what differs from the checkpoint's schedule as a short error; flags have older names here."""
+    """Report differences from the checkpoint's schedule as a short error; the flags have older names here."""
     check = resumed_schedule.refuse_in_one_line
     return check(original, self, cls_value, sd_value, name, flags="lr-scheduler")

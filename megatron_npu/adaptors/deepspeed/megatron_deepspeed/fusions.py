@@ -1,6 +1,6 @@
-"""Element-wise functions that upstream leaves to TorchScript's fusers, which do not support NPUs.
+"""Element-wise functions that upstream compiles with TorchScript's fusers, which do not support NPUs.
 
-Connects ``fused_bias_gelu``, ``transformer``, ``glu_activations``, ``positional_embeddings`` and ``utils`` of
+Patches ``fused_bias_gelu``, ``transformer``, ``glu_activations``, ``positional_embeddings`` and ``utils`` of
 ``megatron.model``.
 """
 
@@ -19,19 +19,19 @@ fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
-    """Return ``a * b`` for ``input = [a, b]``, ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020), as below."""
+    """Return ``a * b`` for ``input = [a, b]``; maps ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020)."""
     value, gate = input.chunk(2, -1)
     return value * gate
 
 
 def geglu(input: Tensor) -> Tensor:
-    """Return ``a * gelu(b)``, exact form."""
+    """Return ``a * gelu(b)`` with the exact gelu, for ``input = [a, b]``."""
     value, gate = input.chunk(2, -1)
     return value * activation.gelu(gate)
 
 
 def reglu(input: Tensor) -> Tensor:
-    """Return ``a * relu(b)``."""
+    """Return ``a * relu(b)`` for ``input = [a, b]``."""
     value, gate = input.chunk(2, -1)
     return value * F.relu(gate)
 

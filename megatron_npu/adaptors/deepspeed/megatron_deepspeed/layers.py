@@ -1,4 +1,4 @@
-"""Layer norm without upstream's CUDA extension, and one row-parallel bias shared by all ranks."""
+"""Layer norm that needs no CUDA extension, and a single row-parallel bias that is shared by all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ around(f"{_NORM}.__init__", why="it imports a CUDA extension, which our forward 
 
 @replace(f"{_NORM}.forward", why=_WHY)
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Normalize ``[..., h]``; the result has the weight's dtype, as with upstream's CUDA kernel."""
+    """Normalize ``[..., h]``; as with upstream's CUDA kernel, the result has the weight's dtype."""
     if self.layernorm_tp_auto_sync:
         _average_over_tensor_parallel_ranks(self.weight, self.bias)
     return norm.mixed_norm(input, self.weight, self.bias, self.eps)
@@ -34,7 +34,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     "for a leaf that requires grad, and with ReduceOp.AVG, which gloo lacks",
 )
 def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
-    """Average the bias before calling the layer, where upstream would do so after the matmul."""
+    """Average the bias over the ranks before calling the layer; upstream averages it after the matmul."""
     if not self.bias_tp_auto_sync:
         return original(self, input_)
     if self.bias is not None:
@@ -48,7 +48,7 @@ def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tenso
 
 @torch.no_grad()
 def _average_over_tensor_parallel_ranks(*parameters: Tensor) -> None:
-    """Average the parameters, as upstream does with ``ReduceOp.AVG``, which gloo lacks."""
+    """Average the parameters over the ranks without ``ReduceOp.AVG``, which gloo does not support."""
     from megatron import mpu
 
     group, size = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()

@@ -16,7 +16,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around
     until="never: 8387ae17 is the last commit",
 )
 def forward_without_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set the logits ``[b, s, v]`` of tokens that only pad the vocabulary to minus infinity; v is padded."""
+    """Set the logits ``[b, s, v]`` of tokens that only pad the vocabulary to -inf; v is the padded size."""
     from megatron import get_tokenizer, mpu
 
     result = original(*args, **kwargs)

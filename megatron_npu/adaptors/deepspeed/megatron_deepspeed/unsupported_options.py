@@ -1,4 +1,4 @@
-"""``megatron.arguments``: one-line errors for options that DeepSpeed or this checkout cannot run."""
+"""Patches for ``megatron.arguments``: one-line errors for options that DeepSpeed or this tree cannot run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def refuse(args: argparse.Namespace) -> None:
     """Reject options that cannot work.
 
     Raises:
-        UsageError: ``--cpu-optimizer`` or ``--universal-checkpoint`` is given, or ``--deepspeed`` with a
-            configuration that DeepSpeed does not support.
+        UsageError: ``--cpu-optimizer`` or ``--universal-checkpoint`` is given, or ``--deepspeed`` is given
+            with a configuration that DeepSpeed does not support.
     """
     if args.cpu_optimizer:
         raise UsageError(

@@ -69,7 +69,7 @@ def forward(
     inference_params: Any = None,
     rotary_pos_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``; rotate with the correct tables."""
+    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``, and rotate with the correct tables."""
     tables = side_by_side(rotary_pos_emb)
     if self.enable_ds_sequence_parallel:
         self.dist_attn.rotary_tables = tables

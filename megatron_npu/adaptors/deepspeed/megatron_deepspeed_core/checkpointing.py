@@ -1,4 +1,4 @@
-"""``megatron.checkpointing``: safe loading of checkpoints, also of DeepSpeed's engine."""
+"""Patches for ``megatron.checkpointing``: safe loading of checkpoints, also for DeepSpeed's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connect what this upstream has in common with others, from ``shared`` and ``deepspeed``."""
+"""Record the patches from ``shared`` and ``deepspeed`` that this upstream has in common with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorators of ``patching``, bound to this upstream."""
+"""Decorators of ``patching`` that are bound to this upstream."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ for _name in mixed_precision.SCHEDULES:
     why="it compares Tensor.type(), which reports cuda to Megatron, with the name of DeepSpeed's device",
 )
 def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Report DeepSpeed's device as cuda while parameters are sorted by their tensor types."""
+    """Report DeepSpeed's device name as cuda while parameters are sorted by their tensor types."""
     from megatron.optimizer import optimizer
 
     real = optimizer.get_accelerator
@@ -47,7 +47,7 @@ def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 class _NamedCuda:
-    """DeepSpeed's accelerator, except that its device name is ``cuda``."""
+    """A view of DeepSpeed's accelerator whose device name is ``cuda``."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: the ``megatron.model`` versions for devices other than CUDA."""
+"""Patches for layer norm and RMS norm, using ``megatron.model``'s versions for devices other than CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron.optimizer``: the same Adam and the same clipping without CUDA as with it."""
+"""Patches for ``megatron.optimizer`` that use the same Adam and the same clipping with and without CUDA."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_npu.ops.optimizers.adam import FusedAdam
 
 
 def adam(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer for ``--optimizer adam``, with decoupled weight decay.
+    """Return the optimizer for ``--optimizer adam``, which uses decoupled weight decay.
 
-    ZeRO stage 3 steps the parameters in parts, several times per iteration. ``FusedAdam``, like apex's,
-    counts steps per group; torch's AdamW counts them per part.
+    With ZeRO stage 3, the parameters are updated in parts, with several calls of ``step`` per iteration. Like
+    apex's optimizer, ``FusedAdam`` counts steps per group; torch's AdamW would count them per part.
 
     Args:
         groups: parameter groups, with ``wd_mult`` and ``lr_mult``.
@@ -71,12 +71,12 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """Exclude biases, and parameters that are one-dimensional when whole, from decay by default."""
+    """By default, exclude biases and parameters that are one-dimensional when whole from weight decay."""
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Return upstream's decision for the whole parameter, whose shape is ``ds_shape`` with DeepSpeed."""
+    """Return upstream's decision for the whole parameter, whose shape DeepSpeed stores as ``ds_shape``."""
     return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
 
 

@@ -24,7 +24,7 @@ _MODULE = "megatron.model.rotary_pos_embedding"
     "raise an error, because it is a list of two",
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked as two."""
+    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked into two."""
     return torch.stack(original(*args, **kwargs))
 
 

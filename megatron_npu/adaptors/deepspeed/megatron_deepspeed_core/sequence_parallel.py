@@ -1,6 +1,6 @@
 """DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023): exchange tokens for heads in attention.
 
-``attention`` connects it when it builds the layers.
+``attention`` uses this module when it builds the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BATCH_DIMENSION = 1  # of [s, b, n, d]
 
 
 def give_mask(exchange: Any) -> None:
-    """Make a ``DistributedAttention`` callable in the way upstream calls it without flash attention.
+    """Make a ``DistributedAttention`` accept the call that upstream makes without flash attention.
 
     Upstream passes the mask where DeepSpeed 0.19.8 expects the index of the batch dimension, passes no
     positions, and has already merged the heads that DeepSpeed distributes again.

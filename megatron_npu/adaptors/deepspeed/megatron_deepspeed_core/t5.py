@@ -1,7 +1,7 @@
-"""Fix the T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
+"""Fixes for the T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
 
-``--decoder-num-layers`` has no default (``arguments.py``), the cross-attention mask is passed where a
-retriever's ids are expected, and the expert losses are returned even if not requested.
+``--decoder-num-layers`` has no default (see ``arguments.py``), the cross-attention mask is passed in place of
+a retriever's ids, and the expert losses are returned even if they were not requested.
 """
 
 from __future__ import annotations

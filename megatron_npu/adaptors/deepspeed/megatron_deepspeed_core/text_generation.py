@@ -1,7 +1,8 @@
-"""Fix ``tools/generate_samples_gpt.py``, which calls a model that upstream has since changed.
+"""Fixes for ``tools/generate_samples_gpt.py``, which calls a model that upstream has since changed.
 
-It declares a flag that the tree now has itself, and passes keys and values between steps as bigscience's
-model expects them (``layer_past``); elsewhere the GPT of this checkout keeps them in ``InferenceParams``.
+The script declares a flag that the tree now declares itself, and passes keys and values between steps in the
+form that bigscience's model expects (``layer_past``). The GPT of this checkout otherwise keeps them in
+``InferenceParams``.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class _Remembering:
 
 
 def _memory(batch: int, length: int) -> Any:
-    """Return an empty key-value cache: ``[length, batch, n, d]`` for each layer."""
+    """Return an empty key-value cache with a tensor ``[length, batch, n, d]`` for each layer."""
     from megatron.text_generation.forward_step import InferenceParams
 
     return InferenceParams(batch, length)

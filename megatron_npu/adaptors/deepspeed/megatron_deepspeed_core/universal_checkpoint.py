@@ -1,4 +1,4 @@
-"""Metadata of ``megatron.model.gpt_model`` checkpoints for DeepSpeed's ``ds_to_universal``."""
+"""Metadata that DeepSpeed's ``ds_to_universal`` needs in checkpoints of ``megatron.model.gpt_model``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
     until=UNTIL,
 )
 def with_parts_of_the_projection(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Name the three parts ``[n d, h]`` of the fused projection's weight, and those of its bias."""
+    """Name the three parts ``[n d, h]`` of the fused projection's weight, and the three parts of its bias."""
     info = original(self)
     given = self.args
     if given.num_key_value_heads != given.num_attention_heads:

@@ -1,4 +1,4 @@
-"""``megatron.arguments``: one-line errors for options that DeepSpeed or this checkout cannot run."""
+"""Patches for ``megatron.arguments``: one-line errors for options that DeepSpeed or this tree cannot run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
-    """Reject cases in which upstream fails, or the ranks of a sequence would train independently."""
+    """Reject cases in which upstream fails, or in which the ranks of a sequence would train independently."""
     given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(

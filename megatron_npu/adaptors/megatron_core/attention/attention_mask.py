@@ -35,7 +35,7 @@ def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[st
 
 
 def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
-    """Return whether a mask ``[b, 1, q, s]`` hides exactly the later keys.
+    """Return True if a mask ``[b, 1, q, s]`` hides exactly the later keys.
 
     Args:
         mask: boolean, True where masked; its values are read once, and the answer is cached on the tensor.

@@ -1,6 +1,6 @@
 """Select the attention implementation: switches of TransformerEngine and of the dynamic inference engine.
 
-Connects ``models.common.language_module.language_module`` and ``transformer.attention``.
+Patches ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _say(given: str) -> None:
     why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Report what the dynamic engine needs, and which engines work without it.
+    """Report the requirements of the dynamic engine that are not met, and the engines that work without it.
 
-    The static engine of 0.16 tries the dynamic one first, and falls back to its own code if that fails.
+    In 0.16, the static engine tries the dynamic engine first and falls back to its own code if that fails.
 
     Raises:
         UsageError: always.

@@ -136,7 +136,7 @@ def _causal_or_masked(
 def _reason_against_a_ring(
     call: CoreAttentionCall, tokens: int, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> str | None:
-    """Return why the ring cannot compute attention over a sequence of ``tokens``, or None."""
+    """Return the reason why the ring cannot compute attention over a sequence of ``tokens``, or None."""
     if mask is not None:
         return "the data loader's mask"
     if key.size(-1) != value.size(-1):
@@ -289,7 +289,7 @@ def _packed_ring(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Do what ``_ring`` does for packed sequences: map ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
+    """Do the same as ``_ring`` for packed sequences: map ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
     documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
     options = _ring_options(call)
     tensors = [query, key, value]

@@ -1,4 +1,4 @@
-"""``megatron.core.transformer.dot_product_attention``: the core attention of every local spec."""
+"""Patches for ``megatron.core.transformer.dot_product_attention``, the core attention of every local spec."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _window_is_ours(config: Any) -> bool:
-    """Return whether upstream's attention has no windows (before 0.15) and its forward will not be used."""
+    """Return True if upstream's attention has no windows (before 0.15) and its forward will not be used."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 
@@ -177,7 +177,7 @@ def _is_packed(packed_seq_params: Any) -> bool:
 
 
 def _is_whole(packed_seq_params: Any) -> bool:
-    """Return whether the parameters only name the ranks of one sequence (``--hybrid-context-parallel``)."""
+    """Return True if the parameters only name the ranks of one sequence (``--hybrid-context-parallel``)."""
     local_size = getattr(packed_seq_params, "local_cp_size", None)
     return packed_seq_params.qkv_format == "sbhd" and local_size is not None
 

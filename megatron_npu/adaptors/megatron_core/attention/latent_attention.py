@@ -1,6 +1,6 @@
 """Gradients of multi-latent attention on tensor-parallel ranks.
 
-Connects ``megatron.core.transformer.multi_latent_attention`` and ``distributed.finalize_model_grads``.
+Patches ``megatron.core.transformer.multi_latent_attention`` and ``distributed.finalize_model_grads``.
 """
 
 from __future__ import annotations

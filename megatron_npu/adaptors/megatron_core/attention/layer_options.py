@@ -59,7 +59,7 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 
 
 def _has_window(module: Any) -> bool:
-    """Return whether a layer uses window attention, which ``--window-attn-skip-freq`` disables in some.
+    """Return True if a layer uses window attention, which ``--window-attn-skip-freq`` disables in some.
 
     megatron-core has had the flag since 0.15; for older versions the built-in trainer sets it in the config.
     """

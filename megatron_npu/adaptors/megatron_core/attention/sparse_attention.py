@@ -1,6 +1,6 @@
 """``--experimental-attention-variant dsa``: attention over the selected keys in one call.
 
-Connects ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
+Patches ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
 latent key. Older versions, and newer ones without weight absorption, have a key for every head, which
 ``npu_sparse_flash_attention`` does not support: this is logged. The indexer and its loss remain upstream's.
 """

@@ -1,7 +1,7 @@
 """Fix modules with an explicit tensor-parallel group that still use the global one in some places.
 
-Connects ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same
-group, as in every stock script, nothing changes.
+Patches ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same group,
+as in every stock script, nothing changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Instead:
 
 @contextlib.contextmanager
 def _with(module: str, name: str, **others: Any) -> Iterator[None]:
-    """In the block, override ``others`` in the object that ``name`` refers to in ``module``."""
+    """Within the block, override ``others`` in the object that ``name`` refers to in ``module``."""
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
     setattr(holder, name, _Instead(kept, **others))

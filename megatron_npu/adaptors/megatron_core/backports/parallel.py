@@ -1,6 +1,6 @@
 """Fix reductions that upstream omits, repeats or starts too early, and a full row used as a rank's part.
 
-Connects ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
+Patches ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
 """
 

@@ -151,7 +151,7 @@ def _ranks(router: Any) -> int:
 
 @contextlib.contextmanager
 def _coefficient_times(router: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply the coefficient ``name`` in the router's configuration by ``factor`` in the block.
+    """Multiply the coefficient ``name`` in the router's configuration by ``factor`` within the block.
 
     Upstream divides the loss by the coefficient again when it writes the log. Without
     --calculate-per-token-loss nothing changes.

@@ -1,6 +1,6 @@
 """Checkpoint writer processes: they end with the training, and their failure does not make it hang.
 
-Connects ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
+Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class _Sender:
 
 
 class _Counter:
-    """A counter that upstream's writer expects, and that is never waited for."""
+    """A counter that upstream's writer requires, but for which no process waits."""
 
     def get(self) -> None:
         """Do nothing; upstream would take one item."""

@@ -1,6 +1,6 @@
 """Checkpoints: old versions on newer torch, the persistent worker, changed expert parallelism.
 
-Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
+Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Checksums of stock scripts' checkpoints: written on save, verified on load.
 
-Connects ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the
-format ``torch_dist`` are written together with upstream's metadata, which declares the files complete,
-and before the tracker; those for other formats are written after the save. The tracker is always renamed
-into place after the checksums, also for asynchronous saves. The built-in trainer saves through the same
-functions but writes its own checksums.
+Patches ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the format
+``torch_dist`` are written together with upstream's metadata, which declares the files complete, and before
+the tracker; those for other formats are written after the save. The tracker is always renamed into place
+after the checksums, also for asynchronous saves. The built-in trainer saves through the same functions but
+writes its own checksums.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Load a hybrid model's checkpoint into a GPT; upstream's main branch supports only the reverse.
 
-Connects ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
+Patches ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The persistent worker for asynchronous checkpoints: detect its death, and end it with the training.
 
-Connects ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
+Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _take_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _names_may_go() -> Iterator[None]:
-    """Allow the names of semaphores created in the block to be unlinked before their cleanup runs."""
+    """Allow the names of semaphores created within the block to be unlinked before their cleanup runs."""
     replaced = Replaced()
     replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
     try:
@@ -151,7 +151,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """In the block, let ``join`` on the queues to a worker return if the worker is dead."""
+    """Within the block, let ``join`` on the queues to a worker return if the worker is dead."""
     over = threading.Event()
 
     def release() -> None:

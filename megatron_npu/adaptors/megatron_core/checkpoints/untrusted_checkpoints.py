@@ -1,6 +1,6 @@
 """Load untrusted checkpoints without executing code, and reject others with a one-line error.
 
-Connects ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
+Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
 controls what torch's own reader may unpickle for them.
 """
 
@@ -37,7 +37,7 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Let torch load only data in the block, and report what it has rejected, without a traceback."""
+    """Let torch load only data within the block, and report what it has rejected, without a traceback."""
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return

@@ -1,6 +1,6 @@
 """Dataset splits without documents: skip them if unused, and raise an error if used.
 
-Connects ``megatron.core.datasets.blended_megatron_dataset_builder``.
+Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def without_empty_parts(
 
 
 def _is_empty(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the dataset to build is an empty split, or a blend that includes one.
+    """Return True if the dataset to build is an empty split, or a blend that includes one.
 
     Raises:
         UsageError: the empty split is read.

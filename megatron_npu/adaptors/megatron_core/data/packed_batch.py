@@ -1,6 +1,6 @@
 """Batches of packed sequences under context parallelism.
 
-Connects ``megatron.core``'s ``utils``, ``datasets.data_schedule`` and ``packed_seq_params``.
+Patches ``megatron.core``'s ``utils``, ``datasets.data_schedule`` and ``packed_seq_params``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Methods that generation needs from GPT-2's and BERT's tokenizers, and their files.
 
-Connects ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, of
+Patches ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, of
 ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
 """
 

@@ -1,6 +1,6 @@
 """``--moe-router-fusion``: fused routing with a single gradient function, without TransformerEngine.
 
-Connects ``moe.moe_utils``: the three functions that would call TransformerEngine's kernels.
+Patches ``moe.moe_utils``: the three functions that would call TransformerEngine's kernels.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def route(
 
 
 def _is_given(value: Any) -> bool:
-    """Return whether an argument that may be a tensor is neither None nor False."""
+    """Return True if an argument that may be a tensor is neither None nor False."""
     return value is not None and value is not False
 
 

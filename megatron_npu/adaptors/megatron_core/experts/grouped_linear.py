@@ -1,6 +1,6 @@
 """``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP with this package's grouped linear layers.
 
-Connects ``models.backends``, whose provider of local layers always gives sequential experts, whatever is
+Patches ``models.backends``, whose provider of local layers always gives sequential experts, whatever is
 requested. Upstream's class accepts any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
 """
 

@@ -1,6 +1,6 @@
 """``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
 
-Connects ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
+Patches ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
 the sequential experts of ``moe.experts``.
 """
 
@@ -70,7 +70,7 @@ def router_gating_linear(
 
 @_router(versions=">=0.13,<0.15")
 def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
-    """Do what ``router_gating_linear`` does, for routers without a bias (before 0.15)."""
+    """Do the same as ``router_gating_linear``, for routers without a bias (before 0.15)."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype))
 
 

@@ -1,6 +1,6 @@
 """``--moe-permute-fusion``: sort tokens by expert, and back, in one call, without TransformerEngine.
 
-Connects ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
+Patches ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
 switched off for its dispatcher, which then keeps the token counts on the host, where our other operations
 need them. The map of tokens to experts records the number of experts per token if it is the same for all
 tokens.

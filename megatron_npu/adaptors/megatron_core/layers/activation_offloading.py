@@ -1,6 +1,6 @@
 """``--fine-grained-activation-offloading`` for local layers and NPUs; before 0.16 all of it is ours.
 
-Connects ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
+Patches ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
 ``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
 ``megatron.core``; ``arguments`` hides the flag from upstream's check.
 """

@@ -84,7 +84,7 @@ def bias_dropout_add(
 def bias_dropout_add_in_residual_dtype(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """Do what ``bias_dropout_add`` does in the residual's dtype, which may be fp32 since 0.17."""
+    """Do the same as ``bias_dropout_add`` in the residual's dtype, which may be fp32 since 0.17."""
     x, bias = x_with_bias
     bias = None if bias is None else bias.to(residual.dtype)
     return dropout.bias_dropout_add(x.to(residual.dtype), bias, residual, prob, training)

@@ -1,8 +1,8 @@
 """Weights that upstream creates on the host on every device: positions, routers, plain linear layers.
 
-Connects ``models.common.embeddings``, ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a
-GPU these weights come from the host's generator, so with --use-cpu-initialization all of a model's do. On
-a cpu the default generator is the device's, and the same seed would give a different model.
+Patches ``models.common.embeddings``, ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a GPU
+these weights come from the host's generator, so with --use-cpu-initialization all of a model's do. On a cpu
+the default generator is the device's, and the same seed would give a different model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def embed(original: Callable[..., None], self: Any, config: Any, *args: Any, **k
 
 @_on_cpu("megatron.core.transformer.moe.router:Router.reset_parameters")
 def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Draw a router's weight."""
+    """Initialize a router's weight."""
     if not self.config.use_cpu_initialization:
         return original(self, *args, **kwargs)
     with devices.current().host_rng():

@@ -1,6 +1,6 @@
 """Linear layers: matmuls with less overhead when no gradients are needed (generation).
 
-Connects ``tensor_parallel.layers``.
+Patches ``tensor_parallel.layers``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vocabulary-parallel cross entropy, its fused variant, and the embedding.
 
-Connects ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
+Patches ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def vocab_parallel_cross_entropy_of_group(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Do what ``vocab_parallel_cross_entropy`` does, over the given group if there is one."""
+    """Do the same as ``vocab_parallel_cross_entropy``, over the given group if there is one."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     group = get_tensor_model_parallel_group() if tp_group is None else tp_group
@@ -61,7 +61,7 @@ def vocab_parallel_cross_entropy_of_group(
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
 ) -> Tensor:
-    """Do what ``vocab_parallel_cross_entropy`` does, over the given group."""
+    """Do the same as ``vocab_parallel_cross_entropy``, over the given group."""
     return _loss(vocab_parallel_logits, target, tp_group, 0.0)
 
 
@@ -112,7 +112,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
 
 def _reads_otherwise(embedding: Any) -> bool:
-    """Return whether the weight is spread over more ranks (0.19), or inference reduces by itself (0.18)."""
+    """Return True if the weight is spread over more ranks (0.19), or inference reduces by itself (0.18)."""
     spread = getattr(embedding, "gtp_remat_size", 1) > 1
     return spread or getattr(embedding, "use_inference_optimized_reduce_scatter", False)
 

@@ -1,4 +1,4 @@
-"""``megatron.core.transformer.torch_norm``: the norm of every local spec."""
+"""Patches for ``megatron.core.transformer.torch_norm``, the norm of every local spec."""
 
 from __future__ import annotations
 

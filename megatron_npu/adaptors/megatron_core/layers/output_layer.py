@@ -4,7 +4,7 @@ On a cpu this is faster and always done; elsewhere it saves memory and is enable
 ``--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear``. Upstream's development branch has that
 value, no release up to 0.19 does.
 
-Connects ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss, its
+Patches ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss, its
 output layer returns its two factors instead of the logits, and the loss is computed from them.
 """
 
@@ -60,7 +60,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def asks_for_linear(config: Any) -> bool:
-    """Return whether the flags enable the fused output layer and loss."""
+    """Return True if the flags enable the fused output layer and loss."""
     return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
 
 
@@ -89,7 +89,7 @@ _ASK_FOR_LOGITS = {
 
 
 def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
-    """Return why the logits are needed or the output layer is not supported, or None."""
+    """Return the reason why the logits are needed or the output layer is not supported, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = model.output_layer
@@ -123,7 +123,7 @@ def _beyond_run(config: Any) -> str | None:
 
 @contextlib.contextmanager
 def _product_put_off(layer: Any) -> Iterator[None]:
-    """Make ``layer`` return its factors in the block; hooks on it still run."""
+    """Make ``layer`` return its factors within the block; hooks on it still run."""
     layer.forward = functools.partial(_factors, layer)
     try:
         yield

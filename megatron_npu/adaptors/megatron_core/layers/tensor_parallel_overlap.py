@@ -1,6 +1,6 @@
 """``--tp-comm-overlap`` on an NPU: matmuls fused with communication, instead of TransformerEngine's buffers.
 
-Connects ``tensor_parallel.layers`` and ``transformer.transformer_config`` of ``megatron.core``, and
+Patches ``tensor_parallel.layers`` and ``transformer.transformer_config`` of ``megatron.core``, and
 ``megatron.training.initialize``.
 """
 
@@ -56,7 +56,7 @@ def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) ->
 
 
 def _asked(layer: Any, kind: str) -> bool:
-    """Return whether overlap is requested for a layer; ``kind``: option for gathering or scattering."""
+    """Return True if overlap is requested for a layer; ``kind``: option for gathering or scattering."""
     config = layer.config
     return (
         config.tp_comm_overlap and getattr(config, kind) and layer.sequence_parallel and not layer.is_expert
@@ -64,7 +64,7 @@ def _asked(layer: Any, kind: str) -> bool:
 
 
 def _taken(layer: Any, weight: Tensor) -> bool:
-    """Return whether the operations support a layer; report it if they do not.
+    """Return True if the operations support a layer; report it if they do not.
 
     Raises:
         FallbackForbiddenError: the operations do not support the layer, and strict mode is on.
@@ -93,7 +93,10 @@ def _with_bias(layer: Any, output: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
-    """Return how to compute a weight's gradient: as upstream does, into its buffer if it has one."""
+    """Return the function that computes a weight's gradient.
+
+    Like upstream, the function accumulates into the weight's gradient buffer if there is one.
+    """
 
     def into_buffer(input: Tensor, grad: Tensor) -> Tensor | None:
         accumulate_weight_gradient(input, grad, weight.main_grad)

@@ -3,7 +3,7 @@
 This applies to transformer blocks, multi-token prediction layers, and hybrids of attention and state space
 models.
 
-Connects ``transformer.transformer_block``, ``transformer.multi_token_prediction``, ``ssm.mamba_block``,
+Patches ``transformer.transformer_block``, ``transformer.multi_token_prediction``, ``ssm.mamba_block``,
 ``models.hybrid.hybrid_block`` and ``tensor_parallel.layers``.
 """
 
@@ -115,14 +115,14 @@ def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:
-    """Return whether norm inputs are offloaded (0.16 or newer); fused residual sums would keep them."""
+    """Return True if norm inputs are offloaded (0.16 or newer); fused residual sums would keep them."""
     moved = getattr(config, "offload_modules", None) or ()
     asked = getattr(config, "fine_grained_activation_offloading", False)
     return asked and not {"attn_norm", "mlp_norm"}.isdisjoint(moved)
 
 
 def _passes_on(layer: Any, part: str) -> bool:
-    """Return whether a layer has only an identity for ``part``."""
+    """Return True if a layer has only an identity for ``part``."""
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
@@ -151,10 +151,10 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Let a layer's ``where`` add for ``norm`` if it is upstream's function and the norm is one of ours.
+    """Make a layer's ``where`` add for ``norm`` if ``where`` is upstream's function and the norm is ours.
 
     Args:
-        here: whether the norm belongs to this layer too.
+        here: whether the norm also belongs to this layer.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -166,11 +166,12 @@ def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
 
 
 class _SumForNorm:
-    """A replacement for ``get_bias_dropout_add`` at one place where a layer adds.
+    """A replacement for ``get_bias_dropout_add`` at one place where a layer adds a residual.
 
     Args:
         norm: the norm that will read the sum.
-        here: whether it belongs to the layer that adds; another layer's weights may not be gathered yet.
+        here: whether the norm belongs to the layer that adds; the weights of another layer may not be
+            gathered yet.
     """
 
     def __init__(self, norm: Any, here: bool) -> None:

@@ -1,4 +1,4 @@
-"""``megatron.core.distributed``: the DDP that keeps gradients in buffers."""
+"""Patches for ``megatron.core.distributed``, the DDP that keeps gradients in buffers."""
 
 from __future__ import annotations
 

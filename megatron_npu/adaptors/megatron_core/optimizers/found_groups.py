@@ -55,7 +55,7 @@ def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, A
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """In the block, make ``module`` match groups by fewer keys if all of its keys find no match."""
+    """Within the block, make ``module`` match groups by fewer keys if all of its keys find no match."""
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
@@ -70,7 +70,7 @@ def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[
 def by_places(
     holder: Any, fewer: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Match groups by fewer keys in the block, and by position where these keys are equal.
+    """Match groups by fewer keys within the block, and by position where these keys are equal.
 
     Positions are counted among groups that differ only in their rates: these are created in the order of
     their overrides, with the flags' own rates first. If the number of saved groups differs, nothing changes.
@@ -91,12 +91,12 @@ def by_places(
 
 
 def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return whether each group has a saved group with these keys."""
+    """Return True if each group has a saved group with these keys."""
     return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 
 def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return whether the checkpoint has as many groups of each kind as this run."""
+    """Return True if the checkpoint has as many groups of each kind as this run."""
     counts = Counter(_marks(keys, saved))
     return all(counts[mark] == count for mark, count in Counter(_marks(keys, current)).items())
 

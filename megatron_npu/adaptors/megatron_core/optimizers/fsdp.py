@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
 
-Connects ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
+Patches ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
 ``distributed.torch_fully_sharded_data_parallel``, ``distributed.data_parallel_base`` and, for checkpoints,
 ``dist_checkpointing.optimizer`` of ``megatron.core``.
 """

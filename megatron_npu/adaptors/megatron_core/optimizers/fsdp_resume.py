@@ -1,6 +1,6 @@
 """Resume with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats that it supports.
 
-Connects ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
+Patches ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adam's step on a GPU, fused with gradient clipping and the rounding of weights.
 
-Connects ``optimizer.clip_grads`` and ``optimizer.optimizer``. Unfused, each is another pass over all
+Patches ``optimizer.clip_grads`` and ``optimizer.optimizer``. Unfused, each is another pass over all
 parameters, of 8 and 6 bytes per parameter, in addition to the step's 28.
 """
 

@@ -1,8 +1,7 @@
 """``--use-precision-aware-optimizer`` with our Adam: moments and main weights in 16 bits, on every device.
 
-Connects ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a parameter
-group is built; ``arguments`` adds ``--reuse-fp32-param`` and lets ``memory_flags`` reject invalid
-combinations.
+Patches ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a parameter group
+is built; ``arguments`` adds ``--reuse-fp32-param`` and lets ``memory_flags`` reject invalid combinations.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _OursToKeep(int):
 
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
-    """In the block, make our ``FusedAdam`` importable from the absent TransformerEngine."""
+    """Within the block, make our ``FusedAdam`` importable from TransformerEngine, which is not installed."""
     parts = _NAME.split(".")
     modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
     modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one

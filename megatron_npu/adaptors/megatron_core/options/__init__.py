@@ -1,1 +1,1 @@
-"""Flags of the stock scripts: added, rejected, and read."""
+"""Flags of the stock scripts: adding, rejecting and reading them."""

@@ -1,4 +1,4 @@
-"""``megatron.training.arguments``: the fused-attention flags, and checks that run before upstream's own."""
+"""Patches for ``megatron.training.arguments``: fused-attention flags, and checks before upstream's own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turn Megatron's own option errors into a one-line message instead of a traceback.
 
-Connects ``transformer.transformer_config`` of ``megatron.core``; ``arguments`` does the same for scripts.
+Patches ``transformer.transformer_config`` of ``megatron.core``; ``arguments`` does the same for scripts.
 """
 
 from __future__ import annotations

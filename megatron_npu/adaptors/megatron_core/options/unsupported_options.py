@@ -4,7 +4,7 @@ They are fields of ``TransformerConfig`` and, mostly under the same names, argum
 that would change the results, or that are meant to hide communication, are rejected with a one-line error.
 Options that only make launches faster are switched off, and that is logged.
 
-Connects ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
+Patches ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
 ``ssm.mamba_mixer`` of ``megatron.core``; ``arguments`` does the same for the scripts' arguments.
 """
 
@@ -203,7 +203,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     order=2,
 )
 def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
-    """Check the options first."""
+    """Check the options before upstream's own code runs."""
     do_without_transformer_engine(self)
     original(self)
 
@@ -215,7 +215,7 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
     order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
-    """Switch off CUDA graphs first."""
+    """Switch off CUDA graphs before upstream's own code runs."""
     do_without_cuda_graphs(self)
     original(self)
 

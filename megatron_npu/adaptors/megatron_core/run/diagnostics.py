@@ -1,6 +1,6 @@
 """Run diagnostics: ``--log-straggler`` and ``--rerun-mode report_stats``.
 
-Connects ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
+Patches ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def leave_without_a_word(
 
 @contextlib.contextmanager
 def _claiming_cuda() -> Iterator[None]:
-    """Make ``torch.cuda.is_available`` return True in the block."""
+    """Make ``torch.cuda.is_available`` return True within the block."""
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:

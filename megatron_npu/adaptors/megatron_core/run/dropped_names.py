@@ -1,6 +1,6 @@
 """Names that upstream has removed or changed but that libraries built on it still use.
 
-Connects ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
+Patches ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
 of ``megatron.core``.
 """
 

@@ -1,6 +1,6 @@
 """``--check-weight-hash-across-dp-replicas-interval``: name the rank and parameter of diverging replicas.
 
-Connects ``megatron.training.training``, which asserts that replicas are equal; libraries that call
+Patches ``megatron.training.training``, which asserts that replicas are equal; libraries that call
 ``megatron.core.utils`` themselves get upstream's boolean.
 """
 

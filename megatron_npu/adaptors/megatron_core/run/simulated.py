@@ -1,6 +1,6 @@
 """Mark runs on simulated NPUs in their log and in TensorBoard.
 
-Connects ``megatron.training.utils`` and ``megatron.training.global_vars``.
+Patches ``megatron.training.utils`` and ``megatron.training.global_vars``.
 """
 
 from __future__ import annotations

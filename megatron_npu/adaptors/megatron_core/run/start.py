@@ -1,6 +1,6 @@
 """Start-up of a training run: initialization, process groups, dataset helpers, signals.
 
-Connects ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
+Patches ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
 ``megatron.training.dist_signal_handler``, ``megatron.legacy.fused_kernels``, and ``parallel_state``,
 ``datasets.utils`` and ``ssm.ops.gdp.common`` of ``megatron.core``.
 """

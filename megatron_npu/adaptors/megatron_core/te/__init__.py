@@ -1,4 +1,5 @@
-"""Local layers instead of TransformerEngine's if it is not installed; the ledger and the log say so.
+"""Use local layers in place of TransformerEngine's when TransformerEngine is not installed.
 
-``redirect`` holds the helpers; each of the other modules uses them for one family of models.
+The ledger and the log report this. ``redirect`` holds the helpers; each of the other modules uses them for
+one family of models.
 """

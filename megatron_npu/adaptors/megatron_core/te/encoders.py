@@ -1,6 +1,6 @@
 """Layer specs of the models with an encoder: BERT, T5 and Retro.
 
-Connects ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
+Patches ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
 ``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.
 """
 

@@ -1,6 +1,6 @@
 """Uses of TransformerEngine outside the layer specs.
 
-Connects ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
+Patches ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
 ``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
 """
 
@@ -90,5 +90,5 @@ def is_never_for_inference(module: Any) -> bool:
 def skip_without_parameters(
     original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return at once if there are no parameters."""
+    """Return immediately if there are no parameters."""
     return original(model_params, *args, **kwargs) if model_params else None

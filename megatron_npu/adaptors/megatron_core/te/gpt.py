@@ -1,6 +1,6 @@
 """Layer specs of GPT, its experts and multi-token prediction.
 
-Connects ``models.gpt.gpt_layer_specs``, ``models.gpt.heterogeneous.heterogeneous_layer_specs``,
+Patches ``models.gpt.gpt_layer_specs``, ``models.gpt.heterogeneous.heterogeneous_layer_specs``,
 ``models.gpt.moe_module_specs`` and ``transformer.multi_token_prediction`` of ``megatron.core``.
 """
 

@@ -1,6 +1,6 @@
 """Layers without TransformerEngine, through upstream's own interface for providers of spec modules.
 
-Connects ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
+Patches ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
 ``transformer.multi_token_prediction`` of ``megatron.core``. A user's own spec can use it as a backend:
 ``get_mlp_module_spec_for_backend(MegatronNpuSpecProvider())``, with the class that ``spec_provider()``
 returns.

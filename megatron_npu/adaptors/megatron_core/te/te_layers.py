@@ -1,6 +1,6 @@
 """Layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba's layers.
 
-Connects ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
+Patches ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
 upstream's own, built on the modules of ``standins.transformer_engine``.
 """
 
@@ -73,7 +73,7 @@ def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tenso
 
 
 def scan_not_ours() -> str | None:
-    """Return why a patch for our scan under mamba_ssm's name is not needed."""
+    """Return the reason why a patch for our scan under mamba_ssm's name is not needed."""
     return (
         None
         if standins.mamba_kernels()

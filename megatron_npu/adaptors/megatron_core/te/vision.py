@@ -1,7 +1,7 @@
-"""Layer specs and norms of the vision models: CLIP, ViT and LLaVA.
+"""Layer specs and norms for the vision models CLIP, ViT and LLaVA.
 
-Connects ``models.vision.clip_vit_model``, ``models.vision.vit_layer_specs`` and
-``models.multimodal.llava_spec`` of ``megatron.core``.
+Patches ``models.vision.clip_vit_model``, ``models.vision.vit_layer_specs`` and
+``models.multimodal.llava_spec`` in ``megatron.core``.
 """
 
 from __future__ import annotations

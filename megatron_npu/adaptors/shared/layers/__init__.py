@@ -1,1 +1,1 @@
-"""Layer code shared by several upstreams: matmuls, norms, fusions, the output layer."""
+"""Layer code that is shared by several upstreams: matmuls, norms, fusions and the output layer."""

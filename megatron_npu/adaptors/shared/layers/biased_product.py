@@ -1,11 +1,12 @@
-"""Fuse a parallel linear layer's bias into its matmul on an NPU: one launch instead of two.
+"""Fuse a parallel linear layer's bias into its matmul on an NPU, which takes one launch instead of two.
 
-Upstream adds the bias of ``linear_qkv`` after the matmul, and passes the other layers' biases to the next
-fused function, which cannot fuse them with anything on an NPU. Row-parallel layers whose weight is split over
-ranks keep their bias, which is added after the sum.
+Upstream adds the bias of ``linear_qkv`` after the matmul, and passes the biases of the other layers to the
+next fused function, which cannot fuse them with anything on an NPU. Row-parallel layers whose weight is split
+over ranks keep their bias, which is added after the sum over the ranks.
 
-Only the layers of a transformer block do this: a caller of a separate MLP or attention still gets the bias,
-as upstream promises. Which layers do it is fixed when the block is built, so a recomputation does the same.
+Only the layers of a transformer block fuse their biases: the caller of a separate MLP or attention still
+receives the bias, as upstream promises. The set of these layers is fixed when the block is built, so a
+recomputation fuses the same biases.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sum
 
 
 class _Offer:
-    """The bias of the running layer, offered to the matmul inside it."""
+    """The bias of the running layer, which is offered to the matmul inside the layer."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias: Tensor | None = bias
 
     @property
     def taken(self) -> bool:
-        """Whether the matmul has taken the bias."""
+        """True if the matmul has taken the bias."""
         return self._bias is None
 
     def take(self) -> Tensor | None:
-        """Return the bias the first time, then None."""
+        """Return the bias in the first call, and None in all later calls."""
         bias, self._bias = self._bias, None
         return bias
 
@@ -53,11 +54,12 @@ _OFFER: ContextVar[_Offer | None] = ContextVar("tracks the bias of the layer tha
 
 
 def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:
-    """Record the fusion for an upstream.
+    """Record the patches for this fusion in an upstream.
 
     Args:
         recorder: the upstream's recorder.
-        nothing: given a bias that was already added, returns its replacement in the layer's result.
+        nothing: a function that, given a bias that was already added, returns its replacement in the layer's
+            result.
     """
     function = "LinearWithGradAccumulationAndAsyncCommunication"
     outermost = partial(recorder.around, devices=("npu",), why=_WHY, order=2)
@@ -90,7 +92,7 @@ def let_layers_add(layer: Module) -> None:
 
 
 def _may_add(layer: Any) -> bool:
-    """Return whether the layer's matmul gives its whole result and its bias is left to the caller."""
+    """Return True if the layer's matmul gives its whole result and its bias is left to the caller."""
     if not getattr(layer, _IN_BLOCK, False):
         return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
@@ -120,7 +122,7 @@ def with_waiting_bias(
 def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
-    """Run upstream's forward without the bias, which the matmul inside adds; record it for backward.
+    """Run upstream's forward function without the bias, which the matmul adds; record the bias for backward.
 
     If another dtype is requested (the last argument since 0.20), upstream does not call torch's matmul, and
     nothing changes.

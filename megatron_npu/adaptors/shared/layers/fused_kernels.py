@@ -1,4 +1,4 @@
-"""CUDA extensions that Megatron's modules import when they are created, but that are not used here."""
+"""Support for modules of Megatron that import CUDA extensions when created but do not use them here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element-wise layer functions that the older trees leave to TorchScript's fusers."""
+"""Element-wise layer functions that the older trees compile with TorchScript's fusers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED_ANEW = (
 
 
 def connect(recorder: Recorder) -> None:
-    """Record bias-GELU and bias-dropout-add, which both trees define in the same way.
+    """Record patches for bias-GELU and bias-dropout-add, which both trees define in the same way.
 
     Args:
         recorder: the checkout's recorder.
@@ -41,13 +41,13 @@ def connect(recorder: Recorder) -> None:
 
 
 def connect_gelu(recorder: Recorder) -> None:
-    """Record the two GELUs that Megatron-DeepSpeed compiles for models without the fused GELU."""
+    """Record patches for the two GELUs that Megatron-DeepSpeed compiles for models without the fused GELU."""
     recorder.replace("megatron.model.utils:gelu_impl", why=COMPILED_ANEW)(gelu_impl)
     recorder.replace("megatron.model.utils:erf_gelu", why=COMPILED_ANEW)(erf_gelu)
 
 
 def no_bias(bias: Tensor) -> Tensor:
-    """Return a zero for a bias that was already added; the functions here skip it."""
+    """Return zero in place of a bias that was already added; the functions of this module skip it."""
     return _nothing(bias.dtype, bias.device)
 
 
@@ -59,7 +59,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``gelu(input + bias)``, tanh form; ``[s, b, h]`` and ``[h]`` give ``[s, b, h]``."""
+    """Return ``gelu(input + bias)`` in the tanh form; maps ``[s, b, h]`` and ``[h]`` to ``[s, b, h]``."""
     return activation.bias_gelu(input, None if getattr(bias, _NO_BIAS, False) else bias)
 
 
@@ -74,7 +74,10 @@ def erf_gelu(x: Tensor) -> Tensor:
 
 
 def bias_dropout_add_fused_train(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``; prob 0 draws no random numbers."""
+    """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``.
+
+    With prob 0, no random numbers are drawn.
+    """
     return _bias_dropout_add(x, bias, residual, prob, True)
 
 

@@ -1,7 +1,7 @@
-"""The three matmuls of a parallel linear layer, with a faster CPU library where available.
+"""The three matmuls of a parallel linear layer, computed with a faster CPU library where available.
 
-Upstream's autograd function calls ``torch.matmul``, forward and backward, between collectives that stay
-unchanged.
+Upstream's autograd function calls ``torch.matmul``, in the forward and the backward pass, between collectives
+that are not changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MATMUL = (torch.matmul, Tensor.matmul)
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the faster matmuls for an upstream."""
+    """Record patches for an upstream that make its linear layers use the faster matmuls."""
     for half in ("forward", "backward"):
         recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY, order=2)(multiplying)
 
 
 def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:
-    """Run forward or backward; ``input`` is the function's input, or the gradient of its output."""
+    """Run forward or backward; ``input`` is the input of the function or the gradient of its output."""
     # what is faster is called by a name of its own, for which autocast chooses no dtype
     if torch.is_autocast_enabled("cpu") or not linear.faster_than_torch(input.dtype):
         return original(ctx, input, *args)

@@ -1,4 +1,4 @@
-"""Compute the loss of either Megatron from the two factors of the logits."""
+"""Compute the loss of either Megatron from the two factors whose product is the logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss_of_factors(
         hidden: ``[s, b, h]``, gathered from all ranks.
         weight: ``[v / tp, h]``.
         labels: ``[b, s]``.
-        group: the tensor-parallel ranks.
+        group: the process group of the tensor-parallel ranks.
         into_main_grad: whether ``--gradient-accumulation-fusion`` is on.
         recompute: passed on to the operation.
     """

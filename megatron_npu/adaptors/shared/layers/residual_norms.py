@@ -1,8 +1,9 @@
-"""Fuse a residual addition and the following norm, on an NPU and with a Triton kernel on a GPU.
+"""Fuse a residual addition and the following norm, on an NPU and, with a Triton kernel, on a GPU.
 
-Upstream adds in one function and normalizes in the next, or in the next layer. Here each place that adds is
-told which norm will read the sum. That norm finds its result attached to the sum, and computes it itself if
-its input comes from elsewhere: after a checkpoint's recomputation, or from another pipeline stage.
+Upstream adds in one function and normalizes in the next function, or in the next layer. Here, each place that
+adds a residual is told which norm will read the sum. That norm finds its result attached to the sum. If the
+norm's input comes from elsewhere (after a checkpoint's recomputation, or from another pipeline stage), the
+norm computes the result itself.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ WHY = (
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:
-    """Return weight and bias of a norm, or of the norm included in a layer under TransformerEngine's name."""
+    """Return the weight and bias of a norm, or of the norm in a layer under TransformerEngine's name."""
     if hasattr(norm, "layer_norm_weight"):
         return norm.layer_norm_weight, norm.layer_norm_bias
     return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def reads_sums(norm: Any) -> bool:
-    """Return whether a norm's result can be computed together with the sum that it reads."""
+    """Return True if a norm's result can be computed together with the sum that the norm reads."""
     weight, bias = vectors_of(norm)
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
@@ -49,9 +50,10 @@ def reads_sums(norm: Any) -> bool:
 
 
 def is_shared_out(norm: Any) -> bool:
-    """Return whether torch's or Megatron's FSDP gathers a norm's weight only for its own layer.
+    """Return True if torch's or Megatron's FSDP gathers a norm's weight only for the norm's own layer.
 
-    The previous layer, which adds for it, would read a shard, or memory that a collective is still writing.
+    The previous layer, which would add for this norm, would then read a shard, or memory to which a
+    collective is still writing.
     """
     weight, _ = vectors_of(norm)
     return isinstance(weight, DTensor) or getattr(weight, "__fsdp_param__", False)
@@ -63,9 +65,9 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
     Args:
         x: ``[s, b, h]``, in training.
         bias: ``[h]``, or None.
-        residual: like ``x``.
+        residual: a tensor with the same shape as ``x``.
         p: the probability that a value is dropped.
-        norm: a norm for which ``reads_sums`` is true.
+        norm: a norm for which ``reads_sums`` returns True.
 
     Returns:
         None if the dtypes differ, as with --fp32-residual-connection.
@@ -85,7 +87,7 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
 
 
 def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
-    """Return whether a norm reads the sum itself; a layer that is recomputed as a whole gets a copy."""
+    """Return True if a norm reads the sum itself; a layer that is recomputed as a whole reads a copy."""
     return granularity != "full" and "layernorm" not in (modules or ())
 
 
