@@ -132,7 +132,7 @@ def _is_for_memory(group: Any) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether this is a plain host tensor, not a subclass such as DTensor."""
+    """Return True if this is a plain host tensor, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_cpu
 
 

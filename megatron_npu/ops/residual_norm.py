@@ -45,7 +45,7 @@ def add_layer_norm(
         zero_centered_gamma: the factor is ``1 + weight``.
         keep: object that accumulates parameter gradients in fp32; a gradient that it takes is not passed to
             autograd. Devices that compute the gradient only in the parameter's dtype do not call it.
-        shift: ``[h]``, a bias for ``x``; None: no bias.
+        shift: ``[h]``, a bias for ``x``; None means no bias.
         p: probability of dropping a value, as in ``dropout.dropout`` in training.
 
     Returns:

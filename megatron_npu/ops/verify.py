@@ -53,7 +53,7 @@ random_calls: dict[str, int] = {}
 
 
 def watches(name: str, group: str) -> bool:
-    """Return whether to verify the operation."""
+    """Return True if to verify the operation."""
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 

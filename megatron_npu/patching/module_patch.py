@@ -46,7 +46,7 @@ class Context:
     Attributes:
         upstream, version: name and version of upstream.
         device: name of the device.
-        pins: the pins of upstream; None: no drift check.
+        pins: the pins of upstream; None means no drift check.
         drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that still fit.
     """
 

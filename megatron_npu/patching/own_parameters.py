@@ -43,7 +43,7 @@ class Use:
     hands_on_names: bool = False
 
     def assumes_default(self, position: int) -> bool:
-        """Return whether the function has its own default for the parameter at ``position``."""
+        """Return True if the function has its own default for the parameter at ``position``."""
         return self.own[position][1] if position < len(self.own) else position in self.read
 
 

@@ -91,7 +91,7 @@ class Patch:
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
-        """Return whether the patch applies to this version of ``upstream``."""
+        """Return True if the patch applies to this version of ``upstream``."""
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:

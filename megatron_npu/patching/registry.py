@@ -309,7 +309,7 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
 
 
 def _meet(first: Patch, second: Patch) -> bool:
-    """Return whether two patches of one target could be in effect at the same time."""
+    """Return True if two patches of one target could be in effect at the same time."""
     if not set(first.devices) & set(second.devices):
         return False
     if first.upstream and second.upstream and first.upstream != second.upstream:

@@ -339,7 +339,7 @@ def install(upstream: Upstream) -> list[StandIn]:
 
 
 def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
-    """Return whether ``upstream`` imports the module and the real one is absent."""
+    """Return True if ``upstream`` imports the module and the real one is absent."""
     if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
     if stand_in.te not in ("", settings.TE.get()):
@@ -348,12 +348,12 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 
 def te_layers() -> bool:
-    """Return whether our layers are installed under TransformerEngine's names in this process."""
+    """Return True if our layers are installed under TransformerEngine's names in this process."""
     return _stands_for("transformer_engine", _TE)
 
 
 def mamba_kernels() -> bool:
-    """Return whether our scan is installed under mamba_ssm's name in this process."""
+    """Return True if our scan is installed under mamba_ssm's name in this process."""
     return _stands_for("mamba_ssm", _MAMBA)
 
 

@@ -1,4 +1,5 @@
-"""Blocks of the vocabulary that backward recomputes, so that nothing of the logits' size is saved."""
+"""Process the vocabulary in blocks, which backward recomputes so that no tensor of the logits' size is saved.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 for fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -42,19 +43,21 @@ def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether it is in the block."""
+    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether the block contains it.
+    """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 
 
 def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
-    """Return the logits ``[t]`` of the targets that are in the block, 0 for others."""
+    """Return the logits ``[t]`` of the targets in the block, and 0 for other targets."""
     column, inside = columns(local, block)
     return logits.gather(1, column).to(precise(logits)).mul_(inside).squeeze(1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward computes the normalizer over all blocks; backward recomputes the probabilities."""
+    """A loss whose forward pass computes the normalizer over all blocks; backward recomputes probabilities.
+    """
 
     @staticmethod
     def forward(
@@ -96,7 +99,7 @@ class Gradients:
         ctx: context of an autograd function whose first arguments are hidden states, weight and bias, with
             ``main_grad``.
         factors: ``[t, 1]``, in the dtype of ``rows``: factor for each row of the logits' gradient, already
-            applied to ``rows``; None: no factor.
+            applied to ``rows``; None means no factor.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 def asks_the_registry(module: nn.Module) -> bool:
-    """Return whether the module gets its attention function from Transformers' registry."""
+    """Return True if the module gets its attention function from Transformers' registry."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
@@ -108,7 +108,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return whether the requested mask hides more than padding and later keys."""
+    """Return True if the requested mask hides more than padding and later keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -173,7 +173,7 @@ def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return whether keys after the query's own position are hidden, in addition to what the mask hides."""
+    """Return True if keys after the query's own position are hidden, in addition to what the mask hides."""
     if mask is not None and mask.size(2) > 1:
         return False  # a mask with a row for each query says all
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -216,7 +216,7 @@ def recognise(model: Any) -> tuple[str, Found]:
 
 
 def has_taken(module: nn.Module) -> bool:
-    """Return whether a module is an output layer that already has one of these forwards."""
+    """Return True if a module is an output layer that already has one of these forwards."""
     return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
 
 
@@ -242,7 +242,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return whether gradients of the logits are needed and no code is known to read all of them.
+    """Return True if gradients of the logits are needed and no code is known to read all of them.
 
     Args:
         module: the output layer.

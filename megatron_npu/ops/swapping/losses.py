@@ -41,7 +41,8 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return the replacement for a Transformers model's ``loss_function``, or why there is none."""
+    """Return the replacement for a Transformers model's ``loss_function``, or the reason why there is none.
+    """
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
@@ -134,7 +135,7 @@ def _torch_loss(
 
 
 def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
-    """Return whether this is a loss over tokens, on our device, with a large enough vocabulary."""
+    """Return True if this is a loss over tokens, on our device, with a large enough vocabulary."""
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 

@@ -23,7 +23,7 @@ _OLDEST = (8, 0)
 
 @functools.cache
 def switched_off() -> bool:
-    """Return whether ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
+    """Return True if ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
     return not settings.TRITON.enabled()
 
 

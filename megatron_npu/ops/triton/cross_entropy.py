@@ -20,7 +20,7 @@ class Vocabulary(NamedTuple):
         start: id of the first column.
         size: size of the whole vocabulary.
         share: part of the loss spread over all logits (label smoothing), as upstream spreads it.
-        ignored: target value of rows to ignore; None: no row is ignored.
+        ignored: target value of rows to ignore; None means no row is ignored.
     """
 
     start: int
