@@ -79,8 +79,7 @@ _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
 class _PlainCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that, on a CPU, reads only the rows with a target; elsewhere the host would have to wait.
-    """
+    """Cross-entropy that reads only rows with a target on a CPU; elsewhere, the host would have to wait."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -200,8 +199,7 @@ def reference(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum from which every rank computes the same loss, so that each summand has the gradient of the sum.
-    """
+    """A sum from which every rank computes the same loss, so each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:

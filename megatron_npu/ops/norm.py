@@ -199,8 +199,7 @@ def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool
 
 
 class _CpuNorm(torch.autograd.Function):
-    """Compute either norm on a CPU. If ``bias`` is None, it is an RMS norm, for which torch has no CPU
-    kernel.
+    """Compute either norm on a CPU. If ``bias`` is None, it is an RMS norm, which torch has no kernel for.
 
     torch's layer norm kernel rounds statistics to 16 bits and sums 16-bit weight gradients in 16 bits: over
     4,096 rows of bf16 they are 10 % off. Its fp32 kernel therefore processes fp32 copies of pieces.

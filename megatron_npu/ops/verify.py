@@ -53,7 +53,7 @@ random_calls: dict[str, int] = {}
 
 
 def watches(name: str, group: str) -> bool:
-    """Return True if to verify the operation."""
+    """Return True if the operation is to be verified."""
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 

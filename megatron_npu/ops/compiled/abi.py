@@ -104,8 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return True if elements share memory, or may do so; such a tensor, for example an expanded one, is
-    read-only.
+    """Return True if elements share memory, or may; such a tensor, for example an expanded one, is read-only.
     """
     if tensor.is_contiguous():
         return False
@@ -218,8 +217,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tenso
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
-    """Call the kernel with an fp32 total and a bf16 part, both ``[n, ...]``; the total has contiguous rows.
-    """
+    """Call the kernel with an fp32 total with contiguous rows and a bf16 part, both ``[n, ...]``."""
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
     address = _contiguous("part", part, _BFLOAT, part.shape)
     _check(has_contiguous_rows(total), "total", total, "with contiguous rows that do not overlap")
@@ -414,8 +412,7 @@ def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 def _strided(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
 ) -> int:
-    """Return the address of a tensor of any strides; if it is written to, its elements must not share memory.
-    """
+    """Return the address of a tensor of any strides; if it is written to, no two elements share memory."""
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
         _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
     if written and overlaps(tensor):

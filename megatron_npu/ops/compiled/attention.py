@@ -1,5 +1,4 @@
-"""Attention of fp32 or bf16 heads with one kernel (``attention.cpp``), which keeps scores in a core's cache.
-"""
+"""Attention of fp32 or bf16 heads with one kernel (``attention.cpp``); scores stay in a core's cache."""
 
 from __future__ import annotations
 

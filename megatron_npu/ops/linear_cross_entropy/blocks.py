@@ -1,5 +1,4 @@
-"""Process the vocabulary in blocks, which backward recomputes so that no tensor of the logits' size is saved.
-"""
+"""Blocks of the vocabulary, which backward recomputes so that nothing of the logits' size is saved."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether the block contains it.
-    """
+    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether it is in the block."""
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 
@@ -56,8 +54,7 @@ def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward pass computes the normalizer over all blocks; backward recomputes probabilities.
-    """
+    """A loss whose forward computes the normalizer over all blocks; backward recomputes probabilities."""
 
     @staticmethod
     def forward(

@@ -133,17 +133,13 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Create the state of shards that are empty on this rank too, in one order, because all ranks save
-        it.
-        """
+        """Create the state of shards that are empty on this rank too, in one order: all ranks save it."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` in the next step, possibly without changing the gradient
-        tensors.
-        """
+        """Multiply the gradients by ``factor`` in the next step, possibly without changing the tensors."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
@@ -317,8 +313,7 @@ class FusedAdam(FusedOptimizer):
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor's choice.
-        """
+        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor."""
         super().zero_grad(set_to_none)
         forget = self.set_grad_none if set_to_none is None else set_to_none
         for parameter in (p for group in self.param_groups for p in group["params"]):

@@ -109,8 +109,7 @@ def _adam_cuda(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Use the same kernel for narrow states, so that results are bitwise identical to those of wide states.
-    """
+    """Use the same kernel for narrow states, so that results match those of wide states bit for bit."""
     rows = [Tensors(*row, None) for row in zip(targets, grads, first, second, strict=True)]
     if rows and takes_kernel("adam", targets[0]) and all(map(takes, rows)):
         update_by_kernel(rows, step, 1.0)
@@ -150,8 +149,7 @@ def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return True if our Triton kernel takes the steps on a GPU; it is not used while results are verified.
-    """
+    """Return True if our Triton kernel takes the steps on a GPU; it does not while results are verified."""
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)

@@ -28,8 +28,7 @@ TensorLists = list[list[Tensor]]
 
 
 class MultiTensorApply:
-    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``, which calls an operation with a chunk size.
-    """
+    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``: calls an operation with its chunk size."""
 
     available = True
     warned = False
@@ -168,8 +167,7 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return True if a ``copy_`` can be batched: both tensors are on one device, with nothing to broadcast.
-    """
+    """Return True if a ``copy_`` can be batched: both tensors on one device, and nothing to broadcast."""
     is_tensor = isinstance(source, Tensor) and not rest
     return is_tensor and target.device == source.device and target.shape == source.shape
 
@@ -199,7 +197,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """Same as ``multi_tensor_scale_and_check``, with ``found`` and ``factor`` in fp32 ``[1]``."""
+    """Reference implementation of ``unscale``, with ``found`` and ``factor`` in fp32 ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)

@@ -46,7 +46,7 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return True if to run the module's own forward: operations are bound to another device.
+    """Return True if the module's own forward must run, because operations are bound to another device.
 
     This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
     operation.

@@ -41,8 +41,7 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return the replacement for a Transformers model's ``loss_function``, or the reason why there is none.
-    """
+    """Return the replacement for a Transformers model's ``loss_function``, or why it has none."""
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
