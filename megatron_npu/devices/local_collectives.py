@@ -147,7 +147,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share; None if they cannot share any, which is logged."""
+    """Return memory that the ranks of ``group`` share, or None (which is logged) if they cannot share any."""
     if not settings.SHARED_MEMORY.enabled():
         return None
     try:

@@ -64,7 +64,7 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of the sum, and the sum; otherwise like ``add_layer_norm``."""
+    """Return the RMS norm of the sum, and the sum; the arguments are those of ``add_layer_norm``."""
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
@@ -129,7 +129,7 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel for residual sum and norm does not support these tensors, or None."""
+    """Return why our Triton kernel for a residual sum and its norm does not support these tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return (
             f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand "
@@ -241,7 +241,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """``npu_add_rms_norm``, which has no gradient in torch_npu: that of ``npu_rms_norm`` is used."""
+    """Compute ``npu_add_rms_norm``; since torch_npu has no gradient for it, that of ``npu_rms_norm`` is used."""
 
     @staticmethod
     def forward(

@@ -145,7 +145,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
-    """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds, or None."""
+    """Return the documented limit of ``npu_rotary_mul`` (torch_npu 2.13) that the call exceeds, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul supports 4 dimensions, not {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)

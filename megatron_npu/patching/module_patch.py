@@ -23,7 +23,7 @@ IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
 class DriftError(Exception):
-    """Upstream differs from the version for which a patch was written.
+    """Raised when upstream differs from the version for which a patch was written.
 
     Args:
         message: the differences.
@@ -36,7 +36,7 @@ class DriftError(Exception):
 
 
 class PatchError(Exception):
-    """A patch cannot be applied because of a bug in the patch itself."""
+    """Raised when a patch cannot be applied because of a bug in the patch itself."""
 
 
 @dataclass(frozen=True)

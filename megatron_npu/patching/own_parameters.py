@@ -20,7 +20,7 @@ _REQUIRED = ""  # the text of a default that there is not
 
 
 class _Unknown(Exception):  # noqa: N818 - the name says what it is
-    """It cannot be determined which parameters a function accepts or uses."""
+    """Raised when it cannot be determined which parameters a function accepts or uses."""
 
 
 @dataclass

@@ -95,7 +95,7 @@ class Patch:
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
-        """Return why the patch is not applied on this device, or None."""
+        """Return the reason why the patch is not applied on this device, or None."""
         reason = self.condition() if self.condition else None
         if isinstance(reason, NotAsked):
             return reason

@@ -70,9 +70,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product ``left · right``, elementwise, and its sum over rows: ``[..., h]``, and fp32
-    ``[h]``.
-    """
+    """Return the elementwise product ``left · right``, ``[..., h]``, and its sum over rows, fp32 ``[h]``."""
     output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
     abi.product_and_sum(left, right, output, sums)
     return output, sums

@@ -104,8 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return True if elements share memory, or may; such a tensor, for example an expanded one, is read-only.
-    """
+    """Return True if elements share memory, or may; such a tensor, such as an expanded one, is read-only."""
     if tensor.is_contiguous():
         return False
     extent = 1

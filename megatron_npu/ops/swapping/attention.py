@@ -33,10 +33,11 @@ def asks_the_registry(module: nn.Module) -> bool:
 
 
 def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[], None]]]:
-    """Set our attention in the configs of the Transformers models inside ``model``.
+    """Enable our attention in the config of each Transformers model inside ``model``.
 
     Yields:
-        (path of the model, function that undoes it, or why it was not done), once per config.
+        For each config, the path of the model, and either a function that undoes the change or the reason why
+        it was not made.
     """
     seen: set[int] = set()
     for path, part in model.named_modules():
@@ -186,7 +187,7 @@ _outside_the_graph = torch.compiler.disable(
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
-    """Return why the operation does not support a call, or None."""
+    """Return the reason why the operation does not support a call, or None."""
     for name, what in (
         ("position_bias", "it adds a position bias to the scores"),
         ("softcap", "it caps the scores"),

@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks replaceable but is kept, and why."""
+    """A module that looks replaceable but is kept, and the reason why it is kept."""
 
     what: str
     why: str

@@ -63,7 +63,7 @@ def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, in
 
 @functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
+    """Return the number of multiprocessors of a GPU."""
     if device.type != "cuda":
         return _PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

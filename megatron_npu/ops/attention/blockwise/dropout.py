@@ -44,8 +44,7 @@ class TileDropout:
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights`` with some zeroed to ``out`` and return it; without dropout, return ``weights``.
-        """
+        """Write ``weights`` with some zeroed to ``out`` and return it; without dropout, return the input."""
         bits = self._bits(weights.numel())
         if bits is None:
             return weights
