@@ -129,7 +129,7 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel for a residual sum and its norm does not support these tensors, or None."""
+    """Return why our Triton kernel for residual sum and norm does not support these tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return (
             f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand "
@@ -161,14 +161,17 @@ def _add_rms_norm_cuda(
 
 
 def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) does not support the call, or None."""
+    """Return the reason why ``npu_add_layer_norm`` does not support the call, or None.
+
+    The operation is CANN's aclnnAddLayerNorm.
+    """
     if eps != _NPU_EPSILON:
         return f"npu_add_layer_norm supports only eps {_NPU_EPSILON:g}, not {eps:g}"
     return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
 
 
 def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
-    """Return why ``npu_add_rms_norm`` does not support the call, or None."""
+    """Return the reason why ``npu_add_rms_norm`` does not support the call, or None."""
     if not 2 <= x.dim() <= 8 or not x.numel():
         return f"{kernel} supports non-empty tensors with 2 to 8 dimensions, not {tuple(x.shape)}"
     if weight.dtype is not x.dtype:
@@ -199,7 +202,7 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
+    """Compute ``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
 
     The sum, and a zero that all layers share, are passed to backward instead: this keeps no more memory than
     a separate sum and norm, and the gradient of the sum is added in the same call.
@@ -241,7 +244,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Compute ``npu_add_rms_norm``; since torch_npu has no gradient for it, that of ``npu_rms_norm`` is used."""
+    """Compute ``npu_add_rms_norm`` with the gradient of ``npu_rms_norm``, because torch_npu has none for it."""
 
     @staticmethod
     def forward(

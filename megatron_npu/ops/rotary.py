@@ -40,7 +40,7 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Like ``rotary``, but from existing tables, as Transformers passes them to its layers.
+    """Same as ``rotary``, but from existing tables, which is how Transformers passes them to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
@@ -80,7 +80,7 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation that saves only the tables: backward rotates the gradient by the negative angles."""
+    """A rotation that saves only the tables; the backward pass rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

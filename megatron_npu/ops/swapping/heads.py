@@ -34,7 +34,7 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 class Unmade(Tensor):
-    """Logits ``[..., v]`` not computed yet, represented by hidden states, weight and bias.
+    """Logits ``[..., v]`` that are not computed yet, represented by hidden states, weight and bias.
 
     The loss takes them directly, also reshaped to one row per token. Any other access to the values computes
     the logits, once, with their gradients; sizes, dtype and device are known without that. Until then they
@@ -153,7 +153,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counts the steps of all optimizers in this process from now on."""
+    """Counts the steps that all optimizers in this process take from now on."""
 
     def __init__(self) -> None:
         self.taken = 0

@@ -66,7 +66,7 @@ def _causal_lm(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Transformers' ``ForCausalLMLoss``: tokens < n predict n."""
+    """Compute Transformers' ``ForCausalLMLoss``, in which tokens < n predict token n."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -80,7 +80,7 @@ def _masked_lm(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
+    """Compute Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
     target = labels.reshape(-1).to(logits.device)
     losses = None
     if isinstance(logits, heads.Unmade) and logits.size(-1) == vocab_size:

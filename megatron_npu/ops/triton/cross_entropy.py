@@ -14,7 +14,7 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """What the loss depends on besides logits and targets.
+    """The parameters of the loss besides logits and targets.
 
     Attributes:
         start: id of the first column.
