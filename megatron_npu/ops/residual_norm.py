@@ -244,7 +244,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Compute ``npu_add_rms_norm`` with the gradient of ``npu_rms_norm``, because torch_npu has none for it."""
+    """Compute ``npu_add_rms_norm``, using the gradient of ``npu_rms_norm``, since torch_npu has none."""
 
     @staticmethod
     def forward(

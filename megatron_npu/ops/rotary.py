@@ -80,7 +80,7 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation that saves only the tables; the backward pass rotates the gradient by the negative angles."""
+    """A rotation that saves only the tables; backward rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

@@ -19,7 +19,7 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass(frozen=True)
 class Offer:
-    """A new object that other modules may import by value from now on.
+    """A new object that other modules may later import by value.
 
     Attributes:
         name: the name under which they import it.

@@ -50,7 +50,7 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions; None if compiling is switched off, or fails, which is logged."""
+    """Return the compiled functions, or None if compiling is switched off or fails, which is logged."""
     if not settings.COMPILED.enabled():
         return None
     folder, without = user_cache.root() / "datasets", f"set {settings.COMPILED.name}=0"
