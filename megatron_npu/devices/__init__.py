@@ -1,4 +1,4 @@
-"""The device of this process: selected once, from the available ones or by ``MEGATRON_NPU_DEVICE``."""
+"""The device of this process, selected once: either the first available one or ``MEGATRON_NPU_DEVICE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface that every device of this package implements."""
+"""The interface that every device in this package implements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Device(ABC):
 
     @abstractmethod
     def absence(self) -> str | None:
-        """Return why the device is not available, or None if it is."""
+        """Return the reason why the device is not available, or None if it is available."""
 
     @abstractmethod
     def count(self) -> int:
@@ -104,7 +104,7 @@ class Device(ABC):
         """Clear the overflow flag of a device that sets one instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return whether the overflow flag is set; False for devices that return inf and nan."""
+        """Return True if the overflow flag is set; always False for devices that return inf and nan."""
         return False
 
     @abstractmethod

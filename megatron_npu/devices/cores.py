@@ -124,7 +124,7 @@ def threads(ranks: int) -> int:
 
 
 def _threads_said(launcher: psutil.Process | None, own: int) -> str:
-    """Return the number of threads that the user has set; empty if not set.
+    """Return the number of threads that the user has set; empty if the user has not set it.
 
     torchrun sets the variable to 1 for its ranks, and ``train`` to the number of cores per rank (``own``).
     For these values, the launcher's own environment shows whether the user has set it.
@@ -137,7 +137,7 @@ def _threads_said(launcher: psutil.Process | None, own: int) -> str:
 
 
 def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | None) -> str:
-    """Return why this rank is not bound to its cores; empty if it is."""
+    """Return the reason why this rank is not bound to its cores; empty if it is bound."""
     if not _TASKS.is_dir():
         return "threads can be bound to cores only on Linux"
     named = [name for name in _PLACES if name in os.environ]

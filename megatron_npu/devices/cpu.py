@@ -135,7 +135,7 @@ class CpuDevice(Device):
 
 
 def _peak_resident() -> int:
-    """Return the peak resident set size in bytes; 0 if the system does not report it."""
+    """Return the peak resident set size in bytes, or 0 if the system does not report it."""
     try:
         line = next(
             row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmHWM:")

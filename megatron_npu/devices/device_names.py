@@ -1,4 +1,4 @@
-"""Device arguments that name CUDA, and what they map to on another device."""
+"""Device arguments that name CUDA, and the devices that they are mapped to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Target = Callable[[Any], Any]
 
 
 def names_cuda(text: str) -> bool:
-    """Return whether a string is ``cuda``, or ``cuda:`` with an index."""
+    """Return True if a string is ``cuda``, or ``cuda:`` with an index."""
     return text == "cuda" or text.startswith("cuda:")
 
 
 def means_cuda(argument: Any) -> bool:
-    """Return whether a device argument names a CUDA device; an integer index does."""
+    """Return True if a device argument names a CUDA device; an integer index also does."""
     if isinstance(argument, str):
         return names_cuda(argument)
     if isinstance(argument, int):

@@ -141,7 +141,7 @@ class _All:
             work.wait(*() if timeout is None else (timeout,))
 
     def is_completed(self) -> bool:
-        """Return whether all of them are complete."""
+        """Return True if all of them are complete."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -168,7 +168,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Get a batch; if a worker dies meanwhile, raise an error at once."""
+    """Get a batch; if a worker dies in the meantime, raise an error at once."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)

@@ -132,7 +132,7 @@ def _is_for_memory(group: Any) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether this is a plain host tensor, not a subclass such as DTensor."""
+    """Return True if this is a plain host tensor, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_cpu
 
 
@@ -147,7 +147,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share; None if they cannot share any, which is logged."""
+    """Return memory that the ranks of ``group`` share, or None (which is logged) if they cannot share any."""
     if not settings.SHARED_MEMORY.enabled():
         return None
     try:

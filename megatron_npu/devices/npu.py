@@ -196,7 +196,7 @@ def _memory_history() -> dict[str, Callable[..., Any]]:
 
 
 def _saturates() -> bool:
-    """Return whether the chip returns the largest finite number instead of inf (Ascend before 910B)."""
+    """Return True if the chip returns the largest finite number instead of inf (Ascend before 910B)."""
     return not torch.npu.utils.is_support_inf_nan()
 
 

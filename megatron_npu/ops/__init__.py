@@ -1,4 +1,7 @@
-"""Operations: one contract, one reference, one implementation per device; ``swap`` puts them in a model."""
+"""Operations: each has one contract, one reference and one implementation per device.
+
+``swap`` puts the operations into a model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["Swapped", "swap"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``swap`` on first access: a single operation does not need it."""
+    """Import ``swap`` on first access, because a single operation does not need it."""
     if name in __all__:
         from megatron_npu.ops import swapping
 

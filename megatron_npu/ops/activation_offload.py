@@ -1,7 +1,8 @@
-"""Offload tensors that autograd saves in a forward pass to the host until the backward pass needs them.
+"""Offload the tensors that autograd saves in a forward pass to the host until the backward pass needs them.
 
 Copies to the host run on their own stream during the forward pass. A layer's tensors are copied back, on
-another stream, when the backward pass reaches the layer above it. Results are the same bit for bit.
+another stream, when the backward pass reaches the layer above it. The results are bitwise identical to those
+without offloading.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Moved:
 
 
 class _Group:
-    """What one layer has saved in one forward pass.
+    """The tensors that one layer has saved in one forward pass.
 
     Attributes:
         layer: the layer's index in the stack.
@@ -74,7 +75,7 @@ class _Group:
         self.moved: list[_Moved] = []
 
     def fetch(self) -> None:
-        """Start copying all tensors back, the last saved first; does so only once."""
+        """Start copying all tensors back, starting with the one saved last. Later calls do nothing."""
         while self.moved:
             self.moved.pop().fetch()
 
@@ -83,13 +84,13 @@ _SAVING = "megatron_npu_saving"  # of a module: the context in which what its fo
 
 
 def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for computing a result of ``module`` outside its forward, with offloading."""
+    """Return a context that offloads while a result of ``module`` is computed outside its forward."""
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
 
 
 class Offload:
-    """Offloads what selected modules in a stack of layers save for backward.
+    """Offloads the tensors that selected modules in a stack of layers save for the backward pass.
 
     Args:
         smallest: tensors with fewer elements stay on the device.
@@ -100,7 +101,7 @@ class Offload:
         self.last: _Group | None = None
 
     def attach(self, module: torch.nn.Module, name: str, layer: int) -> None:
-        """Offload what ``module`` saves from now on.
+        """Start offloading the tensors that ``module`` saves.
 
         Args:
             module: a part of a layer; its forward is replaced on the instance.
@@ -120,7 +121,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
-        """Move what is saved in the block."""
+        """Move the tensors that are saved within the block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -130,7 +131,7 @@ class Offload:
             yield
 
     def _group(self, name: str, layer: int) -> _Group:
-        """Return the group of this forward pass, which a layer's first module creates."""
+        """Return the group of this forward pass, which the first module of a layer creates."""
         last = self.last
         if last is None or last.layer != layer or name in last.modules:
             self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)
@@ -139,7 +140,7 @@ class Offload:
 
     def _pack(self, group: _Group, weights: set[int]) -> Callable[[Tensor], Any]:
         def pack(tensor: Tensor) -> Any:
-            """Move no weights, masks (the only boolean tensors), small tensors or tensors on the host."""
+            """Move the tensor, unless it is a weight, a mask (any boolean tensor), small, or on the host."""
             if tensor.numel() < self.smallest or tensor.dtype is torch.bool or tensor.device.type == "cpu":
                 return tensor
             if tensor.untyped_storage().data_ptr() in weights:
@@ -164,11 +165,11 @@ def _unpack(group: _Group) -> Callable[[Any], Tensor]:
 
 
 def _of(device: torch.device) -> Any:
-    """Return ``torch.npu`` or ``torch.cuda``."""
+    """Return ``torch.npu`` or ``torch.cuda``, depending on the device."""
     return getattr(torch, device.type)
 
 
 @functools.lru_cache(maxsize=8)
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """Return the streams that copy tensors from a device to the host, and back."""
+    """Return the two streams that copy tensors from a device to the host and back."""
     return _of(device).Stream(device), _of(device).Stream(device)

@@ -1,6 +1,6 @@
-"""Cache computed values, on the tensor or object they come from, or by arguments.
+"""Cache computed values, either on the tensor or object that they come from, or by arguments.
 
-Generation runs under ``torch.inference_mode()`` and training in the same process does not. A tensor created
+Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor created
 in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such
 tensors, and cached values are never created in that mode.
 """
@@ -20,12 +20,12 @@ Value = TypeVar("Value")
 
 
 def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
-    """Return ``compute()``, which is called once until the tensor is written to; all layers share the value.
+    """Return ``compute()``, called again only after a write to the tensor; all layers share the value.
 
     Args:
         tensor: the tensor that ``compute`` reads; the cached value lives as long as the tensor.
         name: name of the value; one per purpose.
-        key: what else the value depends on; a different key replaces the cached value.
+        key: any other data that the value depends on; a different key replaces the cached value.
     """
     if tensor.is_inference():
         return compute()
@@ -44,7 +44,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """Like ``cache_on_tensor``, for a value read from several tensors: cached on the object that owns them.
+    """Same as ``cache_on_tensor``, for a value of several tensors, cached on the object that owns them.
 
     Args:
         owner: an object that accepts new attributes. A copy of it also has the cached value, but other
@@ -85,6 +85,6 @@ def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def usable_in_training() -> Iterator[None]:
-    """Create ordinary tensors without a graph, even if the caller is in inference mode."""
+    """Within the block, create ordinary tensors without a graph, even if the caller is in inference mode."""
     with torch.inference_mode(False), torch.no_grad():  # the first switches gradients on
         yield

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary, which may be split across the tensor-parallel ranks."""
+"""Cross-entropy over a vocabulary, which may be partitioned across the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def vocab_parallel_cross_entropy(
         target: ``[...]``, token ids of the whole vocabulary.
         vocab_start: id of the first token of this rank's part.
         vocab_size: size of the whole vocabulary.
-        group: the tensor-parallel group; None or a group of one: ``logits`` covers the whole vocabulary.
+        group: the tensor-parallel group. If it is None or a group of one, ``logits`` covers the whole
+            vocabulary.
         label_smoothing: probability mass given to the wrong tokens, in [0, 1), spread as upstream does
             (Szegedy et al. 2016 with K - 1 in place of K), but over the *whole* vocabulary: megatron-core
             0.16 averages over each rank's part only, so its loss depends on the parallel size.
@@ -49,10 +50,10 @@ def vocab_parallel_cross_entropy(
 
 
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return ``logsumexp(logits) - logits[target]`` per token, 0 for ignored targets.
+    """Return ``logsumexp(logits) - logits[target]`` for each token, and 0 for ignored targets.
 
-    Like ``F.cross_entropy`` without reduction, but 16-bit logits are converted to fp32 tile by tile, not as a
-    whole.
+    This is ``F.cross_entropy`` without reduction, but 16-bit logits are converted to fp32 tile by tile, not
+    as a whole.
 
     Args:
         logits: ``[..., v]``, fp32, bf16 or fp16; not changed, unlike in ``vocab_parallel_cross_entropy``.
@@ -78,7 +79,7 @@ _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
 class _PlainCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that on a CPU reads only rows with a target; elsewhere that would make the host wait."""
+    """Cross-entropy that reads only rows with a target on a CPU; elsewhere, the host would have to wait."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -122,7 +123,7 @@ class _PlainCrossEntropy(torch.autograd.Function):
 
 
 def _by_kernel(operation: str, logits: Tensor) -> bool:
-    """Return whether our Triton kernel computes the loss, on a GPU."""
+    """Return True if the loss is computed by our Triton kernel, on a GPU."""
     beyond = None if logits.dim() and logits.size(-1) else "there are no logits"
     return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
 
@@ -141,7 +142,7 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
-    """Return whether to skip ignored rows; never off the CPU, where counting them makes the host wait."""
+    """Return True if ignored rows are skipped; only on the CPU, because counting them makes the host wait."""
     return flat.device.type == "cpu" and int(ignored.sum()) > _WORTH_GATHERING * flat.size(0)
 
 
@@ -164,7 +165,7 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else t
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return ids within this rank's part, 0 for other ranks' ids, and a mask of the latter."""
+    """Return the ids within this rank's part, with 0 for other ranks' ids, and a mask of the latter."""
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -182,7 +183,7 @@ def reference(
     group: dist.ProcessGroup | None,
     label_smoothing: float,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` in plain torch, differentiated by autograd."""
+    """Reference for ``vocab_parallel_cross_entropy`` in plain torch, differentiated by autograd."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
     largest = z.detach().amax(-1)
@@ -198,7 +199,7 @@ def reference(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum from which every rank computes the same loss, so each summand's gradient is that of the sum."""
+    """A sum from which every rank computes the same loss, so each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,7 +224,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """``vocab_parallel_cross_entropy`` for upstreams whose own autograd function is patched."""
+    """Same as ``vocab_parallel_cross_entropy``, for upstreams whose own autograd function is patched."""
 
     @staticmethod
     def forward(
@@ -309,7 +310,7 @@ def reduce_over_ranks(
     Args:
         normalizer: log-sum-exp of this rank's part.
         predicted: logit of the target, 0 if another rank has it.
-        group: None or a group of one: nothing is combined.
+        group: the tensor-parallel group. If it is None or a group of one, nothing is combined.
         others: additional values to sum.
 
     Returns:

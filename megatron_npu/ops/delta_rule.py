@@ -1,6 +1,7 @@
-"""The gated delta rule of linear attention, with a decaying state that is corrected per key.
+"""The gated delta rule of linear attention, whose decaying state is corrected for each key.
 
-Plain torch on every device: matrix products over chunks instead of a loop over the sequence.
+It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
+sequence.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def _by_chunks(
 
 
 def _inverse_of_unit_lower(lower: Tensor) -> Tensor:
-    """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``, n a power of two and ``lower`` strictly lower triangular.
+    """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``, where n is a power of two and ``lower`` strictly lower.
 
-    Both halves of the diagonal are inverted at once, then the corner between them: instead of n - 1
-    substitutions this takes log₂ n pairs of matmuls, and no power of ``lower`` grows as it would in a series.
+    ``lower`` is a strictly lower triangular matrix. Both halves of the diagonal are inverted at once, then
+    the corner between them: instead of n - 1 substitutions this takes log₂ n pairs of matmuls, and no power
+    of ``lower`` grows as it would in a series.
     """
     size = lower.size(-1)
     if size == 1:

@@ -1,4 +1,4 @@
-"""Select the implementation of an operation: one contract, one reference, one implementation per device."""
+"""Select the implementation of an operation, which has one contract, one reference, and one per device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """The plan for a call that the implementation does not support."""
+    """The plan for a call that the implementation of the device does not support."""
 
     reason: str
 
@@ -39,13 +39,13 @@ Plan = Callable[..., Any | Unsupported]
 
 
 class Registered(NamedTuple):
-    """A device's implementation of an operation.
+    """The implementation of an operation for a device.
 
     Attributes:
         function: the implementation.
-        supports, plan: the check before each call: at most one of the two.
-        note: what the function runs on, for the table in docs/reference/operations.md.
-        limits: what ``supports`` accepts, for the same table.
+        supports, plan: the check before each call; at most one of the two is set.
+        note: the kernels that the function uses, for the table in docs/reference/operations.md.
+        limits: the calls that ``supports`` accepts, for the same table.
     """
 
     function: Implementation
@@ -56,14 +56,14 @@ class Registered(NamedTuple):
 
 
 class FallbackForbiddenError(UsageError):
-    """An operation fell back although ``MEGATRON_NPU_STRICT=1`` forbids it."""
+    """Raised when an operation falls back although ``MEGATRON_NPU_STRICT=1`` forbids it."""
 
 
 OPERATIONS: list[Operation] = []
 
 
 class Operation:
-    """An operation: its name, its plain-torch reference and its implementations for the devices.
+    """An operation, with its name, its plain-torch reference and its implementations for the devices.
 
     A call runs the implementation for this process's device, bound at the first call. If that implementation
     does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the reference
@@ -71,8 +71,9 @@ class Operation:
     result is compared with the reference; without it the implementation is called directly.
 
     Args:
-        name: shown in reports.
-        reference: the same operation in plain torch; accepts any float dtype, computes in fp32 or better.
+        name: the name that reports show.
+        reference: the same operation in plain torch; it accepts any float dtype and computes in fp32 or
+            better.
         group: name for ``MEGATRON_NPU_VERIFY``, if other than ``name``.
         draws: given a call's arguments, returns whether the call draws random numbers, so that the reference
             cannot reproduce it.
@@ -111,11 +112,12 @@ class Operation:
 
         Args:
             names: the devices.
-            supports: given the arguments of a call, returns why the function does not support it, or None.
+            supports: given the arguments of a call, returns the reason why the function does not support it,
+                or None.
             plan: instead of ``supports``, if the check also decides how to make the call: returns
                 ``Unsupported``, or anything else, which is passed to the function as ``plan``.
-            note: what the function runs on, for the table in docs/reference/operations.md; Markdown.
-            limits: what ``supports`` accepts, for the same table; Markdown.
+            note: the kernels that the function uses, for the table in docs/reference/operations.md; Markdown.
+            limits: the calls that ``supports`` accepts, for the same table; Markdown.
         """
 
         def register(function: Implementation) -> Implementation:
@@ -139,7 +141,7 @@ class Operation:
         return register
 
     def bind(self, device: str) -> None:
-        """Use the implementation of ``device`` from now on.
+        """Start using the implementation of ``device``.
 
         A device without an implementation gets the reference, which is logged as a fallback.
 
@@ -160,7 +162,7 @@ class Operation:
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
-        """Select the implementation again at the next call."""
+        """Make the next call select the implementation again."""
         self._bound = self._bind_and_call
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +197,7 @@ class Operation:
 
 
 def all_operations() -> list[Operation]:
-    """Import every module of ``megatron_npu/ops`` and return their operations."""
+    """Import every module of ``ops`` and return the operations that they define."""
     package = importlib.import_module("megatron_npu.ops")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if ".triton.kernels." not in module.name:  # they need triton, and no operation is there
@@ -208,7 +210,7 @@ fallbacks: dict[tuple[str, str], int] = {}
 
 
 def report_fallback(operation: str, reason: str, does: str = "falls back", remedy: str = "") -> None:
-    """Count a fallback, and log its reason the first time.
+    """Count a fallback, and log the reason for it the first time.
 
     Args:
         operation: the operation, or the requested option.
@@ -230,10 +232,10 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
 
 def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
-    """Return whether one of our Triton kernels, rather than torch's kernels, computes a call on a GPU.
+    """Return True if one of our Triton kernels, rather than torch's kernels, computes a call on a GPU.
 
-    Both meet the operation's contract, so using torch is not a fallback that strict mode forbids. The
-    reason for torch is logged once and counted in the ledger, except with ``MEGATRON_NPU_TRITON=0``, or while
+    Both meet the operation's contract, so using torch is not a fallback that strict mode forbids. The reason
+    for torch is logged once and counted in the ledger, except with ``MEGATRON_NPU_TRITON=0``, or while
     torch.compile, which fuses torch's kernels itself, is tracing.
 
     Args:
@@ -250,12 +252,15 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return why none of our Triton kernels run on a GPU; None if they do, on a recent enough GPU."""
+    """Return the reason why none of our Triton kernels run on a GPU, or None if they do run."""
     return triton.not_to_be_expected()
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count, and log the first time, why a slower implementation computes a call; allowed in strict mode."""
+    """Count that a slower implementation computes a call, and log the reason once.
+
+    This is allowed in strict mode.
+    """
     seen = fallbacks.get((operation, reason), 0)
     fallbacks[operation, reason] = seen + 1
     if not seen:
@@ -263,5 +268,5 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return why ``kernel`` does not support ``dtype``, or None; used in ``supports``."""
+    """Return the reason why ``kernel`` does not support ``dtype``, or None; used in ``supports``."""
     return None if dtype in KERNEL_DTYPES else f"{kernel} does not support {dtype}"

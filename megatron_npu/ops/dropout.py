@@ -1,4 +1,4 @@
-"""Dropout, also fused with the bias and residual of a transformer layer."""
+"""Dropout, either alone or fused with the bias and residual of a transformer layer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
         bias: ``[h]``, or None.
-        residual: like ``x``; another dtype is cast to that of ``x``, as upstream does.
+        residual: like ``x``; if its dtype differs, it is cast to that of ``x``, as in upstream.
         p: probability of dropping a value; uses the device's generator, so Megatron's RNG tracker controls
             the draws.
         training: whether values are dropped.
 
     Returns:
-        Like ``x``; in inference without gradients ``x`` itself, changed in place, as upstream does.
+        Like ``x``; in inference without gradients, ``x`` itself, changed in place as in upstream.
 
     Raises:
         ValueError: ``p`` is not in [0, 1].
@@ -49,7 +49,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return ``x`` with values dropped; arguments and errors as in ``bias_dropout_add``.
+    """Return ``x`` with values dropped; the arguments and errors are those of ``bias_dropout_add``.
 
     Returns:
         Like ``x``; ``x`` itself if nothing is dropped.
@@ -60,7 +60,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
-    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, the rest can be fused.
+    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, and the rest can be fused.
 
     The dropped values are those of ``dropout``. inductor's own code for torch's dropout draws one value at a
     time without vector instructions (torch 2.13): 16 ns per value on a Zen 5, against 2 ns for all of this.
@@ -84,7 +84,7 @@ def keep_mask_bits(
     keep: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return a random mask on the CPU: 1 with probability ``keep / KEEP_LEVELS``, else 0.
+    """Return a random mask on the CPU, which is 1 with probability ``keep / KEEP_LEVELS`` and 0 otherwise.
 
     Each 64-bit draw gives four decisions, which is four times as fast as torch's ``bernoulli_``.
 
@@ -92,7 +92,8 @@ def keep_mask_bits(
         draws: int64 scratch memory of at least a quarter of the mask's size; overwritten.
         shape: shape of the mask.
         keep: an integer from 1 to ``KEEP_LEVELS``.
-        out: where to write the mask, of any dtype and of that shape; None: int16, in the memory of ``draws``.
+        out: the tensor to write the mask to, of any dtype and of that shape. If None, the mask is int16 and
+            uses the memory of ``draws``.
     """
     count = torch.Size(shape).numel()
     bits = draws[: -(-count // 4)].random_(-(1 << 63), None)
@@ -100,18 +101,18 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Like ``keep_mask_bits``, but from random bits already drawn: one int64 for four values."""
+    """Same as ``keep_mask_bits``, but from random bits already drawn: one int64 for four values."""
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
 
 
 def most_of_kept(keep: int) -> int:
-    """Return the threshold: a value is kept if its 16 random bits, as an int16, are at most this."""
+    """Return the threshold: a value is kept if its 16 random bits, read as an int16, do not exceed it."""
     return keep - KEEP_LEVELS // 2 - 1  # the first beyond would not fit int16 where everything is kept
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return whether to use the operation even with p = 0: on a GPU one kernel adds bias and residual."""
+    """Return True if the operation is useful even with p = 0: on a GPU, one kernel adds bias and residual."""
     return x.is_cuda
 
 
@@ -158,7 +159,7 @@ def _dropout_cpu(x: Tensor, p: float) -> Tensor:
 
 
 class _CpuDropout(torch.autograd.Function):
-    """``_CpuBiasDropoutAdd`` without bias and residual."""
+    """Same as ``_CpuBiasDropoutAdd``, but without bias and residual."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
@@ -220,10 +221,10 @@ def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 
 class _CpuBiasDropoutAdd(torch.autograd.Function):
-    """Bias, dropout and addition in tiles that stay in cache, with a mask from ``keep_mask_bits``.
+    """Compute bias, dropout and addition in tiles that stay in cache, with a mask from ``keep_mask_bits``.
 
-    Stock Megatron spends most of its time here in torch's ``bernoulli_``, which draws 64 bits or more for
-    each value, one at a time.
+    Without it, Megatron spends most of the time of this step in torch's ``bernoulli_``, which draws 64 bits
+    or more for each value, one value at a time.
     """
 
     @staticmethod
@@ -270,7 +271,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the number of rows in a tile: a multiple of 4, so that no draw is split between two tiles.
+    """Return the number of rows in a tile: a multiple of 4, so that no draw is shared by two tiles.
 
     The mask therefore does not depend on the tile size, which grows with the number of threads.
     """

@@ -1,4 +1,4 @@
-"""Word embedding with a vocabulary-parallel table."""
+"""Word embedding whose table may be partitioned by vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vocab_parallel_embedding(
     split: bool = True,
     keep_rows: KeepRows | None = None,
 ) -> Tensor:
-    """Return this rank's part of the embedding: zeros for tokens in other ranks' parts.
+    """Return this rank's part of the embedding, with zeros for tokens in other ranks' parts.
 
     Args:
         ids: ``[...]``, token ids of the whole vocabulary.
@@ -46,7 +46,7 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return row numbers in this rank's part, and a mask of ids outside it (None if there are none)."""
+    """Return row numbers in this rank's part, and a mask of the ids outside it (None if there are none)."""
     if not split:
         return ids, None
     elsewhere = (ids < start) | (ids >= end)

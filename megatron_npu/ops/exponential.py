@@ -15,7 +15,7 @@ _LOG2_E = math.log2(math.e)
 def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
     """Replace the values with ``exp(tensor - subtrahend)`` and return the tensor.
 
-    On a cpu this uses our compiled kernel, or powers of two: torch's ``exp`` is MKL's there, which takes
+    On a cpu this uses our compiled kernel, or powers of two: on a cpu torch's ``exp`` uses MKL, which takes
     three times as long on non-Intel processors (an EPYC, torch 2.13). With powers of two the subtrahend is
     scaled beforehand, which saves a pass; both products are rounded, so the error is up to |x| + |subtrahend|
     roundings, as large as that of the logits being subtracted.

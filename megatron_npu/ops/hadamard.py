@@ -10,7 +10,7 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 
 def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return ``scale x H``, ``H`` Sylvester's matrix: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
+    """Return ``scale x H`` for Sylvester's matrix ``H``: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
 
     This is one matmul on every device: rows are the channels of a head, typically 128.
 

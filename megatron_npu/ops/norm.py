@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last dimension, statistics in fp32."""
+"""Layer norm and RMS norm over the last dimension, with statistics in fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016), biased variance.
+    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016) with the biased variance.
 
     Args:
         input: ``[..., h]``, fp32, bf16 or fp16.
@@ -52,7 +52,10 @@ def rms_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` (Zhang and Sennrich 2019); else like ``layer_norm``."""
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` (Zhang and Sennrich 2019).
+
+    The arguments are those of ``layer_norm``.
+    """
     if memory_efficient:
         return _FromOutput.apply(input, weight, None, eps, zero_centered_gamma)
     return _rms_norm(input, weight, eps, zero_centered_gamma)
@@ -69,7 +72,7 @@ def norm_of_residual(
     """Return the norm at the start of a Megatron layer: layer norm, or RMS norm without a bias.
 
     For an fp32 residual (``--fp32-residual-connection``) the result has the weight's 16-bit dtype, which the
-    next matmul expects. Arguments are those of ``layer_norm``.
+    next matmul expects. The arguments are those of ``layer_norm``.
     """
     if input.dtype is torch.float32 and weight.dtype is not torch.float32:
         return mixed_norm(input, weight, bias, eps, zero_centered_gamma, memory_efficient)
@@ -86,7 +89,7 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Like ``layer_norm``, but the result always has the weight's dtype, as with apex's mixed kernels."""
+    """Same as ``layer_norm``, but the result always has the weight's dtype, like apex's mixed kernels."""
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
@@ -155,7 +158,7 @@ def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: boo
 
 
 def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
-    """Return why our Triton norm kernel does not support these tensors, or None."""
+    """Return the reason why our Triton norm kernel does not support these tensors, or None."""
     if weight.shape != input.shape[-1:]:
         return f"the weight {tuple(weight.shape)} does not match the last dimension of {tuple(input.shape)}"
     if input.size(-1) > triton_norm.WIDEST:
@@ -196,10 +199,10 @@ def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool
 
 
 class _CpuNorm(torch.autograd.Function):
-    """Both norms on a CPU; ``bias`` None means RMS norm, for which torch has no kernel there.
+    """Compute either norm on a CPU. If ``bias`` is None, it is an RMS norm, which torch has no kernel for.
 
-    torch's layer norm kernel rounds statistics to 16 bits and sums 16-bit weight gradients in 16 bits:
-    over 4,096 rows of bf16 they are 10 % off. Its fp32 kernel therefore processes fp32 copies of pieces.
+    torch's layer norm kernel rounds statistics to 16 bits and sums 16-bit weight gradients in 16 bits: over
+    4,096 rows of bf16 they are 10 % off. Its fp32 kernel therefore processes fp32 copies of pieces.
     """
 
     @staticmethod
@@ -268,9 +271,9 @@ def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 class _FromOutput(torch.autograd.Function):
-    """Either norm, on any device, with the output saved for backward instead of the input.
+    """Compute either norm on any device, saving the output for backward in place of the input.
 
-    The normalized input is ``(output - bias) / factor``; ``bias`` None means RMS norm.
+    The normalized input is ``(output - bias) / factor``; If ``bias`` is None, it is an RMS norm.
     """
 
     @staticmethod

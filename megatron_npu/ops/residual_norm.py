@@ -45,7 +45,7 @@ def add_layer_norm(
         zero_centered_gamma: the factor is ``1 + weight``.
         keep: object that accumulates parameter gradients in fp32; a gradient that it takes is not passed to
             autograd. Devices that compute the gradient only in the parameter's dtype do not call it.
-        shift: ``[h]``, a bias for ``x``; None: no bias.
+        shift: ``[h]``, a bias for ``x``; None means no bias.
         p: probability of dropping a value, as in ``dropout.dropout`` in training.
 
     Returns:
@@ -64,7 +64,7 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of the sum, and the sum; otherwise like ``add_layer_norm``."""
+    """Return the RMS norm of the sum, and the sum; the arguments are those of ``add_layer_norm``."""
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
@@ -161,14 +161,17 @@ def _add_rms_norm_cuda(
 
 
 def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """Return why ``npu_add_layer_norm`` (CANN's aclnnAddLayerNorm) does not support the call, or None."""
+    """Return the reason why ``npu_add_layer_norm`` does not support the call, or None.
+
+    The operation is CANN's aclnnAddLayerNorm.
+    """
     if eps != _NPU_EPSILON:
         return f"npu_add_layer_norm supports only eps {_NPU_EPSILON:g}, not {eps:g}"
     return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
 
 
 def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
-    """Return why ``npu_add_rms_norm`` does not support the call, or None."""
+    """Return the reason why ``npu_add_rms_norm`` does not support the call, or None."""
     if not 2 <= x.dim() <= 8 or not x.numel():
         return f"{kernel} supports non-empty tensors with 2 to 8 dimensions, not {tuple(x.shape)}"
     if weight.dtype is not x.dtype:
@@ -199,7 +202,7 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
+    """Compute ``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
 
     The sum, and a zero that all layers share, are passed to backward instead: this keeps no more memory than
     a separate sum and norm, and the gradient of the sum is added in the same call.
@@ -241,7 +244,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """``npu_add_rms_norm``, which has no gradient in torch_npu: that of ``npu_rms_norm`` is used."""
+    """Compute ``npu_add_rms_norm``, using the gradient of ``npu_rms_norm``, since torch_npu has none."""
 
     @staticmethod
     def forward(

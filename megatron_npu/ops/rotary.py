@@ -40,7 +40,7 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Like ``rotary``, but from existing tables, as Transformers passes them to its layers.
+    """Same as ``rotary``, but from existing tables, which is how Transformers passes them to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
@@ -80,7 +80,7 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation that saves only the tables: backward rotates the gradient by the negative angles."""
+    """A rotation that saves only the tables; backward rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -145,7 +145,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
-    """Return which documented limit of ``npu_rotary_mul`` (torch_npu 2.13) the call exceeds, or None."""
+    """Return the documented limit of ``npu_rotary_mul`` (torch_npu 2.13) that the call exceeds, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul supports 4 dimensions, not {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)

@@ -98,7 +98,7 @@ _scale_mask_softmax.on("cpu", "cuda", note="in place; only the result is kept")(
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
-    """Return which limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) the call exceeds, or None."""
+    """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the call exceeds, or None."""
     if scores.dim() != 4:
         return f"npu_scaled_masked_softmax supports 4 dimensions, not {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):

@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention over latents: each query reads the keys selected by an indexer.
+"""DeepSeek's sparse attention over latents, in which each query reads the keys that an indexer selects.
 
 Source: the DeepSeek-V3.2-Exp report, section 2.1, in the absorbed form of megatron-core 0.19
 (``transformer/experimental_attention_variant/dsa.py``): one key for all heads; its first channels are also

@@ -1,4 +1,4 @@
-"""Row tiles that fit a core's cache, for chains of element-wise operations on a CPU."""
+"""Row tiles that fit in a core's cache, for chains of element-wise operations on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
-    """Return how many rows of ``width`` values make one tile per thread."""
+    """Return the number of rows of ``width`` values that make one tile per thread."""
     return max(1, _TILE_BYTES * torch.get_num_threads() // (4 * max(width, 1)))
 
 

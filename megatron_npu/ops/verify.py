@@ -39,7 +39,7 @@ Implementation = Callable[..., Any]
 
 @dataclass
 class Finding:
-    """What the comparisons of one result of an operation in one layer have shown so far."""
+    """The results so far of comparing one result of an operation in one layer."""
 
     largest: float = 0.0
     calls: int = 0
@@ -53,7 +53,7 @@ random_calls: dict[str, int] = {}
 
 
 def watches(name: str, group: str) -> bool:
-    """Return whether to verify the operation."""
+    """Return True if the operation is to be verified."""
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 
@@ -293,7 +293,7 @@ class _BadOutput:
         self._told = False
 
     def note(self, module: torch.nn.Module) -> None:
-        """Record a module; log the first one of the process."""
+        """Record a module, and log the first one of the process."""
         path = _WRAPPERS.sub("", _names.get(module, "")) or "the model"
         self.where = f"{path} ({type(module).__name__})"
         if not self._told:

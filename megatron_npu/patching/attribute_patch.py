@@ -54,7 +54,7 @@ class Change:
 
 
 class ChangeLog:
-    """The changes in effect, in the order in which they were made. Thread-safe."""
+    """The changes in effect, in the order in which they were made. This class is thread-safe."""
 
     def __init__(self) -> None:
         self._changes: list[Change] = []

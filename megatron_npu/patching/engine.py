@@ -149,7 +149,7 @@ class Engine:
     # --- from the import to the patch ---
 
     def covers(self, name: str) -> bool:
-        """Return whether the module ``name`` belongs to upstream."""
+        """Return True if the module ``name`` belongs to upstream."""
         return f"{name}.".startswith(self._beginnings)  # asked of every module, again and again
 
     def execute(self, run: Run, module: ModuleType) -> None:

@@ -99,7 +99,7 @@ class _WatchedSpec(ModuleSpec):
 
 
 def is_initializing(module: ModuleType) -> bool:
-    """Return whether ``module`` is still being executed."""
+    """Return True if ``module`` is still being executed."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 

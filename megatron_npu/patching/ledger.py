@@ -179,7 +179,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return when a patch may be removed, and whether it fixes an upstream bug; may be empty."""
+    """Return the condition for removing a patch, and whether it fixes an upstream bug; may be empty."""
     return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 

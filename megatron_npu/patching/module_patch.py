@@ -23,7 +23,7 @@ IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
 class DriftError(Exception):
-    """Upstream differs from the version for which a patch was written.
+    """Raised when upstream differs from the version for which a patch was written.
 
     Args:
         message: the differences.
@@ -36,7 +36,7 @@ class DriftError(Exception):
 
 
 class PatchError(Exception):
-    """A patch cannot be applied because of a bug in the patch itself."""
+    """Raised when a patch cannot be applied because of a bug in the patch itself."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Context:
     Attributes:
         upstream, version: name and version of upstream.
         device: name of the device.
-        pins: the pins of upstream; None: no drift check.
+        pins: the pins of upstream; None means no drift check.
         drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that still fit.
     """
 

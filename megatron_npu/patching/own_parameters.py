@@ -20,7 +20,7 @@ _REQUIRED = ""  # the text of a default that there is not
 
 
 class _Unknown(Exception):  # noqa: N818 - the name says what it is
-    """It cannot be determined which parameters a function accepts or uses."""
+    """Raised when it cannot be determined which parameters a function accepts or uses."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Use:
     hands_on_names: bool = False
 
     def assumes_default(self, position: int) -> bool:
-        """Return whether the function has its own default for the parameter at ``position``."""
+        """Return True if the function has its own default for the parameter at ``position``."""
         return self.own[position][1] if position < len(self.own) else position in self.read
 
 

@@ -91,11 +91,11 @@ class Patch:
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
-        """Return whether the patch applies to this version of ``upstream``."""
+        """Return True if the patch applies to this version of ``upstream``."""
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
-        """Return why the patch is not applied on this device, or None."""
+        """Return the reason why the patch is not applied on this device, or None."""
         reason = self.condition() if self.condition else None
         if isinstance(reason, NotAsked):
             return reason

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class PinError(Exception):
-    """A pin file cannot be read."""
+    """Raised when a pin file cannot be read."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Two patches of one target could both be in effect, and cannot be combined or have no defined order.
+    """Raised if two patches of one target could both be in effect but cannot be combined or ordered.
 
     Two replacements cannot be combined; if two patches in different files call the original, one must be
     inside the other.
@@ -34,7 +34,7 @@ class _Why(TypedDict):
 
 
 class Options(_Why, total=False):
-    """The options of a record; ``why`` is required.
+    """The options of a patch record; ``why`` is required.
 
     Attributes:
         why: the reason: what is wrong with, or missing from, upstream's own code on these devices.
@@ -309,7 +309,7 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
 
 
 def _meet(first: Patch, second: Patch) -> bool:
-    """Return whether two patches of one target could be in effect at the same time."""
+    """Return True if two patches of one target could be in effect at the same time."""
     if not set(first.devices) & set(second.devices):
         return False
     if first.upstream and second.upstream and first.upstream != second.upstream:

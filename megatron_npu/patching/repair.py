@@ -19,7 +19,7 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass(frozen=True)
 class Offer:
-    """A new object that other modules may import by value from now on.
+    """A new object that other modules may later import by value.
 
     Attributes:
         name: the name under which they import it.
@@ -72,7 +72,7 @@ def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
 
 
 def is_shared_by_identity(value: Any, module: str) -> bool:
-    """Return whether other modules that hold ``value`` hold it because ``module`` defines it.
+    """Return True if other modules that hold ``value`` hold it because ``module`` defines it.
 
     True for functions and classes that ``module`` itself defines; false for plain values, which may be equal
     by chance, and for objects that ``module`` imported, which others may have imported from their origin.

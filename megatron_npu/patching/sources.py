@@ -1,4 +1,4 @@
-"""Source files of a Megatron: parsed when needed, never imported or executed."""
+"""Source files of a Megatron version, which are parsed when needed and never imported or executed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the file."""
+        """The SHA-256 hash of the file."""
         return hashlib.sha256(self._content).hexdigest()
 
     @cached_property

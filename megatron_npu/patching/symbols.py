@@ -51,7 +51,7 @@ def bindings(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _binding(node: ast.stmt, name: str) -> ast.stmt | None:
-    """Return ``node`` (an import narrowed to one name) if it binds ``name``, else None."""
+    """Return ``node`` (an import narrowed to one name) if it binds ``name``, and None otherwise."""
     if isinstance(node, SCOPES):
         return node if node.name == name else None
     if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -27,7 +27,7 @@ def admits(versions: str, version: str) -> bool:
 
 
 def versions_overlap(first: str, second: str) -> bool:
-    """Return whether some version satisfies both specifiers.
+    """Return True if some version satisfies both specifiers.
 
     A specifier set is an interval (with holes from ``!=``), so if there is a common version, it is zero, a
     version named in one of the two, or just above such a version.

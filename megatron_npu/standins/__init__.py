@@ -1,6 +1,6 @@
-"""Stub modules for packages that an upstream imports although they are absent here.
+"""Stub modules for packages that an upstream imports but that are not installed.
 
-Each has only the names that the upstream uses, and never replaces the real package.
+Each stub has only the names that the upstream uses, and never replaces the real package.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ _given = Replaced()  # the names
 
 
 def install(upstream: Upstream) -> list[StandIn]:
-    """Install the stubs of ``upstream``; return those that were needed."""
+    """Install the stubs of ``upstream``, and return the stubs that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
     needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, upstream)]
     for stand_in in needed:
@@ -339,7 +339,7 @@ def install(upstream: Upstream) -> list[StandIn]:
 
 
 def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
-    """Return whether ``upstream`` imports the module and the real one is absent."""
+    """Return True if ``upstream`` imports the module and the real module is not installed."""
     if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
     if stand_in.te not in ("", settings.TE.get()):
@@ -348,12 +348,12 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 
 def te_layers() -> bool:
-    """Return whether our layers are installed under TransformerEngine's names in this process."""
+    """Return True if our layers are installed under TransformerEngine's names in this process."""
     return _stands_for("transformer_engine", _TE)
 
 
 def mamba_kernels() -> bool:
-    """Return whether our scan is installed under mamba_ssm's name in this process."""
+    """Return True if our scan is installed under mamba_ssm's name in this process."""
     return _stands_for("mamba_ssm", _MAMBA)
 
 

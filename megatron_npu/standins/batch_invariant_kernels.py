@@ -15,5 +15,5 @@ def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
 
 
 def is_batch_invariant_mode_enabled() -> bool:
-    """Return False: the mode cannot be switched on here."""
+    """Return False, because the mode cannot be switched on here."""
     return False

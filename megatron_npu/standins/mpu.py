@@ -20,7 +20,7 @@ _PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
 
 
 def is_needed() -> bool:
-    """Return whether there is a Megatron that has no ``mpu`` of its own.
+    """Return True if there is a Megatron that has no ``mpu`` of its own.
 
     Raises:
         UsageError: there is no Megatron.

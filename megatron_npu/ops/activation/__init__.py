@@ -1,8 +1,8 @@
-"""Activations of the MLP, with the bias of the preceding layer: GELU, SwiGLU and GEGLU.
+"""Activation functions of the MLP, fused with the bias of the preceding layer: GELU, SwiGLU and GEGLU.
 
-No implementation saves more for backward than its inputs. ``native`` serves cpu, and cuda if there is no
-Triton kernel; ``cpu`` holds what is faster on processors, ``npu`` the NPU kernels; ``reference`` defines the
-results.
+No implementation saves more than its inputs for the backward pass. ``native`` is used on cpu, and on cuda if
+there is no Triton kernel; ``cpu`` holds faster implementations for processors, and ``npu`` the NPU kernels;
+``reference`` defines the expected results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["bias_gelu", "geglu", "gelu", "swiglu", "swiglu_backward"]
 
 
 def gelu(input: Tensor) -> Tensor:
-    """Return ``gelu(input)`` in the exact (erf) form (Hendrycks and Gimpel 2016), as BERT and ViT use it.
+    """Return ``gelu(input)`` in the exact (erf) form (Hendrycks and Gimpel 2016), which BERT and ViT use.
 
     Args:
         input: ``[...]``, fp32, bf16 or fp16.
@@ -33,7 +33,7 @@ def gelu(input: Tensor) -> Tensor:
 
 
 def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(input + bias)``, tanh form (Hendrycks and Gimpel 2016), like upstream's fused kernel.
+    """Return ``gelu(input + bias)`` in tanh form (Hendrycks and Gimpel 2016), like upstream's fused kernel.
 
     Args:
         input: ``[..., h]``, fp32, bf16 or fp16.
@@ -60,7 +60,7 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
     """Return the gradient of ``swiglu``, ``[..., 2h]``, from ``[..., h]`` and the input ``[..., 2h]``.
 
-    For upstream's autograd functions, which save the input themselves.
+    This is used by upstream's autograd functions, which save the input themselves.
     """
     gate, value = input.chunk(2, -1)
     output = input.new_empty(input.shape)
@@ -71,7 +71,7 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(a) * b``, tanh form, for ``input + bias = [a, b]``; shapes as for ``swiglu``."""
+    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``; shapes are those of ``swiglu``."""
     return reference.geglu(input, bias)
 
 

@@ -1,4 +1,4 @@
-"""GELU after a bias on the CPU: value and derivative from one exponential, in row tiles."""
+"""GELU after a bias on the CPU: computes the value and the derivative from one exponential, in row tiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CUBIC = _LINEAR * reference.C
 
 
 class BiasGelu(torch.autograd.Function):
-    """GELU of ``input + bias``, tanh form; saves the derivative in the memory of the input.
+    """Compute the tanh form of GELU of ``input + bias``, and save the derivative in the memory of the input.
 
-    torch's CPU kernels compute tanh in forward and again in backward, which takes most of their time: on an
-    EPYC with AVX512 they need up to 1.5 times as long in bf16. The derivative is rounded like the output. In
-    fp32 only our compiled kernel is faster than torch.
+    torch's CPU kernels spend most of their time on tanh, which they compute in the forward pass and again in
+    the backward pass: on an EPYC with AVX512 they take up to 1.5 times as long in bf16. The derivative is
+    rounded like the output. In fp32 only our compiled kernel is faster than torch.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class BiasGelu(torch.autograd.Function):
 def gelu_and_slope(
     input: Tensor, bias: Tensor | None, with_slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Return tanh-form ``gelu(z)`` and its derivative for ``z = input + bias``, without rounding ``z``.
+    """Return ``gelu(z)`` (tanh form) and its derivative for ``z = input + bias``, without rounding ``z``.
 
     With ``s = 1 / (1 + e⁻²ᵘ)`` they are ``z·s`` and ``s + z·s·(1 - s)·2u'``, computed in fp32 (fp64 for
     fp64).

@@ -1,4 +1,4 @@
-"""Activations on GPUs: a Triton kernel per direction, or torch's kernels."""
+"""Activation functions on GPUs: one Triton kernel per direction, or torch's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Activations with torch's own kernels that save only the inputs: for cpu, and for cuda without Triton."""
+"""Activation functions that use torch's kernels and save only their inputs.
+
+They are used on cpu, and on cuda without Triton.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """``F.gelu`` of ``input + bias``, whose backward recomputes the sum."""
+    """Compute ``F.gelu`` of ``input + bias``; the backward pass recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,7 +39,7 @@ class BiasGelu(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """``curve(a) * b`` for ``input + bias = [a, b]``; ``curve`` is ``silu`` or ``gelu``."""
+    """Compute ``curve(a) * b`` for ``input + bias = [a, b]``, where ``curve`` is ``silu`` or ``gelu``."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, curve: str) -> Tensor:
@@ -71,7 +74,7 @@ reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 
 
 def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the GELU (tanh form) of the sum, computed by torch's kernels."""
+    """Return the GELU (in the tanh form) of the sum, computed by torch's kernels."""
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)
     return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row

@@ -1,4 +1,4 @@
-"""Activations with torch_npu's kernels for each form.
+"""Activation functions that use torch_npu's kernels.
 
 ``npu_fast_gelu`` is not used: x·sigmoid(1.702·x) differs by up to 0.02 from both forms of GELU and would
 train a different model.
@@ -19,7 +19,7 @@ from megatron_npu.ops.products.bias_gradient import bias_gradient
 
 
 class _Gelu(torch.autograd.Function):
-    """``npu_gelu`` in its exact form."""
+    """Compute GELU with ``npu_gelu`` in its exact form."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -39,9 +39,10 @@ reference.gelu.on("npu", note="`npu_gelu`")(_Gelu.apply)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """``npu_gelu``, because the form of ``aten::gelu`` on an NPU depends on the CANN version.
+    """Compute GELU with ``npu_gelu``; the form of ``aten::gelu`` on an NPU depends on the CANN version.
 
-    The sum is saved instead of the input, which nothing else needs: the same memory, and one launch fewer.
+    The sum is saved instead of the input, which nothing else needs: this takes the same memory and one kernel
+    launch fewer.
     """
 
     @staticmethod
@@ -64,7 +65,7 @@ reference.bias_gelu.on("npu", note="`npu_gelu`")(_BiasGelu.apply)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``npu_swiglu`` of the sum, which backward computes again."""
+    """Compute ``npu_swiglu`` of the sum; the backward pass recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +94,7 @@ reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits=
 
 
 class _GEGLU(torch.autograd.Function):
-    """``npu_gelu`` of the left half; there is no reference to verify ``npu_geglu`` against."""
+    """Apply ``npu_gelu`` to the left half, because there is no reference to verify ``npu_geglu`` against."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

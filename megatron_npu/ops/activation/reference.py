@@ -1,4 +1,4 @@
-"""Reference activations in plain torch, in fp32."""
+"""Reference implementations of the activation functions in plain torch, in fp32."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Attention: softmax(q·kᵀ·scale + mask)·v, with the same meaning for every layout and mask.
 
-``spec`` describes a call, ``checks`` rejects contradictory arguments, ``reference`` is the formula; ``cpu``,
-``cuda`` and ``npu`` compute it, and ``blockwise`` does where torch has no CPU kernel. ``block`` is attention
-over part of the keys, one step of the ring in ``context_parallel``. Kernels: docs/reference/attention.md.
+``spec`` describes a call, ``checks`` rejects contradictory arguments, and ``reference`` is the reference
+implementation; ``cpu``, ``cuda`` and ``npu`` implement attention on each device, and ``blockwise`` implements
+it on the CPU where torch has no kernel. ``block`` is attention over part of the keys, one step of the ring in
+``context_parallel``. docs/reference/attention.md describes the kernels.
 """
 
 from __future__ import annotations
@@ -47,30 +48,32 @@ def attention(
 ) -> Tensor:
     """Return the attention of ``query`` over ``key`` and ``value``, contiguous, in the layout of ``query``.
 
-    Query i is at position ``offset + i``; it sees key j unless one of these forbids it:
-    ``causal`` (j > position), ``window`` (j < position - window_left or j > position + window_right),
-    ``mask`` (True at [i, j]), ``packed`` (another sequence). With ``packed``, i, j and the offset are counted
-    from the start of the sequence.
+    Query i is at position ``offset + i``; it sees key j unless one of these forbids it: ``causal`` (j >
+    position), ``window`` (j < position - window_left or j > position + window_right), ``mask`` (True at [i,
+    j]), ``packed`` (another sequence). With ``packed``, i, j and the offset are counted from the start of the
+    sequence.
 
     Args:
         query: ``[s, b, h]`` (SBH), ``[b, s, h]`` (BSH), ``[s, b, n, d]`` (SBND), ``[b, s, n, d]`` (BSND),
             ``[b, n, s, d]`` (BNSD) or ``[t, n, d]`` (TND); fp32, bf16 or fp16.
-        key: the same layout and dtype; its number of heads divides the query's (grouped-query attention).
-        value: like ``key``; its head size may differ and is then that of the result.
+        key: a tensor of the same layout and dtype, whose number of heads divides the query's (grouped-query
+            attention).
+        value: like ``key``; its head size may differ, and determines that of the result.
         layout: one of the names above.
         scale: factor applied to the scores, usually 1 / sqrt(d).
         num_heads: number of query heads; required for SBH and BSH, whose last dimension is n * d.
         causal: hide the keys after the query's own position.
-        window: (window_left, window_right), how many tokens a query sees back and ahead; None means no limit.
-        offset: position of the first query among the keys (keys in a cache, context parallelism); "end":
-            the last query is aligned with the last key (causal "bottom-right").
+        window: (window_left, window_right), the number of tokens that a query sees back and ahead; None means
+            no limit.
+        offset: position of the first query among the keys (keys in a cache, context parallelism); "end": the
+            last query is aligned with the last key (causal "bottom-right").
         mask: boolean, broadcastable to ``[b, n, sq, sk]``; True means masked (Megatron's convention).
         packed: lengths of the sequences; required for TND. In the other layouts tokens are counted row by row
             of the batch, and no sequence extends beyond its row.
         dropout_p: probability of dropping an attention weight, in [0, 1). Uses the device's generator: the
             same generator state drops the same weights.
         sink: ``[n]``, one extra score per query head, which takes a share of the weights and has no value;
-            zeros give softmax-off-by-one. Any float dtype. None: no sink.
+            zeros give softmax-off-by-one. Any float dtype. None means no sink.
         flags: the run's flags, passed to the device's plan as ``spec.flags``; window and layout of this call
             are the arguments above.
 

@@ -1,4 +1,4 @@
-"""Checks of ``attention``'s arguments against each other and the tensors."""
+"""Check the arguments of ``attention`` against each other and against the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _headless(query_size: int, key_size: int, layout: str, heads: int | None) ->
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int, key_heads: int) -> None:
-    """Check that query, key and value have one dtype, and compatible shapes.
+    """Check that query, key and value have the same dtype and compatible shapes.
 
     Args:
         query, key, value: in ``layout``; ``value`` may have another head size.
@@ -80,7 +80,7 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
 
 
 def check_sink(sink: Tensor | None, heads: int) -> None:
-    """Raise a ValueError for a sink that does not hold one value per query head."""
+    """Raise a ValueError if the sink does not hold one value per query head."""
     if sink is not None and tuple(sink.shape) != (heads,):
         raise ValueError(
             f"sink must have the shape ({heads},), one score per head, given {tuple(sink.shape)}"
@@ -88,7 +88,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Raise a ValueError unless TND comes with ``packed``, and ``packed`` without another mask."""
+    """Raise a ValueError if TND is used without ``packed``, or ``packed`` is combined with another mask."""
     if packed is None:
         if layout == "TND":
             raise ValueError("layout TND needs packed, which gives the lengths of its sequences")
@@ -102,7 +102,7 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Raise a ValueError unless the sequences cover the tokens."""
+    """Raise a ValueError if the sequences do not cover the tokens."""
     if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
         raise ValueError("packed contains a negative length")
     if sum(packed.query_lengths) != queries or sum(packed.key_lengths) != keys:

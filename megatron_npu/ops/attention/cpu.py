@@ -1,4 +1,4 @@
-"""Attention on the CPU: torch's flash kernel where it applies and is faster, else tiles."""
+"""Attention on the CPU: uses torch's flash kernel where it is applicable and faster, and tiles otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 
 @operation.on("cpu")
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention output for ``spec``; no pairs are stored beyond those of the caller's mask."""
+    """Return the attention for ``spec``, without storing any pairs beyond those of the caller's mask."""
     if not torch_has_a_kernel(query, value, spec) or tiles_are_faster(query, spec):
         return blockwise(query, key, value, spec, mask)
     segment = spec.segments[0]
@@ -39,10 +39,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask:
 
 
 def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether torch's flash kernel supports the call: plain, causal, one query, or a mask.
+    """Return True if torch's flash kernel supports the call: plain, causal, with one query, or with a mask.
 
-    With dropout, with head sizes that differ, or with a mask to express a window, it would build all the
-    scores or an ``[sq, sk]`` mask.
+    For calls with dropout, with different head sizes, or with a mask that expresses a window, torch would
+    build all the scores or an ``[sq, sk]`` mask.
     """
     head_size = bnsd_shape(query.shape, spec.layout, spec.heads)[3]
     value_size = bnsd_shape(value.shape, spec.layout, spec.key_heads)[3]
@@ -58,13 +58,13 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 
 
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether tiles are faster where both work; torch computes a few queries over a cache.
+    """Return True if tiles are faster where both work; torch's kernel computes a few queries over a cache.
 
-    For bf16 they are faster on processors that multiply it without AMX, where torch 2.13's kernel takes 1.9
+    For bf16, tiles are faster on processors that multiply it without AMX, where torch 2.13's kernel takes 1.9
     to 2.9 times as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise
-    torch's kernel is (benchmarks/results/attention.json, from a Xeon with AMX). For fp32 without a mask they
-    are faster where our kernel exists and torch's uses MKL on a non-Intel processor, which takes 1.0 to 2.0
-    times as long.
+    torch's kernel is faster (benchmarks/results/attention.json, from a Xeon with AMX). For fp32 without a
+    mask, tiles are faster where our kernel exists and torch's kernel uses MKL on a non-Intel processor, which
+    takes 1.0 to 2.0 times as long.
     """
     if bnsd_shape(query.shape, spec.layout, spec.heads)[2] < _FEWEST_QUERIES:
         return False

@@ -1,9 +1,10 @@
-"""Attention on CUDA: cuDNN or flash-attn, else torch's SDPA; FlexAttention for windows and packing.
+"""Attention on CUDA: uses cuDNN, flash-attn or torch's SDPA, and FlexAttention for windows and packing.
 
-On Hopper and later, cuDNN's kernel is the fastest for what it supports: causal or full attention, in 16 bits.
+On Hopper and later GPUs, cuDNN's kernel is the fastest for the calls that it supports: causal or full
+attention in 16 bits.
 
-cuDNN's kernel and torch's others have run on an H100; flash-attn and FlexAttention have not: only their
-selection and the masks passed to them are tested (docs/reference/attention.md).
+The kernels of cuDNN and torch have been run on an H100; flash-attn and FlexAttention have not been run on a
+GPU: only their selection and the masks passed to them are tested (docs/reference/attention.md).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class CudaCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> CudaCall | Unsupported:
-    """Return the kernel for ``spec``, or why there is none, without reading values of tensors."""
+    """Return the kernel for ``spec``, or the reason why there is none, without reading tensor values."""
     # cuDNN adds up gradients in any order
     cudnn = _has_cudnn() and not torch.are_deterministic_algorithms_enabled()
     return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed(), cudnn)
@@ -78,7 +79,7 @@ def plan_call(
 
 @lru_cache(maxsize=1)
 def _has_cudnn() -> bool:
-    """Return whether to try cuDNN's attention on this process's GPU."""
+    """Return True if cuDNN's attention should be tried on this process's GPU."""
     if not hasattr(torch._C, "_set_sdp_priority_order"):  # before torch 2.6
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_SINCE
@@ -94,7 +95,7 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Do what ``plan_call`` does, from shapes in the layout of ``spec``, dtype and available packages."""
+    """Same as ``plan_call``, but from shapes in the layout of ``spec``, dtype and available packages."""
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -133,13 +134,13 @@ def _head_sizes(
 
 
 def _is_simple(segment: Segment) -> bool:
-    """Return whether a segment has a single query, or no limit other than the causal triangle."""
+    """Return True if a segment has a single query, or no limit other than the causal triangle."""
     triangle = segment.window_left is None and segment.window_right in (None, 0)
     return triangle or segment.q1 - segment.q0 == 1
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the call of flash-attn, or None if it does not support it; ``sizes``: head sizes."""
+    """Return the call of flash-attn, or None if it is not supported; ``sizes`` holds the head sizes."""
     window = window_from_end(spec.segments)
     if window is None or any(limit is not None and limit < 0 for limit in window):
         return None
@@ -158,7 +159,7 @@ def _flash_attn_installed() -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None, *, plan: CudaCall
 ) -> Tensor:
-    """Compute the call with the kernel of ``plan``."""
+    """Compute the call with the kernel that ``plan`` selects."""
     if plan.kernel is Kernel.FLASH_ATTN:
         return _flash_attn(query, key, value, spec, plan)
     query = to_bnsd(query, spec.layout, spec.heads)
@@ -172,7 +173,7 @@ def attend(
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, plan: CudaCall) -> Tensor:
-    """Call flash-attn 2 on ``[b, s, n, d]`` or packed ``[t, n, d]``; -1 is its value for "no limit"."""
+    """Call flash-attn 2 on ``[b, s, n, d]`` or packed ``[t, n, d]``; its value for "no limit" is -1."""
     import flash_attn
 
     options: dict[str, Any] = {
@@ -203,7 +204,7 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
 def _order_of(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> Iterator[None]:
-    """In the block, make torch's SDPA use cuDNN's kernel if it is chosen and supports the call."""
+    """Within the block, make torch's SDPA use cuDNN's kernel if it is chosen and supports the call."""
     if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
         yield
         return
@@ -216,7 +217,7 @@ def _order_of(
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether torch reports that this cuDNN supports the call."""
+    """Return True if torch reports that the installed cuDNN supports the call."""
     causal, grouped = spec.segments[0].window_right == 0, spec.heads != spec.key_heads
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, spec.dropout_p, causal, grouped)
     if torch.backends.cuda.can_use_cudnn_attention(asked):
@@ -230,7 +231,7 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Call torch's SDPA, which picks its flash, cuDNN or memory-efficient kernel; all ``[b, n, s, d]``."""
+    """Call torch's SDPA, which selects its flash, cuDNN or memory-efficient kernel, on ``[b, n, s, d]``."""
     segment = spec.segments[0]
     options: dict[str, Any] = {
         "dropout_p": spec.dropout_p,
@@ -254,7 +255,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: 
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Call FlexAttention, which skips blocks of 128 × 128 pairs in which nothing is visible."""
+    """Call FlexAttention, which skips blocks of 128 × 128 pairs that contain no visible pair."""
     blocks = _block_mask(spec.segments, query.size(2), key.size(2), query.device)
     grouped = spec.heads != spec.key_heads
     return _compiled("flex_attention")(
@@ -264,13 +265,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
 
 @lru_cache_tensors(maxsize=16)
 def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: torch.device) -> Any:
-    """Return the block mask of the segments and their windows, the same for all batches and heads."""
+    """Return the block mask of the segments and windows, which is the same for all batches and heads."""
     create = _compiled("create_block_mask")
     return create(visibility(segments, device), None, None, queries, keys, device=device)
 
 
 def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[..., Tensor]:
-    """Return FlexAttention's ``mask_mod``: whether query i sees key j."""
+    """Return FlexAttention's ``mask_mod``, which tells whether query i sees key j."""
     begins, ends = visible_ranges(segments, device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -281,9 +282,9 @@ def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[
 
 @lru_cache(maxsize=2)
 def _compiled(name: str) -> Callable[..., Any]:
-    """Return a compiled FlexAttention function; torch compiles it again for each new class of shapes.
+    """Return a compiled FlexAttention function, which torch recompiles for each new class of shapes.
 
-    Uncompiled, both functions would build all ``[sq, sk]`` pairs.
+    Without compilation, both functions would build all ``[sq, sk]`` pairs.
     """
     from torch.nn.attention import flex_attention
 

@@ -1,4 +1,4 @@
-"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, and the table from specs to its arguments.
+"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, and the table that maps specs to its arguments.
 
 The checks are the limits that torch_npu's own documentation states for the operation (torch_npu 2.13.0,
 ``_op_plugin_docs.py``): a call outside them may be wrong without an error, so it is rejected beforehand.
@@ -55,7 +55,7 @@ class NpuCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> NpuCall | Unsupported:
-    """Return the call for ``spec``, or why the operation does not support it, without reading values."""
+    """Return the call for ``spec``, or the reason why it is not supported, without reading values."""
     return npu_call(query.shape, key.shape, value.shape, query.dtype, spec)
 
 
@@ -63,7 +63,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """Do what ``plan_call`` does, from shapes and dtype."""
+    """Same as ``plan_call``, but from the shapes and the dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode
@@ -86,7 +86,7 @@ def npu_call(
 
 
 def _mode_without_band(segments: Sequence[Segment]) -> int | None:
-    """Return the sparse mode if the segments have no limit or only the causal one, else None."""
+    """Return the sparse mode if the segments have no limit or only the causal one, and None otherwise."""
     if any(s.window_left is not None for s in segments):
         return None
     if all(s.window_right is None for s in segments):
@@ -119,7 +119,7 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
 
 
 def _band_meets(window_left: int, window_right: int, queries: int, keys: int) -> bool:
-    """Return whether a band with a negative limit is among those that the operation documents."""
+    """Return True if a band with a negative limit is among those that the operation documents."""
     if window_left < 0:
         return window_right >= -window_left and -window_left < queries
     return window_right >= 0 or (window_left >= -window_right and -window_right < keys)
@@ -128,7 +128,7 @@ def _band_meets(window_left: int, window_right: int, queries: int, keys: int) ->
 def _limits(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> str | None:
-    """Return which documented limit of the operation the shapes exceed, or None."""
+    """Return the documented limit of the operation that the shapes exceed, or None."""
     if reason := unsupported_dtype("npu_fusion_attention", dtype):
         return reason
     if key != value:
@@ -158,7 +158,7 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
 
 
 def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ends of the sequences in the operation's form: no leading 0, and no empty sequences."""
+    """Return the ends of the sequences as the operation expects them: no leading 0, no empty sequences."""
     there = [s for s in spec.segments if s.q0 < s.q1 or s.k0 < s.k1]
     return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
@@ -174,7 +174,7 @@ def attend(
     plan: NpuCall,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Pass the tensors in their own layout; nothing is permuted, and no ``[b, 1, s, s]`` is built.
+    """Pass the tensors in their own layout, without permuting them or building ``[b, 1, s, s]``.
 
     A ``sink``, fp32 ``[n]``, is passed only if it is given: older torch_npu versions have no such argument.
     """
@@ -205,7 +205,7 @@ def attend(
 
 
 def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make query, key and value contiguous if they interleave in one tensor, as from a joint projection.
+    """Make query, key and value contiguous if they interleave in one tensor, as after a joint projection.
 
     This takes a single copy instead of three.
     """
@@ -222,7 +222,7 @@ def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 class _ContiguousQKV(torch.autograd.Function):
-    """Copies of three tensors that are ``step`` values apart in the same memory."""
+    """Copy three tensors that are ``step`` values apart in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -252,7 +252,7 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
 
 def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
-    """Return the atten_mask for a call without a mask from the caller."""
+    """Return the atten_mask for a call whose caller passes no mask."""
     return None if sparse_mode == NONE else _compressed_mask(device)
 
 
@@ -268,5 +268,5 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """Return a device's single mask for sparse modes 2, 3 and 4: 4 MiB, whatever the sequence length."""
+    """Return the single mask of a device for sparse modes 2, 3 and 4: 4 MiB at any sequence length."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)

@@ -9,11 +9,11 @@ from megatron_npu.ops.caching import cache_on_tensor
 
 
 def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of the packed sequences that a causal mask allows, row by row of the batch.
+    """Return the lengths of the packed sequences that a causal mask allows, ordered by row of the batch.
 
     Megatron builds its masks itself and passes s² booleans even for plain causal attention. A mask that only
     says "causal, within these sequences" is recognized here, so no kernel has to read it: with
-    ``--reset-attention-mask`` each document is a sequence, without it each row is one.
+    ``--reset-attention-mask`` each document is a sequence, and without the flag each row is a sequence.
 
     Args:
         mask: ``[b, 1, s, s]``, boolean, True where masked. Its values are read once, which waits for the

@@ -1,4 +1,4 @@
-"""Reference attention in plain torch."""
+"""Reference implementation of attention in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unfused(
     mask: Tensor | None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q·kᵀ·scale + mask)·v, contiguous; memory grows with queries × keys of a segment.
+    """Return softmax(q·kᵀ·scale + mask)·v, contiguous. Memory grows with queries × keys of a segment.
 
     Args:
         query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype. Scores and softmax
@@ -27,8 +27,8 @@ def unfused(
         key: see ``query``.
         value: see ``query``.
         spec: the call.
-        mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None: no mask.
-        sink: ``[n]``, one extra score per head, without a value; None: no sink.
+        mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None means no mask.
+        sink: ``[n]``, one extra score per head, without a value; None means no sink.
     """
     query = to_bnsd(query, spec.layout, spec.heads)
     key, value = (

@@ -1,9 +1,9 @@
 """Attention with a sink: one extra score per head, which takes a share of the weights and has no value.
 
-It lets a query attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which adds one to
-the divisor; gpt-oss has a learned sink. Given the lse without it, the sink scales the output by exp(lse) /
-(exp(lse) + exp(sink)). The gradient is that of attention over a block of the keys, with the logarithm of that
-sum in place of the lse.
+The sink allows a query to attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which
+adds one to the divisor; gpt-oss has a learned sink. Given the lse without the sink, the sink scales the
+output by exp(lse) / (exp(lse) + exp(sink)). The gradient is that of attention over a block of the keys, with
+the logarithm of that sum in place of the lse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Do what ``reference.unfused`` does, with ``sink`` ``[n]`` among the scores of each query."""
+    """Same as ``reference.unfused``, with ``sink`` ``[n]`` among the scores of each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -38,7 +38,7 @@ operation = Operation(
 
 
 def absorb(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink to attention computed without one; return the new output and lse.
+    """Add a sink to attention that was computed without one, and return the new output and lse.
 
     Args:
         output: ``[s, b, n, d]``.
@@ -51,11 +51,11 @@ def absorb(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of the sink, ``[n]``: it takes weight from every key and adds no value.
+    """Return the gradient of the sink, ``[n]``. The sink takes weight from every key and adds no value.
 
     Args:
         grad, output: gradient and output of the attention with the sink, ``[s, b, n, d]``.
-        lse: with the sink, ``[b, n, s]``.
+        lse: log-sum-exp of the scores including the sink, ``[b, n, s]``.
         sink: ``[n]`` in fp32.
     """
     inner = (grad.to(lse.dtype) * output).sum(-1)
@@ -64,7 +64,7 @@ def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Absorbed(torch.autograd.Function):
-    """Attention ``[s, b, n, d]`` over all keys as a single block, with the sink absorbed."""
+    """Compute the attention ``[s, b, n, d]`` over all keys as a single block, with the sink included."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """Do what ``npu.plan_call`` does: the operation accepts a sink in every call that it supports."""
+    """Same as ``npu.plan_call``: the operation accepts a sink in every call that it supports."""
     return npu.plan_call(query, key, value, spec, mask)
 
 
@@ -134,5 +134,5 @@ def by_kernel(
     *,
     plan: npu.NpuCall,
 ) -> Tensor:
-    """Pass the sink to the kernel in fp32, as torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
+    """Pass the sink to the kernel in fp32, which torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
     return npu.attend(query, key, value, spec, mask, plan=plan, sink=sink.float())

@@ -1,4 +1,4 @@
-"""Specification of one attention call, in the form that every device uses."""
+"""The specification of one attention call, in the form that every device uses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """Lengths, in tokens, of concatenated sequences (thd), on the host.
+    """The lengths, in tokens, of concatenated sequences (thd), stored on the host.
 
-    They are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of the
-    keys. A length may be 0.
+    The lengths are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of
+    the keys. A length may be 0.
     """
 
     query_lengths: tuple[int, ...]
@@ -44,11 +44,11 @@ class Segment(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """Number of keys minus number of queries: the diagonal on which the last query meets the last key."""
+        """The number of keys minus that of queries: the diagonal where the last query meets the last key."""
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
     def sees_all_keys(self) -> bool:
-        """Return whether every query sees all keys."""
+        """Return True if every query sees all keys."""
         return self.window_left is None and self.window_right is None
 
     def rows_with_keys(self) -> tuple[int, int]:
@@ -61,19 +61,19 @@ class Segment(NamedTuple):
         return first, max(first, last)
 
     def has_fully_masked_rows(self) -> bool:
-        """Return whether some query sees no key."""
+        """Return True if some query sees no key."""
         first, last = self.rows_with_keys()
         return last - first < self.q1 - self.q0
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of keys, counted from k0, that some query of ``[first, last)`` sees."""
+        """Return the range of keys, counted from k0, that any of the queries ``[first, last)`` sees."""
         keys = self.k1 - self.k0
         begin = 0 if self.window_left is None else max(0, first - self.window_left)
         end = keys if self.window_right is None else min(keys, last + self.window_right)
         return begin, max(begin, end)
 
     def part(self, first: int, last: int) -> Segment | None:
-        """Return queries ``[first, last)``, counted from q0, with the keys that any of them sees.
+        """Return queries ``[first, last)``, counted from q0, with the keys that any of these queries sees.
 
         A window limit that hides nothing there becomes None. Returns None if no key is seen.
         """
@@ -134,7 +134,7 @@ def dense_segments(
 def packed_segments(
     packed: PackedSequences, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return one segment per sequence, in order, including those without queries."""
+    """Return one segment per sequence, in order, including the sequences without queries."""
     spans, q, k = [], 0, 0
     for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         spans.append((q, q + queries, k, k + keys))
@@ -155,7 +155,7 @@ def _with_window(span: tuple[int, int, int, int], causal: bool, window: Window, 
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
-    """Give each span its window; a limit that forbids nothing in any of them is dropped."""
+    """Give each span its window; a limit that hides nothing in any span is dropped."""
     segments = [_with_window(span, causal, window, offset) for span in spans]
     if all(s.window_left is None or s.window_left >= s.q1 - s.q0 - 1 for s in segments):
         segments = [s._replace(window_left=None) for s in segments]
@@ -165,9 +165,9 @@ def _limited(
 
 
 def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return ``[queries, keys]``, True where the window hides a pair; None if it hides none.
+    """Return a ``[queries, keys]`` mask, True where the window hides a pair, or None if it hides no pair.
 
-    For references and small calls only: memory grows with queries × keys.
+    Use this for references and small calls only: memory grows with queries × keys.
     """
     if segment.sees_all_keys():
         return None
@@ -189,10 +189,10 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return all segments' window relative to the last query at the last key; None if they differ.
+    """Return all segments' window relative to the last query at the last key, or None if they differ.
 
-    flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band
-    lies entirely on one side of that diagonal.
+    flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band lies
+    entirely on one side of that diagonal.
     """
     windows = {
         (
@@ -208,7 +208,7 @@ def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
 
 
 def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two ``[queries]`` int32 tensors: the first key that each query sees, and the end of its keys."""
+    """Return two int32 tensors ``[queries]``: the first key that each query sees, and the end of its keys."""
     begins, ends = [], []
     for s in segments:
         position = torch.arange(s.q1 - s.q0, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Compiled CPU kernels that do in one pass over memory what torch does in several.
+"""Compiled CPU kernels that need one pass over memory for what takes torch several.
 
 ``kernels.cpp`` contains them; ``products`` covers matmuls and ``attention`` whole attention calls.
-``building`` compiles if g++ is installed, and ``abi`` calls the kernels and checks their arguments. The
-functions here may be called if ``usable`` is true; otherwise, and with ``MEGATRON_NPU_COMPILED=0``,
-operations use torch's own functions. Results differ only by rounding.
+``building`` compiles the kernels if g++ is installed, and ``abi`` calls the kernels and checks their
+arguments. The functions here may be called if ``usable`` is true; otherwise, and with
+``MEGATRON_NPU_COMPILED=0``, operations use torch's own functions. Results differ only by rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def available() -> bool:
-    """Return whether the kernels are loaded and torch.compile is not tracing."""
+    """Return True if the kernels are loaded and torch.compile is not tracing."""
     return not torch.compiler.is_compiling() and library() is not None
 
 
@@ -51,7 +51,7 @@ def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
 
 
 def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return ``gelu(input + bias)``, tanh form, and its derivative or None.
+    """Return ``gelu(input + bias)`` (tanh form), and its derivative or None.
 
     Args:
         input: ``[..., h]``, usable; so are the results.
@@ -70,7 +70,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``left · right``, elementwise, and its sum over rows: ``[..., h]``, and ``[h]`` in fp32."""
+    """Return the elementwise product ``left · right``, ``[..., h]``, and its sum over rows, fp32 ``[h]``."""
     output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
     abi.product_and_sum(left, right, output, sums)
     return output, sums
@@ -79,7 +79,7 @@ def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``; the last two in fp32.
+    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``, the last two in fp32.
 
     Args:
         grad: gradient of the output, ``[n, h]``, usable.
@@ -95,7 +95,7 @@ def norm_backward(
 
 
 class Kept(NamedTuple):
-    """Which values dropout keeps: those whose 16 random bits, as an int16, are at most ``most``.
+    """The values that dropout keeps: those whose 16 random bits, read as an int16, are at most ``most``.
 
     Attributes:
         bits: int64, one element for four values; contiguous.
@@ -110,13 +110,13 @@ _EVERYTHING = (None, 0)  # is kept
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Write the softmax over the last dimension to ``rounded``, and unrounded to ``weights``.
+    """Write the softmax over the last dimension to ``rounded`` and, unrounded, to ``weights``.
 
     Args:
         scores: ``[..., m]``, fp32, usable.
-        weights: like ``scores``, or ``scores`` itself; None: not needed.
+        weights: like ``scores``, or ``scores`` itself; None if they are not needed.
         rounded: of the same shape, bf16, usable.
-        kept: which values ``rounded`` keeps, the others being 0; None: all.
+        kept: which values ``rounded`` keeps; the others are set to 0. None means all.
     """
     abi.softmax(scores, weights, rounded, *_EVERYTHING if kept is None else kept)
 
@@ -136,7 +136,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
     """Add ``factor · part`` to ``total``, in one pass even for an fp32 total and a bf16 part.
 
-    torch first copies a part of another dtype. Tensors that the kernel does not support are added by torch.
+    torch would first copy a part of another dtype. torch adds the tensors that the kernel does not support.
 
     Args:
         total: any float tensor; changed in place.
@@ -149,7 +149,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
-    """Return whether ``accumulate`` has a kernel for a total whose rows, or heads, are contiguous."""
+    """Return True if ``accumulate`` has a kernel for a total whose rows, or heads, are contiguous."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
     return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

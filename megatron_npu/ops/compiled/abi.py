@@ -35,12 +35,12 @@ class Weighting(NamedTuple):
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one.
 
     Attributes:
-        begin: first key that the first query sees; None: no left limit.
-        end: end of the keys that the first query sees; None: no right limit.
+        begin: first key that the first query sees; None means no left limit.
+        end: end of the keys that the first query sees; None means no right limit.
         repeats: number of rows per query, one for each of its heads.
         scale: factor applied to the scores.
         seed: seed of the dropout, 64 bits.
-        keep: how many of 65,536 weights are kept; all of them: no dropout.
+        keep: how many of 65,536 weights are kept; 65,536 means no dropout.
         gain: factor for the kept weights.
     """
 
@@ -96,7 +96,7 @@ _KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain CPU tensor, whose memory holds its values."""
+    """Return True if a tensor is a plain CPU tensor, whose memory holds its values."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:
         return False
     # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
@@ -104,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements share memory, or may: such a tensor, if expanded for example, is read-only."""
+    """Return True if elements share memory, or may; such a tensor, such as an expanded one, is read-only."""
     if tensor.is_contiguous():
         return False
     extent = 1
@@ -118,7 +118,7 @@ def overlaps(tensor: Tensor) -> bool:
 def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
     """Replace values with ``exp(values - reference)``, and add their row sums to ``sums``.
 
-    Values ``[n, m]``; reference and sums ``[n]``, fp32.
+    Values are ``[n, m]``; reference and sums are ``[n]`` in fp32.
     """
     rows, width = _shape("values", values, 2)
     dtype = values.dtype
@@ -132,7 +132,7 @@ def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
 
 
 def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> None:
-    """Input, output and slope ``[..., h]``; bias ``[h]``, fp32."""
+    """Call the kernel with input, output and slope ``[..., h]``, and an fp32 bias ``[h]``."""
     shape, dtype, width = input.shape, input.dtype, input.size(-1)
     _call(
         f"gelu_{_name_of(dtype)}",
@@ -145,7 +145,7 @@ def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> N
 
 
 def product_and_sum(left: Tensor, right: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Left, right and output ``[..., h]``; sums ``[h]``, fp32."""
+    """Call the kernel with left, right and output ``[..., h]``, and fp32 sums ``[h]``."""
     shape, dtype, width = left.shape, left.dtype, left.size(-1)
     _call(
         f"product_and_sum_{_name_of(dtype)}",
@@ -165,7 +165,10 @@ def norm_backward(
     factor: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Gradients and input ``[n, h]``; mean and rstd ``[n, 1]``, factor and its gradients ``[h]``, fp32."""
+    """Call the kernel with gradients and input ``[n, h]``, and with fp32 statistics and factors.
+
+    The mean and rstd are ``[n, 1]``; the factor and its gradients are ``[h]``.
+    """
     rows, width = _shape("input", input, 2)
     shape, dtype = input.shape, input.dtype
     d_input, d_factor, d_bias = gradients
@@ -184,7 +187,10 @@ def norm_backward(
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """All ``[..., m]``; scores and weights fp32, rounded bf16; bits int64, one element for four values."""
+    """Call the kernel with tensors ``[..., m]``: fp32 scores and weights, and bf16 rounded weights.
+
+    The random bits are int64, with one element for four values.
+    """
     shape, width = scores.shape, scores.size(-1)
     _call(
         "softmax_bfloat16",
@@ -197,7 +203,7 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tenso
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """Shapes and dtypes as in ``softmax``."""
+    """Call the kernel; shapes and dtypes are those of ``softmax``."""
     shape, width = grad.shape, grad.size(-1)
     _call(
         "softmax_backward_bfloat16",
@@ -210,7 +216,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tenso
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
-    """Both ``[n, ...]``: an fp32 total with contiguous rows, and a bf16 part."""
+    """Call the kernel with an fp32 total with contiguous rows and a bf16 part, both ``[n, ...]``."""
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
     address = _contiguous("part", part, _BFLOAT, part.shape)
     _check(has_contiguous_rows(total), "total", total, "with contiguous rows that do not overlap")
@@ -222,7 +228,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Return whether each row of ``[n, ...]`` is contiguous and no two overlap."""
+    """Return True if each row of ``[n, ...]`` is contiguous and no two overlap."""
     if tensor.dim() < 2 or not tensor.size(0):
         return False
     return tensor.is_contiguous() or (tensor[0].is_contiguous() and not overlaps(tensor))
@@ -238,9 +244,9 @@ def product(
     add: bool,
     paired: bool,
 ) -> None:
-    """Left ``[b, n, m]``, right ``[b, m, k]``: bf16, each with a stride of 1 in one dimension.
+    """Multiply bf16 matrices ``[b, n, m]`` and ``[b, m, k]``, each with a stride of 1 in one dimension.
 
-    Out ``[b, n, k]``, fp32 or bf16, with contiguous rows; bias ``[k]``, fp32.
+    The output is ``[b, n, k]``, fp32 or bf16, with contiguous rows; the bias is ``[k]`` in fp32.
     """
     count, rows, inner = _shape("left", left, 3)
     columns = right.size(-1)
@@ -260,7 +266,10 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, arithmetic: str) -> None:
-    """Left ``[n, m]``, right ``[m, k]``: bf16, each with a unit stride; total ``[n, k]``, fp32, row-major."""
+    """Call the kernel with bf16 operands ``[n, m]`` and ``[m, k]``, each with a unit stride.
+
+    The total is ``[n, k]``, fp32 and row-major.
+    """
     rows, inner = _shape("left", left, 2)
     columns = right.size(-1)
     where = _strided("sum", total, _FLOAT, (rows, columns), written=True)
@@ -282,7 +291,10 @@ def exponentials_of_product(
     sums: Tensor,
     arithmetic: str,
 ) -> None:
-    """Operands as in ``add_product``; output ``[n, k]``, bf16; bias ``[k]``, the others ``[n]``, fp32."""
+    """Call the kernel with operands as in ``add_product``, and a bf16 output ``[n, k]``.
+
+    The bias is ``[k]`` and the other tensors are ``[n]``, all in fp32.
+    """
     rows, inner = _shape("left", left, 2)
     columns = right.size(-1)
     _call(
@@ -303,7 +315,10 @@ def attention_forward(
     normalizer: Tensor,
     arithmetic: str,
 ) -> None:
-    """Operands ``[heads, rows or keys, d or dv]``; output ``[heads, rows, dv]``, normalizer fp32."""
+    """Call the kernel with operands ``[heads, rows or keys, d or dv]``.
+
+    The output is ``[heads, rows, dv]``, and the normalizer is fp32.
+    """
     query, _, value = factors
     of_output = (*query.shape[:2], value.size(2))
     dtype = _dtype_of(arithmetic)
@@ -323,7 +338,7 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     arithmetic: str,
 ) -> None:
-    """Arguments as in ``attention_forward``; the gradients have the shapes of the operands."""
+    """Call the kernel with the arguments of ``attention_forward``; gradients have the operands' shapes."""
     query, key, value = factors
     of_output = (*query.shape[:2], value.size(2))
     dtype = _dtype_of(arithmetic)
@@ -340,7 +355,7 @@ def attention_backward(
 
 
 def can_pair(loaded: ctypes.CDLL) -> bool:
-    """Return whether the kernels were compiled for a processor with bf16 dot-product instructions."""
+    """Return True if the kernels were compiled for a processor with bf16 dot-product instructions."""
     return bool(loaded.can_pair())
 
 
@@ -382,7 +397,7 @@ def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor; raise an error unless dtype and shape are as given."""
+    """Return the address of a contiguous tensor; raise an error unless its dtype and shape are as given."""
     # what ``is_plain`` asks is here once more: calls of small tensors are the time of such questions
     if tensor.dtype is dtype and tensor.shape == shape and type(tensor) in _PLAIN and tensor.is_cpu:
         address = tensor.data_ptr()
@@ -457,11 +472,11 @@ def _refuse(what: str, tensor: Tensor, expected: str) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a kernel with torch's number of threads.
+    """Call a kernel with the number of threads that torch uses.
 
     Raises:
-        MemoryError: there is no memory for the kernel's scratch space.
-        RuntimeError: the kernel failed in another way, or there are no kernels.
+        MemoryError: there is not enough memory for the kernel's scratch space.
+        RuntimeError: the kernel failed in another way, or the kernels are not available.
     """
     loaded = library()
     if loaded is None:

@@ -1,4 +1,4 @@
-"""Attention of fp32 or bf16 heads with one kernel (``attention.cpp``): scores stay in a core's cache."""
+"""Attention of fp32 or bf16 heads with one kernel (``attention.cpp``); scores stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Factors(NamedTuple):
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Return whether the kernel is worthwhile for this dtype on this processor."""
+    """Return True if the kernel is worthwhile for this dtype on this processor."""
     if dtype is torch.bfloat16:
         return products.has_kernel()
     return dtype is torch.float32 and products.has_avx512() and library() is not None
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write weights · values to ``output``, and the log of each row's sum to ``normalizer``.
+    """Write weights · values to ``output``, and the logarithm of each row's sum to ``normalizer``.
 
     Args:
         factors: query, key and value.
@@ -62,7 +62,7 @@ def backward(
         weighting: as in ``forward``.
         result: output and normalizer that ``forward`` wrote.
         grad: gradient of the output.
-        gradients: where to write, with the shapes and dtype of the factors.
+        gradients: tensors to write to, with the shapes and dtype of the factors.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
     abi.attention_backward(factors, weighting, result, grad, gradients, arithmetic)

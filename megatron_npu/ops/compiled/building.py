@@ -29,7 +29,7 @@ _WITHOUT = f"set {settings.COMPILED.name}=0"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels; None if they are switched off or unavailable, in which case the reason is logged.
+    """Return the kernels, or None if they are disabled or unavailable; the reason is logged.
 
     Raises:
         FallbackForbiddenError: the kernels are unavailable, and strict mode is on.
@@ -45,9 +45,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the kernels now if this process will use them, instead of in its first training step.
+    """Compile the kernels now if this process will use them, rather than in its first training step.
 
-    One process per machine compiles; the others wait.
+    One process per machine compiles the kernels; the others wait for it.
     """
     if devices.current().is_host:
         library()
@@ -66,7 +66,7 @@ def _recipe() -> cached_library.Recipe:
 
 
 class _Symbol(ctypes.Structure):
-    """What ``dladdr`` reports about an address."""
+    """The information that ``dladdr`` reports about an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -77,9 +77,9 @@ class _Symbol(ctypes.Structure):
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that libtorch is linked to: another one would start its own threads.
+    """Return the OpenMP library that libtorch is linked to; another one would start its own threads.
 
-    Others may be present too: scikit-learn's wheel includes one that no torch code ever calls.
+    Other OpenMP libraries may be loaded too: scikit-learn's wheel includes one that torch never calls.
 
     Raises:
         UsageError: libtorch uses another kind of threads, for which g++ cannot compile.
@@ -98,7 +98,7 @@ def _openmp() -> Path:
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file from which a library, or one that it is linked to, gets a function; empty if none."""
+    """Return the file from which a library, or one that it links to, gets a function, or an empty string."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

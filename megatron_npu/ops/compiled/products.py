@@ -1,4 +1,4 @@
-"""Matmuls of bf16 matrices with fp32 sums (``products.cpp``), on CPUs where they are faster."""
+"""Matmuls of bf16 matrices with fp32 sums (``products.cpp``), used on CPUs where they are faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """How our kernel multiplies bf16 on this processor."""
+    """The ways in which our kernel can multiply bf16 on this processor."""
 
     WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
     PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
@@ -28,23 +28,23 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return whether our kernel should do all bf16 matmuls here, because oneDNN takes at least twice as long.
+    """Return True if our kernel should do all bf16 matmuls, because oneDNN takes at least twice as long.
 
-    Where both are equally fast (``has_kernel``), ours does the matmuls for which torch needs copies: batches
-    of strided heads, results in fp32, and products added to a tensor.
+    Where both are equally fast (``has_kernel``), our kernel does only the matmuls for which torch needs
+    copies: batches of strided heads, results in fp32, and products added to a tensor.
     """
     return _arithmetic() is Arithmetic.WIDENED and library() is not None
 
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return whether ``multiply`` is worthwhile on this processor."""
+    """Return True if ``multiply`` is worthwhile on this processor."""
     return _usable_arithmetic() is not None
 
 
 @functools.cache
 def _arithmetic() -> Arithmetic | None:
-    """Return this processor's fastest bf16 arithmetic without AMX; None: oneDNN is faster.
+    """Return this processor's fastest bf16 arithmetic without AMX, or None if oneDNN is faster.
 
     Without an instruction for bf16 (Xeons up to Ice Lake) oneDNN widens values repeatedly: 27 GFLOPS,
     compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
@@ -56,12 +56,12 @@ def _arithmetic() -> Arithmetic | None:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return whether this processor has AVX-512, which some kernels are compiled for."""
+    """Return True if this processor has AVX-512, which some of the kernels require."""
     return _features_of(_processor()) >= _AVX512
 
 
 def _processor() -> str:
-    """Return what Linux reports about the first processor."""
+    """Return the information that Linux reports about the first processor."""
     info = Path("/proc/cpuinfo")
     return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
@@ -94,14 +94,14 @@ def _usable_arithmetic() -> Arithmetic | None:
 
 
 def pairs() -> bool:
-    """Return whether the kernel uses bf16 dot products; otherwise it widens to fp32."""
+    """Return True if the kernel uses bf16 dot products, and False if it widens to fp32."""
     return _arithmetic() is Arithmetic.PAIRED
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``multiply`` should handle these operands: ``[n, m]`` and ``[m, k]``, or batches.
+    """Return True if ``multiply`` should handle these operands: ``[n, m]`` and ``[m, k]``, or batches.
 
-    Operands with mismatched shapes are rejected, so that torch reports the error.
+    Operands with mismatched shapes are left to torch, which reports the error.
     """
     if left.dtype is not torch.bfloat16 or right.dtype is not torch.bfloat16:
         return False
@@ -115,7 +115,7 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 
 def takes_result(out: Tensor) -> bool:
-    """Return whether ``multiply`` can write to a tensor ``[..., n, k]``."""
+    """Return True if ``multiply`` can write to a tensor ``[..., n, k]``."""
     plain = abi.is_plain(out) and out.dtype in (torch.float32, torch.bfloat16)
     return plain and out.dim() in (2, 3) and out.stride(-1) == 1 and not abi.overlaps(out)
 
@@ -146,7 +146,7 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return whether ``add`` should handle these: bf16 matrices and an fp32 sum.
+    """Return True if ``add`` should handle these operands: bf16 matrices and an fp32 sum.
 
     oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
     """
@@ -169,7 +169,7 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return whether ``exponentials`` should handle these operands: bf16 matrices."""
+    """Return True if ``exponentials`` should handle these operands: bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, permutation and grouped matmuls."""
+"""Operations for mixture of experts: routing, permutation and grouped matmuls."""

@@ -1,9 +1,9 @@
-"""The router of a mixture of experts: selects each token's experts and their weights.
+"""The router of a mixture of experts, which selects the experts of each token and their weights.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
-Scores are computed in fp32 as there; versions before 0.18 round intermediate scores to the dtype of the
-logits.
+Scores are computed in fp32 as in that version; versions before 0.18 round intermediate scores to the dtype of
+the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EPSILON = 1e-20  # added to the sum of scores that are divided by it
 
 
 class Routing(NamedTuple):
-    """How experts are chosen.
+    """Settings that determine how experts are chosen.
 
     Attributes:
         topk: experts per token.
@@ -31,7 +31,7 @@ class Routing(NamedTuple):
             unless a token has only one expert.
         before: whether softmax runs over all experts before the choice, or over the chosen ones after it.
         groups, chosen_groups: experts are split into consecutive groups and chosen only from the groups whose
-            best ``topk // chosen_groups`` experts have the largest sums. 0: no groups.
+            best ``topk // chosen_groups`` experts have the largest sums. 0 means no groups.
         scale: factor applied to the weights.
     """
 
@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
 
 def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the weight of each expert for each token, 0 if it is not chosen, and which are chosen.
+    """Return the weight of each expert for each token (0 if it is not chosen), and the chosen experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -206,7 +206,7 @@ def _map_of(chosen: Tensor, logits: Tensor) -> Tensor:
 
 
 class _SoftmaxOfChosen(torch.autograd.Function):
-    """Softmax over the chosen logits; with zeros elsewhere, its gradient is that of a softmax over all."""
+    """Softmax over the chosen logits; since the others are 0, its gradient is that of a softmax over all."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -304,7 +304,7 @@ _NPU_EXPERTS, _NPU_ALIGNED = 2048, 32
 
 
 def _kernel_takes(logits: Tensor, routing: Routing) -> bool:
-    """Return whether ``npu_moe_gating_top_k`` supports this router; if not, torch's operations run."""
+    """Return True if ``npu_moe_gating_top_k`` supports this router; otherwise torch's operations are used."""
     experts, groups = logits.size(1), routing.groups if routing.chosen_groups else 1
     each = experts // groups
     scored = routing.before if routing.score == "softmax" else routing.score == "sigmoid" and routing.topk > 1
@@ -343,7 +343,7 @@ def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> t
 
 
 class _SoftmaxByKernel(torch.autograd.Function):
-    """All scores and the chosen experts; torch_npu has a gradient only for sigmoid scores."""
+    """Compute all scores and the chosen experts; torch_npu has a gradient only for sigmoid scores."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Grouped matmul: each group of rows has its own weight."""
+"""Grouped matmul, in which each group of rows has its own weight."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply the first ``counts[0]`` rows by ``weights[0]`` transposed and add ``biases[0]``, and so on.
 
-    Like ``grouped_matmul``, for experts with separate weight tensors, which are not copied.
+    This is ``grouped_matmul`` for experts with separate weight tensors, which are not copied.
 
     Args:
         input: ``[t, i]``, fp32, bf16 or fp16, the rows of each expert together.
@@ -97,7 +97,7 @@ _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, g
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Three grouped matmuls: the result, and the gradients of both factors."""
+    """Three grouped matmuls, which compute the result and the gradients of both factors."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 
 def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return which limit of torch's ``grouped_mm`` (2.13) the call exceeds, or None."""
+    """Return the limit of torch's ``grouped_mm`` (2.13) that the call exceeds, or None."""
     if not isinstance(other, Tensor):
         return None
     if rows.dtype is not torch.bfloat16:
@@ -194,7 +194,7 @@ _NPU_LIMITS = (
 
 
 def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return which documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) the call exceeds, or None."""
+    """Return the documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) that is exceeded, or None."""
     experts, factor = (_NPU_EXPERTS, other) if isinstance(other, Tensor) else (_NPU_WEIGHTS, other[0])
     if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul supports sizes below {_NPU_SIZE}"

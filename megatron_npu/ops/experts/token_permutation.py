@@ -1,4 +1,4 @@
-"""Sort tokens by expert, and back.
+"""Sort tokens by expert, and restore their order.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
 case in which every token goes to the same number of experts and none is dropped.
@@ -15,7 +15,7 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 def permute_tokens(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token to its experts; rows are grouped by expert and in token order within each.
+    """Copy each token to its experts; rows are grouped by expert and keep the token order within a group.
 
     Args:
         tokens: ``[t, h]``, fp32, bf16 or fp16.
@@ -124,7 +124,7 @@ _LIMITS = (
 
 
 def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int) -> str | None:
-    """Return which limit of ``npu_moe_token_permute_with_routing_map`` the call exceeds, or None."""
+    """Return the limit of ``npu_moe_token_permute_with_routing_map`` that the call exceeds, or None."""
     kernel = "npu_moe_token_permute_with_routing_map"
     if copies >= _NPU_COPIES:
         return f"{kernel} supports fewer than {_NPU_COPIES} experts per token, not {copies}"

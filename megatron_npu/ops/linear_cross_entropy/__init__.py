@@ -1,4 +1,4 @@
-"""Fused output layer and cross-entropy: the full logits are never in memory."""
+"""Fused output layer and cross-entropy, which never hold the full logits in memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def linear_cross_entropy(
         target: ``[...]``, token ids of the whole vocabulary. An id outside it counts as a logit of 0.
         bias: ``[v]``, of the dtype of ``hidden``, or None.
         vocab_start: id of the first token of this rank's part.
-        group: the tensor-parallel group; None or a group of one: ``weight`` covers the whole vocabulary.
+        group: the tensor-parallel group. If it is None or a group of one, ``weight`` covers the whole
+            vocabulary.
         main_grad: ``[v, h]``, a buffer to which the weight's gradient is added block by block; the weight
-            itself then gets none. None: the weight gets a gradient in its own dtype.
+            itself then gets none. If None, the weight gets a gradient in its own dtype.
         recompute: whether backward recomputes the logits; nothing of their size is then saved, at the cost of
-            a third more matmuls. False: on a cpu the exponentials are saved, in the dtype and size of the
+            a third more matmuls. If False, on a cpu the exponentials are saved, in the dtype and size of the
             logits, which is faster; other devices recompute anyway.
 
     Returns:

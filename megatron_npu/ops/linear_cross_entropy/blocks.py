@@ -1,4 +1,4 @@
-"""Blocks of the vocabulary that backward recomputes, so that nothing of the logits' size is saved."""
+"""Blocks of the vocabulary, which backward recomputes so that nothing of the logits' size is saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 for fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -48,13 +48,13 @@ def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
-    """Return the logits ``[t]`` of the targets that are in the block, 0 for others."""
+    """Return the logits ``[t]`` of the targets in the block, and 0 for other targets."""
     column, inside = columns(local, block)
     return logits.gather(1, column).to(precise(logits)).mul_(inside).squeeze(1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward computes the normalizer over all blocks; backward recomputes the probabilities."""
+    """A loss whose forward computes the normalizer over all blocks; backward recomputes probabilities."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class Gradients:
         ctx: context of an autograd function whose first arguments are hidden states, weight and bias, with
             ``main_grad``.
         factors: ``[t, 1]``, in the dtype of ``rows``: factor for each row of the logits' gradient, already
-            applied to ``rows``; None: no factor.
+            applied to ``rows``; None means no factor.
     """
 
     def __init__(

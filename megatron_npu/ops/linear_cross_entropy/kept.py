@@ -1,4 +1,4 @@
-"""Save exponentials instead of logits from forward to backward: two matmuls per block."""
+"""Save exponentials in place of logits from forward to backward, which takes two matmuls per block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward saves ``e = exp(z - r)``; probabilities are ``e · exp(r - n)``.
+    """A loss whose forward saves ``e = exp(z - r)``; the probabilities are ``e · exp(r - n)``.
 
     n is the normalizer. The factor is the same for a whole row, so backward applies it to the rows of the
     operands and results of its matmuls instead of to each logit. At the targets ``e - exp(n - r)`` is stored
@@ -65,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Exponentials:
-    """Exponentials of the logits in blocks of columns, their row sums, and the targets' logits."""
+    """The exponentials of the logits in blocks of columns, their row sums, and the logits of the targets."""
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
         self.rows, self.weight, self.bias, self.local = rows, weight, bias, local
@@ -85,7 +85,7 @@ class _Exponentials:
             self._fill_from_logits()
 
     def _fill_by_products(self) -> None:
-        """Multiply and take exponentials in one call; logits are neither rounded nor written to memory."""
+        """Multiply and exponentiate in one call; the logits are neither rounded nor written to memory."""
         for block in vocabulary_blocks(self.rows, self.weight):
             words, bias = self.weight[block].t(), part_of(self.bias, block)
             self.blocks.append(products.exponentials(self.rows, words, bias, self.reference, self.sums))
@@ -126,7 +126,7 @@ class _Exponentials:
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
-        """Return whether a row's sum has left the range of the exponentials, or will at its target."""
+        """Return True if a row's sum is outside the range of the exponentials, or will be at its target."""
         return not bool(((normalizer - self.reference) < _FAR).all())
 
     def _largest(self) -> Tensor:
@@ -142,7 +142,7 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each block of the vocabulary, the tokens whose targets are in it, and their columns.
+    """Return, for each block of the vocabulary, the tokens whose targets are in the block, and their columns.
 
     Args:
         local: ``[t]``, the targets, some of which are in no block.

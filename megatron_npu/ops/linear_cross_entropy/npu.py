@@ -17,7 +17,7 @@ _NAME = "npu_fused_linear_online_max_sum"
 
 
 def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
-    """Return which documented limit of the kernels the call exceeds, or None."""
+    """Return the documented limit of the kernels that the call exceeds, or None."""
     import torch_npu
 
     if not hasattr(torch_npu, _NAME) or not torch_npu.npu.utils.is_support_inf_nan():
@@ -33,7 +33,7 @@ def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss of three kernels: row statistics, the loss from them, and both gradients."""
+    """A loss that uses three kernels: row statistics, the loss computed from them, and both gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
@@ -66,10 +66,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _ids(target: Tensor, vocab_start: int, words: int) -> Tensor:
-    """Return the ids ``[t]`` within this rank's part, -1 for those of other ranks.
+    """Return the ids ``[t]`` within this rank's part, with -1 for the ids of other ranks.
 
     With these ids the kernel's first index is 0 and its last index may be ``words``: the documentation treats
-    the last index as part of the range, the public tests as the first one outside it.
+    the last index as part of the range, and the public tests treat it as the first index outside the range.
     """
     local = target.reshape(-1) - vocab_start
     return local.masked_fill((local < 0) | (local >= words), -1)

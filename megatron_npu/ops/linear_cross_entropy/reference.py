@@ -1,4 +1,4 @@
-"""Reference in plain torch, with all logits at once."""
+"""Reference implementation in plain torch, which computes all logits at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reference(
 
 
 class _AddTo(torch.autograd.Function):
-    """The weight itself, whose gradient is added to ``main_grad``."""
+    """Return the weight itself, with its gradient added to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Optimizers, and multi-tensor operations."""
+"""Optimizers and multi-tensor operations."""

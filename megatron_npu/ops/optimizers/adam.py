@@ -1,4 +1,4 @@
-"""Adam and AdamW with the interface of apex's and TransformerEngine's FusedAdam."""
+"""Adam and AdamW optimizers with the interface of FusedAdam in apex and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state; drop what was cached about the old tensors."""
+        """Restore from a copy, a pickle or a loaded state; drop the values cached for the old tensors."""
         super().__setstate__(state)
         self._known = {}
 
@@ -143,7 +143,7 @@ class FusedAdam(FusedOptimizer):
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        """Update every parameter that has a gradient, and return the result of ``closure``."""
         self.written = frozenset()
         try:
             return super().step(closure, **moved)
@@ -176,7 +176,7 @@ class FusedAdam(FusedOptimizer):
                 row.weight.copy_(row.main)
 
     def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
-        """Update the parameters that the GPU kernel supports; return the others."""
+        """Update the parameters that the GPU kernel supports, and return the others."""
         weights = (self._row(parameter).weight for parameter in parameters)
         first = next((weight for weight in weights if weight.numel()), None)
         if first is None or not adam_update.has_kernel(first):
@@ -195,10 +195,10 @@ class FusedAdam(FusedOptimizer):
         return left
 
     def _for_kernel(self, parameter: Tensor) -> adam_update.Tensors | None:
-        """Return the kernel's inputs for a parameter; None if the kernel does not support them.
+        """Return the kernel's inputs for a parameter, or None if the kernel does not support them.
 
-        Those of the last step are reused, with the new gradient, while the tensors and their devices are the
-        same: inspecting each tensor again took longer than the launch.
+        The inputs of the last step are reused, with the new gradient, as long as the tensors and their
+        devices are the same: inspecting each tensor again took longer than the launch.
         """
         known, copy, grad = self._known.get(parameter), self.copies.get(parameter), parameter.grad
         if known is not None and known.stands(self.state.get(parameter), copy) and adam_update.is_plain(grad):
@@ -218,7 +218,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:
-        """Create the state of a parameter: zero moments and, if it has one, its main weight."""
+        """Create the state of a parameter: zero moments and, if it has one, the main weight."""
         dtypes = self._dtypes_of(parameter)
         state = {
             name: swapped_memory.zeros(parameter, dtype)
@@ -234,7 +234,7 @@ class FusedAdam(FusedOptimizer):
             self.set_scaled_state(parameter, "master_param", parameter.detach())
 
     def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
-        """Return whether this part of a parameter's state is kept in host memory."""
+        """Return True if this part of a parameter's state is kept in host memory."""
         fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
         return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
 
@@ -285,7 +285,7 @@ class FusedAdam(FusedOptimizer):
         return replace(row, scales=self._scales_of(parameter, row))
 
     def _scales_of(self, parameter: Tensor, row: Row) -> tuple[Tensor, ...]:
-        """Return the scales of a parameter's state; empty if none of it is fp16."""
+        """Return the scales of a parameter's state; empty if no part of the state is fp16."""
         kept = (row.first, row.second, row.main if row.main is not row.weight else row.first)
         if all(tensor.dtype is not torch.float16 for tensor in kept):
             return ()
@@ -299,7 +299,8 @@ class FusedAdam(FusedOptimizer):
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, copied if necessary.
 
-        Checkpoints hold fp32 whatever the state's dtypes, so an optimizer with other dtypes can load them.
+        Checkpoints hold fp32 values regardless of the state's dtypes, so that an optimizer with other dtypes
+        can load them.
         """
         return narrow_states.unscaled(self._row(parameter, grad=parameter), _PARTS[name])
 
@@ -323,7 +324,7 @@ class FusedAdam(FusedOptimizer):
                 grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in its stored dtypes; with ``scales``, fp32 ``[3]``, if any of it is fp16."""
+        """Return the state in its stored dtypes, with ``scales`` (fp32 ``[3]``) if any part of it is fp16."""
         result = super().state_dict()
         for group, saved_group in zip(self.param_groups, result["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):

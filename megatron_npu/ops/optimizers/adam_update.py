@@ -1,4 +1,4 @@
-"""One step of Adam or AdamW over lists of tensors: the formula, and the kernels of each device."""
+"""One step of Adam or AdamW over lists of tensors: the formula, and the kernels for each device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AdamStep:
     """Settings of one step of a parameter group.
 
     Attributes:
-        number: the step's number, from 1; None: no bias correction.
+        number: the step's number, from 1; None means no bias correction.
         lr, betas, eps, weight_decay: as in the papers.
         decoupled: apply the decay to the parameter (AdamW) instead of adding it to the gradient (Adam).
     """
@@ -50,7 +50,7 @@ def _adam_reference(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step, in place, formula by formula."""
+    """Take one step in place by evaluating the formulas one after another."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -76,7 +76,7 @@ def _adam_torch(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step with torch's fused kernels: one pass over memory."""
+    """Take one step with torch's fused kernels, in one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
     number = math.inf if step.number is None else float(step.number)
     at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
@@ -118,11 +118,11 @@ def _adam_cuda(
 
 
 class Known(NamedTuple):
-    """The kernel's inputs for a parameter, cached between steps, and what they depend on.
+    """The kernel's inputs for a parameter, cached between steps, and the values that they depend on.
 
     Attributes:
         state: the parameter's optimizer state.
-        copy: 16-bit tensor that the step rounds the parameter to; None: there is none.
+        copy: the 16-bit tensor that the step rounds the parameter to, or None if there is none.
         tensors: all inputs, with the weight in place of the gradient, which may change between steps.
     """
 
@@ -131,7 +131,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return whether these are still the same tensors at the same addresses."""
+        """Return True if these are still the same tensors at the same addresses."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state
@@ -144,12 +144,12 @@ class Known(NamedTuple):
 
 
 def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether the kernel supports a gradient for a parameter of its shape."""
+    """Return True if the kernel supports a gradient for a parameter of its shape."""
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return whether our Triton kernel takes the steps on a GPU; it does not while results are verified."""
+    """Return True if our Triton kernel takes the steps on a GPU; it does not while results are verified."""
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)
@@ -183,7 +183,7 @@ def _adam_npu(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step with torch_npu's AdamW kernels; it has none for Adam, whose decay is added beforehand."""
+    """Take one step with torch_npu's AdamW kernels; there are none for Adam, whose decay is added first."""
     if not step.decoupled and step.weight_decay:
         grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
     step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)

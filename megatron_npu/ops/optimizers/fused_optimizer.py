@@ -1,4 +1,4 @@
-"""Code shared by apex-style optimizers: closures, rejected options, exact state dicts, fused updates."""
+"""Code shared by apex-style optimizers: closures, rejected options, exact state dicts and fused updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of ``FusedAdam`` and ``FusedSGD``: one fused call per parameter group, device and dtype.
+    """Base class of ``FusedAdam`` and ``FusedSGD``: one fused call per parameter group, device and dtype.
 
     Args:
         params: parameters or groups.
@@ -46,7 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` returns.
+        """Update every parameter that has a gradient, and return the result of ``closure``.
 
         Raises:
             ValueError: an argument is given that only early versions of apex accept (``grads``, ``scale``,
@@ -108,7 +108,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return a loaded state on the device where it is kept, which is the parameter's."""
+        """Return a loaded state on the device on which it is kept, which is that of the parameter."""
         return value.to(parameter.device)
 
 
@@ -117,10 +117,10 @@ def _shaped(value: Any, shape: torch.Size | None) -> bool:
 
 
 def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:
-    """Call ``update`` with the columns of ``rows``, once per device and dtype; it changes them in place.
+    """Update the columns of ``rows`` in place by calling ``update`` once per device and dtype.
 
-    A row is a parameter, its gradient and its state. Rows that torch's fused kernels do not support are
-    copied, updated and copied back.
+    A row consists of a parameter, its gradient and its state. Rows that torch's fused kernels do not support
+    are copied, updated and copied back.
     """
     twins = [_precise_twins(row) for row in rows]
     for columns in group_by_dtypes(twins):
@@ -132,12 +132,12 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the row in the form that torch's fused kernels need: fp32, all with the first tensor's strides.
+    """Return the row as torch's fused kernels need it: fp32, all with the first tensor's strides.
 
     Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
 
-    torch 2.13's kernels for the CPU are silently wrong otherwise: they assume equal strides, and SGD
-    leaves most of a 16-bit parameter unchanged (pytorch issue 191763).
+    Otherwise torch 2.13's kernels for the CPU are silently wrong: they assume equal strides, and SGD leaves
+    most of a 16-bit parameter unchanged (pytorch issue 191763).
     """
     first = row[0]
     dtype = torch.promote_types(first.dtype, torch.float32)

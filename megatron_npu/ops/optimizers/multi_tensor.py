@@ -1,8 +1,8 @@
 """Multi-tensor norm and scale, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
-apex's convention and unused; ``overflow`` is a single integer on the device, which functions that check set
-to 1 on inf or nan, and which is never reset here.
+apex's convention and is not used; ``overflow`` is a single integer on the device, which functions that check
+set to 1 on inf or nan, and which is never reset here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TensorLists = list[list[Tensor]]
 
 
 class MultiTensorApply:
-    """``apex.multi_tensor_apply.MultiTensorApply``: calls an operation with its chunk size."""
+    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``: calls an operation with its chunk size."""
 
     available = True
     warned = False
@@ -46,7 +46,7 @@ class MultiTensorApply:
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of all tensors of the first list as one vector, fp32 ``[1]``.
+    """Return the L2 norm of all tensors in the first list, taken as one vector, in fp32 ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
@@ -77,7 +77,7 @@ def _norms_by_device(tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_in_chunks(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, accurate to 1e-6 whatever its size."""
+    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, accurate to 1e-6 at any size."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() - flat.numel() % _CHUNK
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
@@ -107,7 +107,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Scale in a wider dtype if the target's cannot hold the source before scaling, or not exactly."""
+    """Scale in a wider dtype if the target's dtype cannot hold the unscaled source exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -123,7 +123,7 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
 
 
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its partner in ``that``, casting as ``copy_`` does.
+    """Copy each tensor of ``this`` to its counterpart in ``that``, with the casts of ``copy_``.
 
     The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored:
     copies are not checked.
@@ -136,10 +136,10 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """Context that defers ``copy_`` and ``float`` of tensors, and runs all of them in one call at its end.
+    """Context that defers ``copy_`` and ``float`` of tensors and runs all of them in one call on exit.
 
-    For loops over parameters in code that we do not control: one launch instead of one per parameter. Code
-    inside must not read what those copies write.
+    It is intended for loops over parameters in code that we do not control, which then take one launch
+    instead of one per parameter. Code inside the context must not read the results of the deferred copies.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return whether a ``copy_`` can be batched: both tensors on one device, and nothing to broadcast."""
+    """Return True if a ``copy_`` can be batched: both tensors on one device, and nothing to broadcast."""
     is_tensor = isinstance(source, Tensor) and not rest
     return is_tensor and target.device == source.device and target.shape == source.shape
 
@@ -197,7 +197,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """Do the same; ``found`` and ``factor`` are fp32 ``[1]``."""
+    """Reference implementation of ``unscale``, with ``found`` and ``factor`` in fp32 ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)
@@ -223,7 +223,7 @@ def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield rows of tensors as columns, one batch per device and dtypes, as torch's fused kernels need them.
+    """Yield rows of tensors as columns: one batch per device and dtypes, for torch's fused kernels.
 
     The tensors of a row are on one device; their dtypes may differ.
     """

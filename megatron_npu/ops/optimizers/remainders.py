@@ -2,9 +2,9 @@
 
 ``weight`` is the bf16 nearest to ``main`` (ties to even, as ``Tensor.to`` rounds). With both read as
 integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768: one value more
-than 16 bits hold. So 32768, a tie that was rounded down, is stored as -32768 with a flag. The idea is that of
+than 16 bits hold. So 32768, a tie that was rounded down, is stored as -32768 with a flag. The idea comes from
 ``--reuse-fp32-param`` in Ascend's MindSpeed and of ``store_param_remainders`` in TransformerEngine 2.1, which
-rounds ties up and so differs from Megatron's bf16 weights in one of 131,072 values.
+rounds ties up and therefore differs from Megatron's bf16 weights in one of 131,072 values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with the interface of apex's FusedSGD."""
+"""Stochastic gradient descent (SGD) with the interface of apex's FusedSGD."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def faster_than_torch(dtype: torch.dtype) -> bool:
-    """Return whether matmuls of ``dtype`` on this CPU are faster here than with ``F.linear``.
+    """Return True if matmuls of ``dtype`` on this CPU are faster here than with ``F.linear``.
 
-    torch multiplies fp32 with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512
-    there and takes half the time (measured on a Zen 5). For bf16 we have our own kernel, used where fp32
-    arithmetic is fastest (``compiled.products``).
+    torch multiplies fp32 with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512 there
+    and takes half the time (measured on a Zen 5). For bf16 we have our own kernel, used where fp32 arithmetic
+    is fastest (``compiled.products``).
     """
     if dtype is torch.bfloat16:
         return products.are_fastest()
@@ -50,7 +50,7 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
 
 
 def looks_for_dead_rows(outputs: int) -> bool:
-    """Return whether backward skips rows without a gradient, on a CPU."""
+    """Return True if backward skips rows without a gradient, on a CPU."""
     return outputs >= _WIDE
 
 
@@ -133,7 +133,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return whether a GPU's matmul of 16-bit operands can add to fp32 itself, unrounded: since torch 2.8."""
+    """Return True if a GPU's matmul of 16-bit operands can add to fp32 itself, unrounded: since torch 2.8."""
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
     return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it
@@ -150,7 +150,7 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these are matrices of one dtype that can be multiplied, with a matching bias."""
+    """Return True if these are matrices of one dtype that can be multiplied, with a matching bias."""
     if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
         return False
     return bias is None or (bias.dtype is left.dtype and bias.shape == (right.size(0),))

@@ -1,4 +1,4 @@
-"""Swap this project's operations into a Transformers or custom model, and out again."""
+"""Replace parts of a Transformers or custom model with this project's operations, and undo it."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What happened to one part of the model.
+    """The outcome for one part of the model.
 
     Attributes:
         where: its path in the model; empty for the model itself.
         what: norm, attention, activation, gated MLP, rotary, loss, output layer, linear or dropout.
-        by: the operation that replaced it; empty if it was kept.
-        why_not: why it was kept; empty if it was replaced.
+        by: the operation that replaced the part; empty if the part was kept.
+        why_not: the reason why the part was kept; empty if it was replaced.
     """
 
     where: str
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass
 class Swapped:
-    """What ``swap`` did to a model."""
+    """The result of ``swap`` for a model."""
 
     model: weakref.ReferenceType[nn.Module]
     entries: list[Entry] = field(default_factory=list)

@@ -61,7 +61,7 @@ def curve_of(module: nn.Module) -> str | None:
 
 
 def _wavy(module: nn.Module) -> bool:
-    """Return whether a module is GELU-like without being one of GELU's two forms."""
+    """Return True if a module is GELU-like without being one of GELU's two forms."""
     return "gelu" in type(module).__name__.lower()
 
 

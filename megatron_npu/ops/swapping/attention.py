@@ -28,15 +28,16 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 def asks_the_registry(module: nn.Module) -> bool:
-    """Return whether the module gets its attention function from Transformers' registry."""
+    """Return True if the module gets its attention function from Transformers' registry."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
 def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[], None]]]:
-    """Set our attention in the configs of the Transformers models inside ``model``.
+    """Enable our attention in the config of each Transformers model inside ``model``.
 
     Yields:
-        (path of the model, function that undoes it, or why it was not done), once per config.
+        For each config, the path of the model, and either a function that undoes the change or the reason why
+        it was not made.
     """
     seen: set[int] = set()
     for path, part in model.named_modules():
@@ -108,7 +109,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return whether the requested mask hides more than padding and later keys."""
+    """Return True if the requested mask hides more than padding and later keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -173,7 +174,7 @@ def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return whether keys after the query's own position are hidden, in addition to what the mask hides."""
+    """Return True if keys after the query's own position are hidden, in addition to what the mask hides."""
     if mask is not None and mask.size(2) > 1:
         return False  # a mask with a row for each query says all
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -186,7 +187,7 @@ _outside_the_graph = torch.compiler.disable(
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
-    """Return why the operation does not support a call, or None."""
+    """Return the reason why the operation does not support a call, or None."""
     for name, what in (
         ("position_bias", "it adds a position bias to the scores"),
         ("softcap", "it caps the scores"),

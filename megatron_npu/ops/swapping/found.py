@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks replaceable but is kept, and why."""
+    """A module that looks replaceable but is kept, and the reason why it is kept."""
 
     what: str
     why: str
@@ -46,7 +46,7 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return whether to run the module's own forward: operations are bound to another device.
+    """Return True if the module's own forward must run, because operations are bound to another device.
 
     This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
     operation.
@@ -134,12 +134,12 @@ def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether the module has no submodules."""
+    """Return True if the module has no submodules."""
     return next(module.children(), None) is None
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return whether a probe's result equals ``expected``, within a share of its largest value."""
+    """Return True if a probe's result equals ``expected``, within a share of its largest value."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

@@ -34,7 +34,7 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 class Unmade(Tensor):
-    """Logits ``[..., v]`` not computed yet, represented by hidden states, weight and bias.
+    """Logits ``[..., v]`` that are not computed yet, represented by hidden states, weight and bias.
 
     The loss takes them directly, also reshaped to one row per token. Any other access to the values computes
     the logits, once, with their gradients; sizes, dtype and device are known without that. Until then they
@@ -153,7 +153,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counts the steps of all optimizers in this process from now on."""
+    """Counts the steps that all optimizers in this process take from now on."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -216,7 +216,7 @@ def recognise(model: Any) -> tuple[str, Found]:
 
 
 def has_taken(module: nn.Module) -> bool:
-    """Return whether a module is an output layer that already has one of these forwards."""
+    """Return True if a module is an output layer that already has one of these forwards."""
     return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
 
 
@@ -242,7 +242,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return whether gradients of the logits are needed and no code is known to read all of them.
+    """Return True if gradients of the logits are needed and no code is known to read all of them.
 
     Args:
         module: the output layer.

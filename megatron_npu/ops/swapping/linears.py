@@ -41,7 +41,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def _is_conv1d(module: Any, weight: Tensor) -> bool:
-    """Return whether a probe shows that a module is linear with a transposed weight, as in GPT-2."""
+    """Return True if a probe shows that a module is linear with a transposed weight, as in GPT-2."""
     if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
         return False
     bias = getattr(module, "bias", None)

@@ -41,7 +41,7 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return the replacement for a Transformers model's ``loss_function``, or why there is none."""
+    """Return the replacement for a Transformers model's ``loss_function``, or why it has none."""
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
@@ -66,7 +66,7 @@ def _causal_lm(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Transformers' ``ForCausalLMLoss``: tokens < n predict n."""
+    """Compute Transformers' ``ForCausalLMLoss``, in which tokens < n predict token n."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -80,7 +80,7 @@ def _masked_lm(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
+    """Compute Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
     target = labels.reshape(-1).to(logits.device)
     losses = None
     if isinstance(logits, heads.Unmade) and logits.size(-1) == vocab_size:
@@ -134,7 +134,7 @@ def _torch_loss(
 
 
 def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
-    """Return whether this is a loss over tokens, on our device, with a large enough vocabulary."""
+    """Return True if this is a loss over tokens, on our device, with a large enough vocabulary."""
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 

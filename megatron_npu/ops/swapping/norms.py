@@ -101,5 +101,5 @@ def _rms_norm_plus_one(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _not_here(module: Any, input: Tensor) -> bool:
-    """Return whether to run the module's own forward: with two dtypes, its output may have either."""
+    """Return True if the module's own forward must run: with two dtypes, its output may have either."""
     return bound_elsewhere(input) or module.weight.dtype is not input.dtype

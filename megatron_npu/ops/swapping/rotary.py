@@ -47,7 +47,7 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return whether ``function(q, k, cos, sin)`` rotates element i with i + d/2, tested by a probe."""
+    """Return True if ``function(q, k, cos, sin)`` rotates element i with i + d/2, tested by a probe."""
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )

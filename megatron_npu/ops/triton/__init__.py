@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs that do in one pass over memory what torch does in several.
+"""Triton kernels for NVIDIA GPUs that need one pass over memory for what takes torch several.
 
 ``kernels`` defines them, the other modules launch them; results differ from torch's only by rounding, which
 happens less often here. They need triton (installed with torch's CUDA wheels) and compute capability 8.0 or
@@ -23,7 +23,7 @@ _OLDEST = (8, 0)
 
 @functools.cache
 def switched_off() -> bool:
-    """Return whether ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
+    """Return True if ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
     return not settings.TRITON.enabled()
 
 
@@ -36,7 +36,7 @@ def not_to_be_expected() -> str | None:
 
 @functools.cache
 def absence() -> str | None:
-    """Return why the kernels cannot run on this process's GPU, or None."""
+    """Return the reason why the kernels cannot run on this process's GPU, or None."""
     if not is_installed("triton"):
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability()

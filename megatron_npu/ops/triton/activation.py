@@ -29,7 +29,7 @@ def gelu_of_sum(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """GELU of ``input + bias``, tanh form; backward recomputes the sum."""
+    """Compute GELU (tanh form) of ``input + bias``; the backward pass recomputes the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class BiasGelu(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """``curve(a) * b`` for ``input + bias = [a, b]``; ``curve`` is ``silu`` or ``gelu``."""
+    """Compute ``curve(a) * b`` for ``input + bias = [a, b]``, where ``curve`` is ``silu`` or ``gelu``."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, curve: str) -> Tensor:

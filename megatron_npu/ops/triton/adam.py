@@ -59,7 +59,7 @@ class _Table(NamedTuple):
 
 
 def takes(row: Tensors) -> bool:
-    """Return whether the kernel supports a parameter."""
+    """Return True if the kernel supports a parameter."""
     exact = (row.weight, row.grad, row.first, row.second)
     shape, device = row.weight.shape, row.weight.device
     if row.copy is not None and row.copy.dtype not in _NARROW:

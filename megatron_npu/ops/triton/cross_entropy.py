@@ -14,13 +14,13 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """What the loss depends on besides logits and targets.
+    """The parameters of the loss besides logits and targets.
 
     Attributes:
         start: id of the first column.
         size: size of the whole vocabulary.
         share: part of the loss spread over all logits (label smoothing), as upstream spreads it.
-        ignored: target value of rows to ignore; None: no row is ignored.
+        ignored: target value of rows to ignore; None means no row is ignored.
     """
 
     start: int

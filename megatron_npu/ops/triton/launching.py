@@ -35,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has a shape but no values."""
+    """Return True if a tensor has a shape but no values."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "fake_mode")
 
 
@@ -54,7 +54,7 @@ def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
-    """Do what ``tile_of`` does for programs that process many rows; their number precedes the grid."""
+    """Same as ``tile_of``, for programs that process many rows; their number precedes the grid."""
     tall, columns, (tiles, across) = tile_of(rows, width)
     wanted = max(1, _PER_PROCESSOR * processors(device) // across)
     per = -(-tiles // wanted) * tall
@@ -63,7 +63,7 @@ def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, in
 
 @functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
+    """Return the number of multiprocessors of a GPU."""
     if device.type != "cuda":
         return _PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

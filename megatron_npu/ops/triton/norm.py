@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward needs: the norm's input, means (layer norm only), and inverse deviations."""
+    """The tensors that backward needs: the norm's input, means (layer norm only), and inverse deviations."""
 
     x: Tensor
     means: Tensor
@@ -81,7 +81,7 @@ def _rows(x: Tensor) -> int:
 
 
 class Norm(torch.autograd.Function):
-    """Either norm, with the input saved for backward."""
+    """Compute either norm, saving the input for the backward pass."""
 
     @staticmethod
     def forward(

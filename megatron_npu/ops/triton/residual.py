@@ -20,7 +20,7 @@ Keep = Callable[[Tensor, Tensor], bool]
 
 
 class BiasDropoutAdd(torch.autograd.Function):
-    """``residual + dropout(x + bias)``; backward draws the same mask again."""
+    """Compute ``residual + dropout(x + bias)``; the backward pass draws the same mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:

@@ -1,1 +1,1 @@
-"""Stand-ins for the compiled dataset helpers of the Megatrons."""
+"""Stubs for the compiled dataset helpers of the supported Megatron versions."""

@@ -50,7 +50,7 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions; None if compiling is switched off, or fails, which is logged."""
+    """Return the compiled functions, or None if compiling is switched off or fails, which is logged."""
     if not settings.COMPILED.enabled():
         return None
     folder, without = user_cache.root() / "datasets", f"set {settings.COMPILED.name}=0"
@@ -99,7 +99,7 @@ def blend(
         dataset_sample_index: likewise, int64.
         weights: ``[datasets]``, at least one.
         size: number of samples.
-        limits: ``[datasets]``, number of samples in each dataset, ``size`` in total; None: no limits.
+        limits: ``[datasets]``, number of samples in each dataset, ``size`` in total; None means no limits.
     """
     count = len(weights)
     room = -(-count // _LANES) * _LANES
@@ -121,7 +121,7 @@ def blend(
 
 
 def blends(dataset_index: NDArray[Any], dataset_sample_index: NDArray[Any], datasets: int, size: int) -> bool:
-    """Return whether ``blend`` can fill these arrays."""
+    """Return True if ``blend`` can fill these arrays."""
     return (
         datasets > 0
         and dataset_index.dtype in _BLENDS

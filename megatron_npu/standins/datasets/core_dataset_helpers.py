@@ -32,7 +32,7 @@ __all__ = [
 
 
 def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
-    """Return what ``build_sample_idx_int64`` returns, as int32."""
+    """Return the result of ``build_sample_idx_int64`` as int32."""
     return build_sample_idx_int64(*args, **kwargs).astype(np.int32)
 
 

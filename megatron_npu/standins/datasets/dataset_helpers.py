@@ -31,7 +31,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> NDArray[np.int32]:
-    """Return what ``build_sample_idx_int64`` returns with its defaults, as int32."""
+    """Return the result of ``build_sample_idx_int64`` with its default arguments, as int32."""
     return build_sample_idx_int64(sizes, doc_idx, seq_length, num_epochs, tokens_per_epoch).astype(np.int32)
 
 

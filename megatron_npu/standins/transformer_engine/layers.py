@@ -288,7 +288,7 @@ class LayerNormLinear(Linear):
         bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Do what ``Linear`` does; with ``return_layernorm_output`` append the norm's ``[s, b, i]``."""
+        """Same as ``Linear``; with ``return_layernorm_output`` append the norm's ``[s, b, i]``."""
         handed_on = residual_norm.result_of(self, inp)
         normed = self._normalise(inp) if handed_on is None else handed_on
         results: list[Any] = [self._linear(normed)]

@@ -1,4 +1,4 @@
-"""A block of attention on the CPU: torch's flash kernel without dropout, tiles with dropout."""
+"""A block of attention on the CPU: uses torch's flash kernel without dropout, and tiles with dropout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 @attention_block.on("cpu")
 def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """See ``reference.unfused``."""
+    """Compute the attention over a block; see ``reference.unfused``."""
     if spec.dropout_p:
         return unfused(query, key, value, spec)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,7 +41,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 @attention_block_backward.on("cpu")
 def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """See ``reference.unfused_backward``."""
+    """Compute the gradients of a block; see ``reference.unfused_backward``."""
     if spec.dropout_p:
         return unfused_backward(grad, residuals, spec, drawn)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -65,7 +65,7 @@ def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Dra
 
 
 def _calls(spec: AttentionSpec) -> list[Segment]:
-    """Return the kernel's calls: segments, those with a window split into runs of queries."""
+    """Return the kernel's calls: one per segment, or one per run of queries if there is a window."""
     calls: list[Segment] = []
     for segment in spec.segments:
         calls += [segment] if segment.is_plain else row_tiles(segment)
@@ -73,7 +73,7 @@ def _calls(spec: AttentionSpec) -> list[Segment]:
 
 
 def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """Return whether the call is causal, and the tensor to add to its scores."""
+    """Return whether the call is causal, and the tensor to add to the scores."""
     if call.is_plain:
         return call.window_right == 0, None
     return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)

@@ -1,4 +1,4 @@
-"""Convert between ``[s, b, n, d]`` with grouped key heads and ``[b, n, s, d]`` with one per query head."""
+"""Conversions between ``[s, b, n, d]`` with grouped key heads and ``[b, n, s, d]`` with repeated ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ LAYOUT = "SBND"
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """Return the view ``[b, n, s, d]`` of ``[s, b, n, d]``."""
+    """Return a view of ``[s, b, n, d]`` with the shape ``[b, n, s, d]``."""
     return to_bnsd(tensor, LAYOUT, tensor.size(2))
 
 
 def heads_third(tensor: Tensor) -> Tensor:
-    """Return the view ``[s, b, n, d]`` of ``[b, n, s, d]``."""
+    """Return a view of ``[b, n, s, d]`` with the shape ``[s, b, n, d]``."""
     return from_bnsd(tensor, LAYOUT)
 
 
 def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
+    """Return all three as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
 
     Args:
         query: ``[sq, b, n, d]``.

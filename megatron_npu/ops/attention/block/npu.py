@@ -1,7 +1,8 @@
-"""A block of attention on the NPU: ``npu_fusion_attention`` and its gradient, in layout SBH; TND if packed.
+"""A block of attention on the NPU: ``npu_fusion_attention`` and its gradient in layout SBH or TND.
 
-The operation returns the maximum and the sum of each softmax row, eight copies of each, instead of lse. With
-dropout it also returns seed, offset and number of weights, from which the gradient recreates the mask.
+Packed sequences use TND. The operation returns the maximum and the sum of each softmax row, eight copies of
+each, instead of lse. With dropout it also returns the seed, the offset and the number of weights, from which
+the gradient recreates the mask.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_npu.ops.dispatch import Unsupported
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuCall | Unsupported:
-    """Return the call of ``npu_fusion_attention``, or why it does not support the tensors."""
+    """Return the call of ``npu_fusion_attention``, or the reason why it does not support the tensors."""
     if spec.packed:
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         spec = replace(spec, layout="TND")
@@ -35,7 +36,7 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """Do what ``plan`` does, from the residuals."""
+    """Same as ``plan``, but from the residuals."""
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
 
@@ -43,7 +44,7 @@ def plan_backward(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, plan: NpuCall
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """See ``reference.unfused``."""
+    """Compute the attention over a block; see ``reference.unfused``."""
     import torch_npu
 
     output, largest, divisor, _, *drawn = torch_npu.npu_fusion_attention(
@@ -62,7 +63,7 @@ def forward(
 def backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn, *, plan: NpuCall
 ) -> Gradients:
-    """See ``reference.unfused_backward``."""
+    """Compute the gradients of a block; see ``reference.unfused_backward``."""
     import torch_npu
 
     query, key, value, output, lse = residuals
@@ -90,7 +91,7 @@ def _joined(tensor: Tensor, plan: NpuCall) -> Tensor:
 
 
 def _options(plan: NpuCall, query: Tensor) -> dict[str, Any]:
-    """Return the arguments that forward and backward have in common."""
+    """Return the arguments that the forward and backward calls have in common."""
     options: dict[str, Any] = {
         "atten_mask": shared_mask(plan.sparse_mode, query.device),
         "keep_prob": plan.keep_prob,

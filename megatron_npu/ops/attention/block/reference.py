@@ -1,7 +1,8 @@
-"""Attention over a block of the keys, and its gradients, in plain torch.
+"""Reference implementation of attention over a block of the keys, and of its gradients, in plain torch.
 
 A block is an ``AttentionSpec`` in layout SBND without a mask. Its segments are contiguous and cover all
-queries and keys; every query in them sees a key. Several segments are packed sequences, in a batch of one.
+queries and keys, and every query in them sees at least one key. If there are several segments, they are
+packed sequences in a batch of one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; emp
 
 
 class Residuals(NamedTuple):
-    """What the backward pass of one block needs from the forward pass.
+    """The tensors that the backward pass of one block needs from the forward pass.
 
     Attributes:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
@@ -40,7 +41,7 @@ class Residuals(NamedTuple):
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Return the attention over only these keys, and the lse of their scores.
+    """Return the attention over only these keys, and the log-sum-exp (lse) of their scores.
 
     Args:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
@@ -50,7 +51,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
     Returns:
         Output ``[sq, b, n, d]``, contiguous, in the dtype of ``query``; lse ``[b, n, sq]`` in fp32, of the
-        scores before dropout; and the value to pass to the backward as ``drawn``.
+        scores before dropout; and the value to pass to the backward pass as ``drawn``.
     """
     query, key, value = ungroup(query, key, value)
     output = query.new_zeros(*query.shape[:3], value.size(3))
@@ -67,9 +68,9 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return this block's contribution to the queries' gradient, and the gradients of its keys and values.
+    """Return this block's contribution to the gradient of the queries, and those of its keys and values.
 
-    Dao et al. 2022, FlashAttention, appendix B.
+    Source: Dao et al. 2022, FlashAttention, appendix B.
 
     Args:
         grad: gradient of the attention over all keys, ``[sq, b, n, d]``.
@@ -104,7 +105,7 @@ def _draw(device: torch.device) -> Drawn:
 
 
 def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
-    """Yield a block's tiles, each with its dropout factors ``[b, n, sq, sk]``: 0 or 1 / keep."""
+    """Yield the tiles of a block, each with its dropout factors ``[b, n, sq, sk]``: 0 or 1 / keep."""
     generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None
     keep = 1.0 - spec.dropout_p
     for tile in (tile for segment in spec.segments for tile in row_tiles(segment)):

@@ -1,4 +1,4 @@
-"""Process runs of queries against the keys they see, so that scratch memory stays constant."""
+"""Process runs of queries against the keys that they see, which keeps scratch memory constant."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ROWS = 128  # queries of a tile
 
 
 def row_tiles(segment: Segment, rows: int = ROWS) -> Iterator[Segment]:
-    """Yield ``segment`` in runs of up to ``rows`` queries, each with the keys that any of them sees.
+    """Yield ``segment`` in runs of up to ``rows`` queries, each with the keys that any query of the run sees.
 
-    Runs that see no key are left out. A window limit that hides nothing within a tile becomes None.
+    Runs that see no key are skipped. A window limit that hides nothing within a tile becomes None.
     """
     for first in range(0, segment.q1 - segment.q0, rows):
         last = min(first + rows, segment.q1 - segment.q0)

@@ -1,4 +1,4 @@
-"""Scratch memory that is reused by every tile of a call."""
+"""Scratch memory that all tiles of a call reuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Buffers:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor in the buffer ``name``; a name always has the same dtype."""
+        """Return a contiguous tensor in the buffer ``name``, which always holds the same dtype."""
         count = torch.Size(shape).numel()
         if name not in self._flat or self._flat[name].numel() < count:
             self._flat[name] = torch.empty(count, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Tiles with separate calls for matmuls, softmax and dropout."""
+"""Attention over tiles, with separate calls for matmuls, softmax and dropout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Composed:
 
     Args:
         spec: the call.
-        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None: no mask.
+        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None means no mask.
         dropout: the call's dropout.
     """
 
@@ -43,7 +43,7 @@ class Composed:
                 factors.write(tile.rows(result), dropped, tile.columns(v), self._dropout.gain)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``q``, ``k`` and ``v``; those of ``k`` and ``v`` are fp32 (or fp64).
+        """Return the gradients of ``q``, ``k`` and ``v``; those of ``k`` and ``v`` are in fp32 (or fp64).
 
         Args:
             q: as in ``forward``, as are ``k`` and ``v``.
@@ -79,14 +79,14 @@ class Composed:
         return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
-        """Return the softmax and the matmuls that forward and backward use for each tile."""
+        """Return the softmax and the matmuls that the forward and backward passes use for each tile."""
         factors = TileProducts(q.dtype, self._buffers)
         return TileSoftmax(self._spec, self._mask, factors, self._buffers), factors
 
     def _weights(
         self, tile: Tile, softmax: TileSoftmax, factors: TileProducts, wide_q: Tensor, wide_k: Tensor
     ) -> Tensor:
-        """Return a tile's kept weights in the dtype of the operands."""
+        """Return the kept weights of a tile, in the dtype of the operands."""
         rows, columns = tile.rows(wide_q), tile.columns(wide_k)
         if softmax.rounds(factors.dtype):
             return softmax.rounded_weights(tile, rows, columns, None, self._dropout.draw(tile.weights))

@@ -1,4 +1,4 @@
-"""Dropout of a tile's weights, reproduced in the backward pass."""
+"""Dropout of a tile's attention weights, which can be reproduced in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return how many of ``KEEP_LEVELS`` weights are kept at drop probability ``p``.
+    """Return how many out of ``KEEP_LEVELS`` weights are kept at drop probability ``p``.
 
-    At least one is dropped if ``p`` is not 0, and at least one is kept.
+    At least one weight is dropped if ``p`` is not 0, and at least one is kept.
     """
     return min(max(1, round((1.0 - p) * KEEP_LEVELS)), KEEP_LEVELS - 1 if p else KEEP_LEVELS)
 
 
 class TileDropout:
-    """Drops weights tile by tile; the seed and the order of the tiles determine which.
+    """Drops weights tile by tile; the seed and the order of the tiles determine which weights are dropped.
 
     Attributes:
         gain: factor for the kept weights; it also corrects for rounding ``p`` to 2^-16.
@@ -39,12 +39,12 @@ class TileDropout:
         self._kept: Tensor | None = None
 
     def draw(self, count: int) -> Kept | None:
-        """Return the mask of kept weights, for kernels that apply dropout themselves; None: keep all."""
+        """Return the mask of kept weights, for kernels that apply it themselves, or None to keep all."""
         bits = self._bits(count)
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights`` with some zeroed to ``out`` and return it; return ``weights`` without dropout."""
+        """Write ``weights`` with some zeroed to ``out`` and return it; without dropout, return the input."""
         bits = self._bits(weights.numel())
         if bits is None:
             return weights
@@ -58,6 +58,6 @@ class TileDropout:
         return torch.from_numpy(self._generator.random_raw(-(-count // 4)).view(np.int64))
 
     def drop_again(self, tensor: Tensor) -> None:
-        """Zero in place what the last ``drop`` zeroed."""
+        """Zero, in place, the elements that the last call of ``drop`` zeroed."""
         if self._kept is not None:
             tensor.mul_(self._kept)

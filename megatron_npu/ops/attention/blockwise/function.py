@@ -1,14 +1,14 @@
-"""The differentiable function, and its memory layout and precision.
+"""The differentiable attention function, its memory layout and its precision.
 
-Backward recomputes softmax instead of saving it (Chen et al. 2016; its gradient as in Dao et al. 2022,
-FlashAttention, appendix B).
+The backward pass recomputes the softmax instead of saving it (Chen et al. 2016; its gradient as in Dao et al.
+2022, FlashAttention, appendix B).
 
-Internally, queries are ``[b · g, s, r, d]``: g key heads times b batches, r query heads per key head; keys
-have r = 1.
+Internally, queries have the shape ``[b · g, s, r, d]``, for b batches, g key heads and r query heads per key
+head; keys have r = 1.
 
-Scores and softmax are fp32. On processors with fast bf16 matmuls, bf16 tensors stay bf16, weights and score
-gradients are rounded to bf16 before they are multiplied (as in any bf16 kernel), and sums over tiles are
-fp32. Elsewhere everything is fp32 (fp64 stays fp64).
+Scores and softmax are computed in fp32. On processors with fast bf16 matmuls, bf16 tensors stay bf16, weights
+and score gradients are rounded to bf16 before they are multiplied (as in any bf16 kernel), and sums over
+tiles are fp32. On other processors everything is computed in fp32 (or in fp64 for fp64 tensors).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_npu.ops.compiled import is_plain
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention described by ``spec``, contiguous in its layout; differentiable once.
+    """Return the attention described by ``spec``, contiguous in its layout. It can be differentiated once.
 
     Args:
         query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype, on the CPU.
         key: see ``query``.
         value: see ``query``; its head size may differ.
         spec: the call.
-        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None: no mask.
+        mask: ``[b or 1, n or 1, sq or 1, sk or 1]``, True where masked; None means no mask.
     """
     return _Blockwise.apply(query, key, value, spec, mask)
 
@@ -91,7 +91,7 @@ def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
-    """Return ``[b · g, s, r, d]`` in the operands' dtype; contiguous unless strided matmuls are used."""
+    """Return ``[b · g, s, r, d]`` in the operands' dtype; contiguous unless matmuls are strided."""
     bnsd = to_bnsd(tensor.resolve_neg(), spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)
@@ -101,6 +101,6 @@ def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: boo
 
 
 def _ungrouped(grouped: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """Undo ``_grouped``: contiguous in the layout of the call."""
+    """Undo ``_grouped``; the result is contiguous in the layout of the call."""
     bnsd = grouped.unflatten(0, (-1, spec.key_heads)).transpose(2, 3).flatten(1, 2)
     return from_bnsd(bnsd, spec.layout).to(dtype, memory_format=torch.contiguous_format).contiguous()

@@ -1,4 +1,4 @@
-"""Attention with one compiled kernel, used where its matmuls are as fast as the alternatives."""
+"""Attention with one compiled kernel, used where the kernel's matmuls are as fast as the alternatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernel supports these queries; it supports no masks."""
+    """Return True if the kernel supports these queries. The kernel does not support masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
@@ -34,7 +34,7 @@ class Fused:
         self._spec, self._seed = spec, seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
-        """Write the attention to ``result`` and return what ``backward`` needs: ``[b · g, sq, r, 1]``, fp32.
+        """Write the attention to ``result``; return ``[b · g, sq, r, 1]`` in fp32 for ``backward``.
 
         Args:
             q: ``[b · g, sq, r, d]``.
@@ -57,7 +57,7 @@ class Fused:
             q: as in ``forward``, as are ``k`` and ``v``.
             k: see ``q``.
             v: see ``q``.
-            result: the attention that ``forward`` wrote, and what it returned.
+            result: the attention that ``forward`` wrote, and the tensor that it returned.
             g: gradient of the attention.
         """
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -68,7 +68,7 @@ class Fused:
         return grads
 
     def _segments(self, q: Tensor) -> Iterator[tuple[Tile, attention.Weighting]]:
-        """Yield the visible part of each segment, and how its weights are computed."""
+        """Yield the visible part of each segment, and a description of how its weights are computed."""
         spec, keep = self._spec, keep_of(self._spec.dropout_p)
         repeats = spec.heads // spec.key_heads
         for number, segment in enumerate(spec.segments):

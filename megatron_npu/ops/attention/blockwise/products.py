@@ -1,4 +1,4 @@
-"""Matmuls of a tile: dtypes of operands and sums."""
+"""Matmuls of a tile, and the dtypes of their operands and sums."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, weights and sums over tiles: fp32, or fp64 for fp64."""
+    """Return the dtype of scores, weights and sums over tiles: fp32, or fp64 if the call is in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a call's operands: bf16 where the processor has fast bf16 matmuls."""
+    """Return the dtype of a call's operands, which is bf16 where the processor has fast bf16 matmuls."""
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Return whether oneDNN has fast bf16 matmuls on this processor: AVX512 or AMX."""
+    """Return True if oneDNN has fast bf16 matmuls on this processor, which requires AVX512 or AMX."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
-    """Return whether our kernels multiply heads of ``[b, g, s, r, d]`` in place, without a copy.
+    """Return True if our kernels multiply heads of ``[b, g, s, r, d]`` in place, without a copy.
 
     For longer sequences, which have more tiles, multiplying tile by tile from a copy is faster (Xeon without
     AMX: without the copy 512 tokens take 8 % less time, 2,048 tokens 12 % more).
@@ -43,12 +43,12 @@ def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
 
 
 def is_ours(dtype: torch.dtype) -> bool:
-    """Return whether our kernel multiplies operands of this dtype, accumulating in fp32."""
+    """Return True if our kernel multiplies operands of this dtype, accumulating in fp32."""
     return dtype is torch.bfloat16 and products.has_kernel()
 
 
 class TileProducts:
-    """A call's batched matmuls, with operands of one dtype.
+    """The batched matmuls of a call, whose operands all have the same dtype.
 
     Args:
         dtype: dtype of the operands, as ``factor_dtype`` returns it.
@@ -67,7 +67,7 @@ class TileProducts:
         self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in the operands' dtype: itself, or a copy in the buffer ``name``."""
+        """Return ``tensor`` in the dtype of the operands: either itself or a copy in the buffer ``name``."""
         if tensor.dtype is self.dtype:
             return tensor
         return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
@@ -88,7 +88,7 @@ class TileProducts:
             torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
 
     def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · right`` to ``out``; all are in the operands' dtype."""
+        """Write ``factor · left · right`` to ``out``. All tensors are in the dtype of the operands."""
         if products.takes(left, right) and products.takes_result(out):
             products.multiply(left, right, out, factor=factor)
             return
@@ -111,7 +111,7 @@ def bf16_products(dtype: torch.dtype) -> Iterator[None]:
     """Let oneDNN round the operands of fp32 matmuls to bf16 if ``dtype``, the call's dtype, is bf16.
 
     Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
-    fp32. On processors with AMX the matmuls take half the time, on others nothing changes. The switch is
+    fp32. On processors with AMX the matmuls take half the time; on others nothing changes. The switch is
     global to the process, so it is reset right after; if this torch has no such switch, matmuls stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)

@@ -1,4 +1,4 @@
-"""Weights of a tile: scores, mask, softmax."""
+"""Attention weights of a tile: computes the scores, the mask and the softmax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return memory for scores, ``[heads, queries · r, keys]``; reusable after computing the weights."""
+        """Return memory for scores, ``[heads, queries · r, keys]``, reusable once weights are computed."""
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
@@ -52,13 +52,13 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return whether one pass turns scores into weights in ``dtype``; a tile must have no mask."""
+        """Return True if one pass can convert scores without a mask to weights in ``dtype``."""
         return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the kept weights in bf16 if ``rounds`` allows it; ``weights`` gets all, unrounded."""
+        """Return the kept weights in bf16 if ``rounds`` allows it; ``weights`` receives all, unrounded."""
         scores = self._scores(tile, rows, columns)
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax(scores, weights, rounded, kept)
@@ -71,7 +71,7 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the scores' gradient in bf16 from the kept weights' gradient, if ``rounds`` allows it."""
+        """Return the scores' gradient in bf16, given that of the kept weights, if ``rounds`` allows it."""
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded
@@ -84,7 +84,7 @@ class TileSoftmax:
 
     @staticmethod
     def backward(grad: Tensor, weights: Tensor) -> None:
-        """Replace the gradient of the weights with that of the scores."""
+        """Replace the gradient of the weights with the gradient of the scores."""
         torch.ops.aten._softmax_backward_data.out(grad, weights, -1, weights.dtype, grad_input=grad)
 
 
@@ -112,14 +112,14 @@ def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:
 
 @lru_cache_tensors(maxsize=8)
 def _corner(rows: int, dtype: torch.dtype) -> Tensor:
-    """Return ``[rows, rows]``: -inf on and to the right of the diagonal, else 0."""
+    """Return a ``[rows, rows]`` tensor that is -inf on and to the right of the diagonal and 0 elsewhere."""
     return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()
 
 
 def _forbid_masked(scores: Tensor, tile: Tile, mask: Tensor, key_heads: int) -> Tensor:
-    """Apply the mask to one tile; return ``[heads, queries · r, 1]``, 0 where a query sees no key.
+    """Apply the mask to one tile; return ``[heads, queries · r, 1]``, which is 0 where a query sees no key.
 
-    Masked scores become the smallest finite number, because the softmax of a row of -inf is nan.
+    Masked scores are set to the smallest finite number, because the softmax of a row of -inf is nan.
     """
     least = torch.finfo(scores.dtype).min
     batch, first = divmod(tile.h0, key_heads)

@@ -1,7 +1,7 @@
-"""Split the visible pairs of a call into tiles: runs of queries with all keys that any of them sees.
+"""Split the visible pairs of a call into tiles: runs of queries with all keys that any query of the run sees.
 
-A tile holds whole rows of scores, so softmax needs no running maximum. Work and memory grow with queries ×
-visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
+A tile holds whole rows of scores, so the softmax needs no running maximum. Work and memory grow with queries
+× visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TILE_AREA = 1 << 20
 
 
 class Tile(NamedTuple):
-    """Heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one segment.
+    """A tile: heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one segment.
 
-    Heads are the b · g key heads of all batches; each has ``repeats`` query heads.
+    The heads are the b · g key heads of all batches; each of them has ``repeats`` query heads.
     """
 
     segment: Segment
@@ -40,22 +40,22 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the scores: heads, queries · repeats, keys."""
+        """The shape of the scores: heads, queries · repeats, keys."""
         return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
 
     @property
     def weights(self) -> int:
-        """Number of weights, which equals the number of scores."""
+        """The number of weights, which equals the number of scores."""
         heads, rows, keys = self.shape
         return heads * rows * keys
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return the view ``[heads, queries · r, d]`` of ``[b · g, s, r, d]``."""
+        """Return a view of ``[b · g, s, r, d]`` with the shape ``[heads, queries · r, d]``."""
         start = self.segment.q0
         return tensor[self.h0 : self.h1, start + self.q0 : start + self.q1].flatten(1, 2)
 
     def columns(self, tensor: Tensor) -> Tensor:
-        """Return the view ``[heads, keys, d]`` of ``[b · g, s, 1, d]``."""
+        """Return a view of ``[b · g, s, 1, d]`` with the shape ``[heads, keys, d]``."""
         start = self.segment.k0
         return tensor[self.h0 : self.h1, start + self.k0 : start + self.k1].flatten(1, 2)
 
@@ -66,7 +66,7 @@ def most_rows(segment: Segment) -> int:
 
 
 def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
-    """Cut the visible part of every segment into tiles, always in the same order.
+    """Split the visible part of every segment into tiles, always in the same order.
 
     Args:
         heads: number of key heads of all batches.
@@ -90,6 +90,6 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
 
 
 def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
-    """Return ``end``, or less if the keys of queries ``[begin, end)`` are too many for one tile."""
+    """Return ``end``, or a smaller value if queries ``[begin, end)`` see too many keys for one tile."""
     k0, k1 = segment.visible_keys(begin, end)
     return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))

@@ -1,4 +1,4 @@
-"""Packed sequences partitioned over ranks: a rank's tokens, and the keys that they see."""
+"""Packed sequences that are partitioned over ranks: which tokens a rank holds, and which keys they see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.attention.spec import PackedSequences
 
 
 class PackedSharding(NamedTuple):
-    """How packed sequences are distributed over the ranks, and what this rank's queries see.
+    """How packed sequences are distributed over the ranks, and which keys this rank's queries see.
 
     Attributes:
         sequence_order: ``[t]`` int64; indices that reorder the ranks' concatenated tokens into the order of
@@ -41,11 +41,11 @@ def packed_sharding(
     cp_rank: int,
     device: torch.device,
 ) -> PackedSharding:
-    """Return how packed sequences are sharded, with tensors on ``device``.
+    """Return how packed sequences are sharded, as tensors on ``device``.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.
-        cu_seqlens: the same without padding.
+        cu_seqlens: like ``cu_seqlens_padded``, but without padding.
         tokens: number of tokens on each of the ``cp_size`` ranks.
         causal: whether queries see no later keys.
         cp_size: number of ranks that share the sequences.
@@ -77,11 +77,11 @@ def packed_sharding(
 def ring_documents(
     cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
 ) -> tuple[Document, ...]:
-    """Return packed sequences in the form that a ring over ``size`` ranks needs.
+    """Return packed sequences in the form that a ring of ``size`` ranks requires.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.
-        cu_seqlens: the same without padding.
+        cu_seqlens: like ``cu_seqlens_padded``, but without padding.
         tokens: number of tokens on each rank.
         size: number of ranks that share the sequences.
 

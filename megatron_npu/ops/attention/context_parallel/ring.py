@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its queries and receives keys and values from the others (p2p).
+"""Ring attention (p2p): each rank keeps its queries and receives keys and values from the other ranks.
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with
 megatron-core's load-balanced order (``visible``). Without a window, keys are passed from rank to rank. With a
@@ -49,12 +49,12 @@ def ring_attention(
 
     Args:
         query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
-        key: likewise ``[s, b, g, d]``, where g divides n.
+        key: this rank's keys, ``[s, b, g, d]``, where g divides n.
         value: like ``key``.
         scale: factor applied to the scores, usually 1 / sqrt(d).
         causal: hide the keys after a query's position in the whole sequence.
         group: the ranks that share the sequence, in sequence order.
-        window: how many tokens a query sees back and ahead; None means no limit.
+        window: the number of tokens that a query sees back and ahead; None means no limit.
         documents: packed sequences, concatenated on each rank, with b = 1. None: one sequence.
         dropout_p: probability of dropping an attention weight, in [0, 1); masks are drawn from the device's
             generator block by block, so the dropped weights depend on the number of ranks.
@@ -85,7 +85,7 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """Which rank sees which keys; the same on all ranks except for ``rank``."""
+    """Describes which rank sees which keys; identical on all ranks except for ``rank``."""
 
     group: dist.ProcessGroup
     documents: tuple[Document, ...]
@@ -94,11 +94,11 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """Whether keys are passed from rank to rank instead of sent directly to the ranks that see them."""
+        """Whether keys are passed from rank to rank rather than sent directly to the ranks that see them."""
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """Return what this rank computes at ``step``, with the keys of rank ``rank - step``."""
+        """Return the work of this rank at ``step``, which uses the keys of rank ``rank - step``."""
         rank, size = self.group.rank(), self.group.size()
         return self._visible(rank, (rank - step) % size)
 
@@ -116,7 +116,7 @@ class Route(NamedTuple):
 
 
 class _Transfer:
-    """Two tensors in transit: one to the rank ``hops`` ahead, one from the rank ``hops`` behind."""
+    """Two tensors in transit: one sent to the rank ``hops`` ahead, one received from ``hops`` behind."""
 
     def __init__(
         self, sent: Tensor | None, received: Tensor | None, hops: int, group: dist.ProcessGroup
@@ -133,13 +133,13 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
-        """Wait for both tensors; return the received one."""
+        """Wait for both tensors, and return the received one."""
         for request in self.requests:
             request.wait()
         return self.received
 
     def arrived(self) -> Tensor:
-        """Do what ``wait`` does, for a transfer that receives a tensor."""
+        """Same as ``wait``, but for a transfer that receives a tensor."""
         received = self.wait()
         assert received is not None
         return received
@@ -148,8 +148,8 @@ class _Transfer:
 def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
     """Yield each step's keys and values, ``[2, s, b, g, d]``, and the parts to compute with them.
 
-    The next ones are already in transit. Steps at which this rank sees nothing have no parts; they are
-    yielded all the same, because all ranks must start their transfers in the same order.
+    The tensors of the next step are already in transit. Steps at which this rank sees no keys have no parts,
+    but they are yielded too, because all ranks must start their transfers in the same order.
     """
     own = key_value
     transfer: _Transfer | None = None
@@ -165,7 +165,7 @@ def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[P
 
 
 def _fetch(key_value: Tensor, step: int, route: Route) -> _Transfer | None:
-    """Start exchanging the keys for ``step``."""
+    """Start exchanging the keys that ``step`` needs."""
     if step == route.group.size():
         return None
     if route.goes_round:
@@ -181,7 +181,7 @@ _KeyGradients = tuple[Spans, Tensor, Tensor]
 
 
 def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
-    """Add gradients to those of keys and values, ``[2, s, b, g, d]``, in place."""
+    """Add gradients to the gradients of keys and values, ``[2, s, b, g, d]``, in place."""
     for spans, of_key, of_value in found:
         _add(total[0], spans, of_key)
         _add(total[1], spans, of_value)
@@ -191,7 +191,8 @@ def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
 class _Homeward:
     """Gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that holds these keys.
 
-    They are sent in the keys' dtype and rounded at each rank, as when gradients are reduce-scattered.
+    The gradients are sent in the dtype of the keys and are rounded at each rank, as in a reduce-scatter of
+    gradients.
     """
 
     def __init__(self, key_value: Tensor, route: Route) -> None:
@@ -201,7 +202,7 @@ class _Homeward:
         self.expected: Spans = ()
 
     def send(self, step: int, arrived: Tensor, found: list[_KeyGradients]) -> None:
-        """Send ``step``'s gradients of the keys ``arrived``; in a ring with those of earlier steps."""
+        """Send the gradients of the keys ``arrived`` at ``step``; a ring adds those of earlier steps."""
         if self.route.goes_round:
             if self.transfer is not None:
                 self.own = self.transfer.arrived()
@@ -322,7 +323,7 @@ def _spec(
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and lse of queries that have seen no key yet."""
+    """Return the output and the lse of queries that have not seen any key yet."""
     precise = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.size(1), query.size(2), query.size(0)), float("-inf"), dtype=precise)
     return torch.zeros_like(query, dtype=precise), lse
@@ -333,14 +334,14 @@ def _count(spans: Spans) -> int:
 
 
 def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
-    """Return the tokens in ``spans`` along ``dim``: a view for one span, a copy for several."""
+    """Return the tokens in ``spans`` along ``dim``: a view if there is one span, and a copy otherwise."""
     if len(spans) == 1:
         return tensor.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
     return tensor.index_select(dim, _index(spans, tensor.device))
 
 
 def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add ``part`` to the tokens in ``spans`` of ``total``."""
+    """Add ``part`` to those tokens of ``total`` that lie in ``spans``."""
     if len(spans) == 1:
         total[spans[0][0] : spans[0][1]] += part
     else:
@@ -353,7 +354,7 @@ def _index(spans: Spans, device: torch.device) -> Tensor:
 
 
 def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
-    """Do what ``merge`` does for the queries in ``spans``."""
+    """Same as ``merge``, for the queries in ``spans``."""
     rows, totals = _take(output, spans), _take(lse, spans, 2)
     merge(rows, totals, block_output, block_lse)
     if len(spans) > 1:

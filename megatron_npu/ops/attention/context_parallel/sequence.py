@@ -1,7 +1,8 @@
-"""Partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), reorder.
+"""Helpers for partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), and reorder.
 
 In megatron-core's load-balanced order a sequence is split into 2·cp equal chunks, and rank r holds chunks r
-and 2·cp - 1 - r, concatenated. "By rank" means ``[cp, s / cp, ...]``: the chunks of each rank.
+and 2·cp - 1 - r, concatenated. "By rank" refers to the shape ``[cp, s / cp, ...]``, which holds the chunks of
+each rank.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather ``[s / cp, ...]`` to ``[cp, s / cp, ...]`` on all ranks; backward reduce-scatters."""
+    """Gather ``[s / cp, ...]`` to ``[cp, s / cp, ...]`` on all ranks; the backward pass reduce-scatters."""
     return _AllGather.apply(part, group)
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every rank's tokens for this rank's heads: the all-to-all before attention.
 
-    DeepSpeed-Ulysses, Jacobs et al. 2023.
+    Source: DeepSpeed-Ulysses, Jacobs et al. 2023.
 
     Args:
         part: ``[s / cp, ..., n, d]``; cp divides n.
@@ -41,7 +42,7 @@ def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Undo ``a2a_gather_sequence``, after attention: from ``[cp, s / cp, ..., n / cp, d]`` back."""
+    """Undo ``a2a_gather_sequence`` after attention; the input is ``[cp, s / cp, ..., n / cp, d]``."""
     return _AllToAll.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
 
 
@@ -52,13 +53,13 @@ def to_sequence_order(by_rank: Tensor) -> Tensor:
 
 
 def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
-    """Undo ``to_sequence_order``: ``[s, ...]`` to ``[cp, s / cp, ...]``."""
+    """Undo ``to_sequence_order``: reorder ``[s, ...]`` to ``[cp, s / cp, ...]``."""
     first, second = sequence.unflatten(0, (2, cp_size, -1)).unbind(0)
     return torch.cat([first, second.flip(0)], dim=1)
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather along a new first dimension; backward sums the gradients on the rank they belong to."""
+    """All-gather along a new first dimension; backward sums gradients on the rank that they belong to."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""Visible pairs of this rank's queries and another rank's keys: the work of one ring step.
+"""Visible pairs of this rank's queries and another rank's keys, which are the work of one step of the ring.
 
-Each document (a whole sequence, or one of several packed ones) is cut into 2·size chunks; rank r holds its
-chunks r and 2·size - 1 - r, concatenated, and the documents are concatenated too.
+Each document (a whole sequence, or one of several packed sequences) is split into 2·size chunks; rank r holds
+the concatenation of chunks r and 2·size - 1 - r of each document, and the documents are concatenated too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Document(NamedTuple):
 
     Attributes:
         tokens: number of its tokens on each rank, in two chunks of equal length.
-        keys: number of keys of the whole sequence, without the padding after them, which causal queries do
+        keys: number of keys of the whole sequence, excluding the padding at its end, which causal queries do
             not see.
     """
 
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one kernel call computes.
+    """The work of one kernel call.
 
     Attributes:
         queries: spans of this rank's tokens.
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 def visible_parts(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> tuple[Part, ...]:
-    """Return which keys of ``source`` ``rank`` sees; nothing if none are visible.
+    """Return which keys of ``source`` are visible to ``rank``, or an empty result if there are none.
 
     Args:
         rank: the rank that holds the queries.
@@ -71,10 +71,10 @@ _Pair = tuple[Span, Span, Window]
 def _plain_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool
 ) -> Iterator[_Pair]:
-    """Yield one pair for each document: without a window, chunks need not be considered separately.
+    """Yield one pair for each document, because chunks need not be considered separately without a window.
 
-    Causal: an earlier rank's first chunk precedes all of our queries and its second chunk follows them; a
-    later rank's chunks both lie between our two chunks.
+    In causal attention, an earlier rank's first chunk precedes all of our queries and its second chunk
+    follows them; a later rank's chunks both lie between our two chunks.
     """
     first = 0
     for document in documents:
@@ -114,7 +114,7 @@ def _band_pairs(
 
 
 def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
-    """Yield the indices of the two chunks of ``source``, and each one's number of keys without padding."""
+    """Yield the indices of the two chunks of ``source``, and each chunk's number of keys without padding."""
     chunk = document.tokens // 2
     for number in (source, 2 * size - 1 - source):
         yield number, min(max(document.keys - number * chunk, 0), chunk)
@@ -129,7 +129,7 @@ def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
 
 
 def _joined(pairs: Iterable[_Pair]) -> Part:
-    """Return the part for one call, with the pairs concatenated."""
+    """Return the part for one kernel call, with the pairs concatenated."""
     queries: list[Span] = []
     keys: list[Span] = []
     segments = []
@@ -144,7 +144,7 @@ def _joined(pairs: Iterable[_Pair]) -> Part:
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """Return the spans in order; those that overlap or touch are merged."""
+    """Return the spans in order, with overlapping and adjacent spans merged."""
     joined: list[Span] = []
     for first, last in sorted(spans):
         if joined and first <= joined[-1][1]:
