@@ -1,8 +1,8 @@
 """``.bin/.idx`` data for Transformers models: masked sentence pairs for BERT and token windows for GPT.
 
 Samples come from megatron-core's datasets, whose indices are stored beside the data or in
-``--data-cache-path``, and their values are renamed to the names that Transformers uses. Pairs need sentence-split data (``megatron-npu preprocess
---split-sentences``).
+``--data-cache-path``, and their values are renamed to the names that Transformers uses. Pairs need
+sentence-split data (``megatron-npu preprocess --split-sentences``).
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Evaluations(NamedTuple):
     """The evaluations during and after training.
 
     Attributes:
-        valid: evaluates the validation data; None: there is none.
-        test: evaluates the test data, once, at the end; None: there is none.
+        valid: evaluates the validation data. If None, there is none.
+        test: evaluates the test data, once, at the end. If None, there is none.
     """
 
     valid: Evaluate | None

@@ -24,7 +24,7 @@ class Ranks:
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, or ``train`` itself) started this process as a rank."""
+    """Return True if a launcher (torchrun, or ``train`` itself) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -28,7 +28,7 @@ class Steps:
         norms: gradient norm of each; None if the update was skipped.
         seconds: total time without evaluation and saving.
         learning_rate: learning rate of the next iteration.
-        tokens: tokens of all iterations on all ranks; 0: unknown.
+        tokens: tokens of all iterations on all ranks. If 0, unknown.
         scale: the loss scale; 1 without fp16.
     """
 
