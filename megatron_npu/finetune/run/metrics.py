@@ -1,4 +1,4 @@
-"""Evaluation metrics, computed here: GLUE's, entities, answers and text overlap.
+"""Evaluation metrics for GLUE, entities, answers and text overlap, implemented in this module.
 
 They are short formulas, tested against scikit-learn, seqeval and others if installed. The hub's ``evaluate``
 is not used, because it downloads and executes a program per metric.

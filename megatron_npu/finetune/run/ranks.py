@@ -29,7 +29,7 @@ def launched() -> bool:
 
 
 def of_this_process() -> Ranks:
-    """Return this process's ranks; without a launcher, those of a single process."""
+    """Return this process's ranks; without a launcher, the ranks of a single process are returned."""
     if not launched():
         return Ranks()
     return Ranks(

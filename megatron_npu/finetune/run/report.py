@@ -1,4 +1,4 @@
-"""Log output of a training run: lines like Megatron's, JSON lines and TensorBoard curves.
+"""Log output of a training run: log lines in Megatron's format, JSON lines and TensorBoard curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``pretrain.report.history`` reads both), with samples
 per second in addition to tokens, and evaluation metrics in addition to the loss.
