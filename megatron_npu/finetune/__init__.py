@@ -1,7 +1,7 @@
-"""Accelerated training of Transformers models and custom models, with switches or templates.
+"""Accelerated training of Transformers models and custom models, configured by switches or templates.
 
-The names below are what a script imports, from here or, under ``megatron-npu train``, from ``rapidformer``.
-They are imported on first use, so that help texts do not load torch.
+Scripts import the names below from this package or, under ``megatron-npu train``, from ``rapidformer``. They
+are imported on first use, so that help texts do not load torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Datasets of ``megatron-npu train``: loading, checks, batches."""
+"""Datasets for ``megatron-npu train``: load them, check them and create batches."""

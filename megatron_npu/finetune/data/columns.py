@@ -1,4 +1,4 @@
-"""Map columns to roles: by their usual names, or with ``--columns ROLE=NAME``."""
+"""Map roles to columns, either by the columns' usual names or with ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def find(
     """Return the column for each role.
 
     Args:
-        there: the columns of each split.
+        there: the columns that each split has.
         roles: the task's roles with their usual column names, most likely first; a role without usual names
             is used only if ``--columns`` names a column for it.
-        said: roles and names from ``--columns``.
+        said: the pairs of role and column name given with ``--columns``.
 
     Raises:
-        UsageError: a column is missing in a split, or the task has no such role.
+        UsageError: a column is missing from a split, or the task has no such role.
     """
     columns = _said(said, roles)
     for role, usual in roles.items():

@@ -41,7 +41,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
 
 
 def _roles() -> str:
-    """Return the column roles of all tasks, formatted for a help text."""
+    """Return the column roles of all tasks, formatted for help output."""
     *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
     return f"{', '.join(most)} and {last}"
 
@@ -57,16 +57,16 @@ def _flags() -> list[Flag]:
 
 
 def _readers() -> dict[str, list[str]]:
-    """Return the names of the values that only some tasks read, each with those tasks."""
+    """Return the names of the values that only some tasks read, and for each name the tasks that read it."""
     reads = {name: task.all_reads() for name, task in tasks.every().items()}
     values = sorted(set().union(*reads.values()))
     return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
-    """Check that ``--columns`` names each role once and each column for one role only.
+    """Check that ``--columns`` gives each role once and uses each column for only one role.
 
-    Otherwise the last of two columns for a role would silently take effect.
+    Without this check, the last of several columns for a role would silently take effect.
 
     Args:
         columns: pairs of role and name.
@@ -98,7 +98,7 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
         default: returns the default of a flag.
 
     Raises:
-        UsageError: the task does not use a flag, or two flags exclude each other.
+        UsageError: the task does not use a flag, or two flags are mutually exclusive.
     """
     for name, readers in _readers().items():
         if args.task not in readers and getattr(args, name, None) != default(name):

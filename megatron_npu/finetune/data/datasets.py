@@ -40,13 +40,13 @@ _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
-    """Return the splits ``train``, ``validation`` and, if it exists, ``test``.
+    """Return the splits ``train`` and ``validation``, and ``test`` if it exists.
 
     Args:
         args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
             or a name on the hub with the configuration ``data_name``; ``validation_fraction`` and ``seed``
             select rows of ``train`` if there is no validation split.
-        skipped: receives malformed rows of files; None: reject the first malformed row.
+        skipped: collects the malformed rows of files. If None, the first malformed row is rejected.
 
     Raises:
         UsageError: the dataset does not exist, a file cannot be read, or a split is missing or empty.
@@ -78,14 +78,14 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
 def _sound(
     name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
 ) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
-    """Return the valid rows of the files, and their row numbers; nothing is kept in a cache."""
+    """Return the valid rows of the files and the rows' numbers; nothing is kept in a cache."""
     with tempfile.TemporaryDirectory(prefix="megatron-npu-") as folder:
         copies, rows = skipped_rows.copies(files, Path(folder), skipped)
         return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
 
 
 def named(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the name or path of the dataset, and its configuration.
+    """Return the dataset's name or path and its configuration.
 
     Raises:
         UsageError: several paths are given.
@@ -100,7 +100,7 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
-    """Map each split to the name that it has in ``found``."""
+    """Map each split to the name under which ``found`` contains it."""
     owns: dict[str, str] = {}
     for part, names in _PARTS.items():
         for own in names:
@@ -131,7 +131,7 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
 def _read(
     name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
 ) -> Mapping[str, Dataset]:
-    """Return the rows of each split; ``kept`` has the cache options for reading files."""
+    """Return the rows of each split; ``kept`` contains the cache options that are used to read files."""
     library = _library()
     if config is not None:
         _require_configurations(name, config)
@@ -145,7 +145,7 @@ def _read(
 
 
 def _require_configurations(name: str, config: str) -> None:
-    """Reject ``--data-name`` for a file or a ``save_to_disk`` folder, which have no configurations."""
+    """Reject ``--data-name`` for a file or a ``save_to_disk`` folder, because neither has configurations."""
     saved = _saved(Path(name))
     if saved or Path(name).is_file():
         raise UsageError(
@@ -171,7 +171,7 @@ def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset
 
 @contextlib.contextmanager
 def _without_remarks(library: Any) -> Iterator[None]:
-    """Silence the log lines of ``datasets``, which repeat what its exceptions say."""
+    """Silence the log messages of ``datasets``, because its exceptions contain the same information."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.CRITICAL)
     try:
@@ -181,7 +181,7 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a dataset by name: already prepared, from the hub, or from a copy in the hub's cache.
+    """Load a dataset by name: an already prepared one, one from the hub, or a copy from the hub's cache.
 
     Without a connection, ``datasets`` finds only datasets that it has prepared itself, not those that were
     downloaded with ``hf download --repo-type dataset``.
@@ -200,10 +200,10 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
 
 
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
-    """Return a cache folder for the rows of a local folder, or None for the default.
+    """Return the cache folder for the rows of a local folder, or None to use the default cache folder.
 
-    It changes when the files change: for a folder with configurations, ``datasets`` 5.2 would keep using the
-    rows that it prepared first, even after the files have changed.
+    The returned folder changes when the files change, because for a folder with configurations, ``datasets``
+    5.2 would keep using the rows that it prepared first, even after the files have changed.
     """
     if not folder.is_dir():
         return None
@@ -214,7 +214,7 @@ def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
 
 
 def _downloaded(name: str) -> str | None:
-    """Return the folder of a dataset in the hub's cache, or None if it is not cached."""
+    """Return the dataset's folder in the hub's cache, or None if the dataset is not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -248,7 +248,7 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
 
 
 def _is_of(path: Path, part: str) -> bool:
-    """Return whether a file's name marks it as a whole split or as a piece of it."""
+    """Return True if a file's name identifies the file as a whole split or as a piece of one."""
     name = path.name.removesuffix(path.suffix)
     return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
@@ -270,7 +270,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
-    """Return the row numbers for training and for validation, chosen at random by ``seed``."""
+    """Return the row numbers for training and for validation, which are chosen at random with ``seed``."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         raise UsageError(
@@ -308,7 +308,7 @@ def _refused(
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return the expected input and the remedy for the error about data that cannot be read."""
+    """Return the expected input and the remedy to report in the error about data that cannot be read."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -327,7 +327,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for the split without rows that ``datasets`` names; None if it is unknown."""
+    """Return the error for the empty split that ``datasets`` names, or None if that split is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:

@@ -1,4 +1,4 @@
-"""Labels of a dataset: classes as integers or names, or numbers for regression."""
+"""Labels of a dataset: class numbers, class names, or numbers for regression."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Labels:
 
     @property
     def regression(self) -> bool:
-        """Whether the labels are numbers for regression."""
+        """True if the labels are numbers for regression."""
         return not self.names
 
     def config(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Labels:
         }
 
     def number(self, label: Any) -> float:
-        """Return a label in the form that the model expects."""
+        """Convert a label to the form that the model expects."""
         return float(label) if self.regression else self.numbers[label]
 
 
@@ -56,11 +56,11 @@ def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label per row.
 
     Args:
-        own: the model's class names, which are used if they include the data's.
+        own: the model's class names, which are used if they include all class names in the data.
 
     Raises:
         UsageError: a label is missing, out of range, or not in the training split; or class numbers are
-            missing that the model lacks too.
+            missing both in the data and in the model.
     """
     feature = parts["train"].features[column]
     kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
@@ -78,7 +78,7 @@ def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
     """Return the labels of a column with one label per token.
 
     Raises:
-        UsageError: see ``of_rows``; or the column has no lists.
+        UsageError: for the reasons given in ``of_rows``, or because the column does not contain lists.
     """
     feature = require_lists(parts["train"], column)
     return _classes(
@@ -93,10 +93,10 @@ def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
 
 
 def require_lists(rows: Dataset, column: str) -> Any:
-    """Return the element type of a column of lists.
+    """Return the element type of a column that contains lists.
 
     Raises:
-        UsageError: the column has no lists.
+        UsageError: the column does not contain lists.
     """
     feature = getattr(rows.features[column], "feature", None)
     if feature is None:
@@ -109,17 +109,17 @@ def require_lists(rows: Dataset, column: str) -> Any:
 
 
 def values(rows: Dataset, column: str) -> list[Any]:
-    """Return a whole column."""
+    """Return all values of a column."""
     return rows.select_columns([column])[:][column]
 
 
 def are_hidden(rows: Dataset, column: str) -> bool:
-    """Return whether no row of a split has a label, as in the test splits of GLUE."""
+    """Return True if no row of a split has a label, as in the test splits of GLUE."""
     return all(label is None or label == HIDDEN for label in values(rows, column))
 
 
 def not_given_away(dataset: Any) -> bool:
-    """Return whether samples have the hub's mark (-1) for hidden labels.
+    """Return True if samples have the label -1, which the hub uses for hidden labels.
 
     Only the first few samples are checked, because a dataset hides all labels or none.
     """
@@ -152,7 +152,7 @@ def _classes(
 
 
 def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
-    """Return the first row whose label is a string, and that label."""
+    """Return the first row whose label is a string, together with that label."""
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
@@ -165,10 +165,10 @@ def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes in the training rows, as written there, and their names.
+    """Return the classes as written in the training rows, and the names of the classes.
 
     Raises:
-        UsageError: there are fewer than two classes, or both numbers and names.
+        UsageError: there are fewer than two classes, or the labels mix numbers and names.
     """
     trained = {label for _, label in pairs}
     if len(trained) < 2:
@@ -184,7 +184,7 @@ def _of_trained(
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
-    """Return the class numbers and their names, given the numbers that occur in the training split.
+    """Return the class numbers and class names, given the numbers that occur in the training split.
 
     Raises:
         UsageError: numbers are missing, and the model has no classes for them.
@@ -212,10 +212,10 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
-    """Return consecutive class numbers that start above 0, such as 1 to 5 stars, with themselves as names.
+    """Return consecutive class numbers that start above 0 (such as 1 to 5 stars); they are their own names.
 
-    A model is saved with these names, and a model that has them can be trained further. None: the numbers are
-    not of this kind.
+    A model is saved with these names, and a model that has them can be trained further. Returns None if the
+    numbers are not consecutive or do not start above 0.
     """
     least, count = min(trained), max(trained) + 1
     if {str(label) for label in trained} <= set(own):

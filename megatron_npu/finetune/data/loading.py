@@ -1,10 +1,11 @@
-"""Batches of a dataset for one rank on its device, determined by seed, epoch and batch number.
+"""Load the batches of a rank onto its device; they depend only on the seed, epoch and batch number.
 
 Micro-batch ``m`` of an epoch has the samples ``m * size`` to ``(m + 1) * size`` in the epoch's order, and
-rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``, ``r + 2n``, … So an iteration has the same
-samples on any number of ranks, and a run that resumes within an epoch gets the remaining ones. Random numbers
-in a collate function depend only on the micro-batch's number, not on the number of workers, and do not affect
-the dropout generators; with ``sample_seeds`` they depend on the sample (the masks of ``--task masked_lm``).
+rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``, ``r + 2n``, … Therefore, an iteration has the
+same samples on any number of ranks, and a run that resumes within an epoch gets the remaining samples. Random
+numbers in a collate function depend only on the micro-batch's number, not on the number of workers, and do
+not affect the dropout generators; with ``sample_seeds`` they depend on the sample, which ``--task masked_lm``
+uses for its masks.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Assignment of samples to the batches of a rank.
+    """Assignment of a dataset's samples to the batches of a rank.
 
     Attributes:
-        size: samples per batch on a rank.
-        place: the rank among those that share the data.
-        shuffle: use a new order in each epoch; otherwise the dataset's order.
-        whole: ranks x batches of a complete step; an incomplete step is dropped. 0: each sample occurs once;
-            ranks may have smaller batches in the last step, and if samples cannot be distributed evenly the
-            last one is repeated (``Loader.remainder``).
+        size: number of samples per batch on a rank.
+        place: the position of this rank among the ranks that share the data.
+        shuffle: whether to use a new order in each epoch rather than the dataset's order.
+        whole: number of ranks times number of batches of a complete step; incomplete steps are dropped. If 0,
+            each sample occurs once; ranks may have smaller batches in the last step, and if samples cannot be
+            distributed evenly the last one is repeated (``Loader.remainder``).
         seed: random seed for the order and for ``collate_fn``.
-        repeats: use the same random numbers in each pass, as for evaluations.
+        repeats: whether to reuse the same random numbers in each pass, as evaluation does.
     """
 
     size: int
@@ -55,7 +56,7 @@ class Sampling:
 
 
 class Loader:
-    """A rank's batches of a dataset; each iteration over it is one epoch.
+    """The batches of a dataset for one rank; each iteration over this object is one epoch.
 
     Args:
         dataset: a dataset with ``__len__`` and ``__getitem__``; not a stream.
@@ -63,7 +64,8 @@ class Loader:
         sampling: the assignment of samples to batches.
         device: the device to which batches are moved.
         workers: number of worker processes.
-        look: called with each batch before it is moved; raises an error for an invalid one.
+        look: function called with each batch before the batch is moved; it raises an error if the batch is
+            invalid.
 
     Raises:
         UsageError: the dataset has no length.
@@ -105,11 +107,12 @@ class Loader:
             yield on_device(held.batch, self.device)
 
     def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield the same batches in host memory.
+        """Yield the batches of an epoch in host memory, starting with batch ``start``.
 
         Args:
             epoch, start: see ``batches``.
-            once: leave out repeated samples; a rank without samples of its own gets one that is not counted.
+            once: whether to leave out repeated samples; a rank without samples of its own then gets one
+                sample that is not counted.
         """
         of_epoch = _Batches(self, self._order(epoch), epoch, once)
         loader = DataLoader(
@@ -134,12 +137,12 @@ class Loader:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches endlessly, starting with batch ``start`` counted over all epochs."""
+        """Yield batches endlessly, starting with batch ``start`` as counted over all epochs."""
         for held in self.held_forever(start):
             yield on_device(held.batch, self.device)
 
     def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield the same batches in host memory; for ``once`` see ``held``."""
+        """Yield batches endlessly in host memory; ``once`` has the same meaning as in ``held``."""
         epoch, first = divmod(start, len(self))
         while True:
             yield from self.held(epoch, first, once=once)
@@ -154,7 +157,7 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in an epoch, by number; with ``once``, without repeated samples."""
+    """The batches of a rank in an epoch, indexed by number; with ``once``, repeated samples are left out."""
 
     def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
@@ -162,7 +165,7 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the position of a batch's first sample in the order; it may lie past the end."""
+        """Return the position of a batch's first sample in the order; the position may lie past the end."""
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 
     def _size_of(self, number: int) -> int:
@@ -208,7 +211,7 @@ def require_length(dataset: Any, what: str) -> None:
     """Check that a dataset has a length and can be indexed.
 
     Raises:
-        UsageError: it has no length or cannot be indexed.
+        UsageError: the dataset has no length or cannot be indexed.
     """
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     reason = ""
@@ -226,23 +229,23 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """A batch with a ``to`` method, which custom loops call on Transformers' batches."""
+    """A batch with a ``to`` method, because custom loops call ``to`` on Transformers' batches."""
 
     def to(self, device: Any) -> Batch:
-        """Move the values to a device in place; "cuda" leaves them in place if there is no GPU."""
+        """Move the values to a device in place; "cuda" has no effect if there is no GPU."""
         if not _is_here(device):
             self.update({name: on_device(value, device) for name, value in self.items()})
         return self
 
 
 def _is_here(device: Any) -> bool:
-    """Return whether a script that was written for GPUs requests "cuda" on a machine without a GPU."""
+    """Return True if a script that was written for GPUs requests "cuda" on a machine without a GPU."""
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 
 @functools.cache
 def _staying(kind: type) -> type:
-    """Return a subclass of a batch class that ignores a request to move to a GPU if there is none."""
+    """Return a subclass of a batch class that ignores requests to move to a GPU if there is none."""
 
     def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
@@ -258,7 +261,7 @@ def _stays(batch: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device: a mapping, a sequence, or an object with ``to``."""
+    """Return a batch with its tensors moved to a device; a batch is a mapping, a sequence, or has ``to``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers
@@ -298,7 +301,7 @@ def _seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Seed the host's generators from a key inside the block, and restore them afterwards."""
+    """Seed the host's generators from a key inside the block, and restore their states afterwards."""
     seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

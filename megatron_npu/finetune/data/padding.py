@@ -1,4 +1,4 @@
-"""Pad batches to a few lengths, so that graphs are not compiled for every length."""
+"""Pad batches to a small number of lengths, so that graphs are not compiled for every length."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def buckets(longest: int, multiple: int = 8) -> list[int]:
 
 @dataclass
 class Bucketed:
-    """A collate function whose batches have only a few lengths.
+    """A collate function whose batches have only a small number of different lengths.
 
     Attributes:
         collate_fn: creates a batch, a mapping of tensors ``[b, s, ...]`` whose ``input_ids`` determine s.
-        lengths: ascending lengths. Longer batches, and those without ``input_ids``, are unchanged.
+        lengths: ascending lengths. Longer batches and batches without ``input_ids`` are not changed.
         pad_token_id: padding value of ``input_ids``.
-        left: pad on the left, as for generation.
-        seen: number of batches of each length.
+        left: whether to pad on the left, as generation requires.
+        seen: number of batches of each length so far.
     """
 
     collate_fn: Collate
@@ -54,7 +54,7 @@ class Bucketed:
     seen: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of these samples, padded to its bucket."""
+        """Return the batch of these samples, padded to the next larger length."""
         batch = self.collate_fn(samples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() < 2:
@@ -80,13 +80,13 @@ class Bucketed:
 def bucketed(
     collate_fn: Collate, lengths: Sequence[int], *, pad_token_id: int = 0, left: bool = False
 ) -> Bucketed:
-    """Return ``collate_fn`` with batches padded to the next of ``lengths``.
+    """Wrap ``collate_fn`` so that each batch is padded to the next of ``lengths``.
 
     Args:
-        collate_fn: as ``Bucketed.collate_fn``.
-        lengths: from ``buckets``, in tokens.
-        pad_token_id: padding value of ``input_ids``; masks are padded with 0, labels with -100.
-        left: pad on the left.
+        collate_fn: see ``Bucketed.collate_fn``.
+        lengths: the lengths in tokens, as returned by ``buckets``.
+        pad_token_id: padding value of ``input_ids``; masks are padded with 0, and labels with -100.
+        left: whether to pad on the left.
 
     Raises:
         UsageError: there are no lengths, or one is not positive.

@@ -13,7 +13,7 @@ _WITH_HEAD = (".csv", ".tsv")
 
 
 class Parts(dict[str, Any]):
-    """The rows of each split by name, with their positions in files for messages.
+    """The rows of each split by name; error messages report each row's position in the user's files.
 
     Args:
         rows: rows of each split.
@@ -41,32 +41,32 @@ class Parts(dict[str, Any]):
             self._taken[name] = source, _of(before, numbers)
 
     def keep(self, part: str, numbers: Sequence[int]) -> None:
-        """Remove all rows of a split except ``numbers``."""
+        """Remove all rows of a split except those in ``numbers``."""
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Record which rows of its files a split has, if rows were removed earlier."""
+        """Record which rows of the files a split contains if rows were removed earlier."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return the file of a row (or the split if the file is unknown) and its number there, from 1."""
+        """Return a row's file (or its split if the file is unknown) and the row's number in it, from 1."""
         source, numbers = self._taken.get(part, (part, None))
         files = self._files.get(source, ())
         place = str(files[0]) if len(files) == 1 else f"part {source!r}"
         return place, (row if numbers is None else int(numbers[row])) + 1
 
     def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
-        """Return the splits with changed columns; the rows keep their positions."""
+        """Return the splits with changed columns; the positions of the rows are kept."""
         found = Parts({part: change(rows) for part, rows in self.items()}, self._files)
         found._taken = self._taken
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Return a description of a row's position: ``row 7 below the head of reviews.csv (part 'train')``.
+        """Describe the position of a row: ``row 7 below the head of reviews.csv (part 'train')``.
 
         Args:
-            part: its split.
-            row: its number there, from 0.
+            part: the split that contains the row.
+            row: the row's number in the split, from 0.
         """
         source, numbers = self._taken.get(part, (part, None))
         number = (row if numbers is None else int(numbers[row])) + 1
@@ -79,5 +79,5 @@ class Parts(dict[str, Any]):
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
-    """Map row numbers of a selection to row numbers of the whole from which it was taken."""
+    """Map row numbers in a selection to row numbers in the rows from which the selection was taken."""
     return numbers if before is None else [int(before[number]) for number in numbers]

@@ -1,4 +1,4 @@
-"""``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
+"""Support for ``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
 
 Malformed rows are JSON lines that are not objects, table rows with more or fewer cells than the header, rows
 that are not UTF-8, and rows without a value that the task needs.
@@ -30,10 +30,10 @@ Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong
 
 
 class Skipped:
-    """The rows skipped so far.
+    """The rows that have been skipped so far.
 
     Args:
-        args: ``skip_bad_rows``, ``save``, ``rank``.
+        args: the flags, of which ``skip_bad_rows``, ``save`` and ``rank`` are used.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -44,7 +44,7 @@ class Skipped:
         """Skip one more row.
 
         Raises:
-            UsageError: the maximum is exceeded.
+            UsageError: more rows are skipped than allowed.
         """
         self._rows.append(row)
         if len(self._rows) > self._most:
@@ -55,7 +55,7 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Log on rank 0 how many rows were skipped, and list them in ``--save`` or on stderr."""
+        """Log the number of skipped rows on rank 0, and list the rows in ``--save`` or on stderr."""
         if self._args.rank or not self._rows:
             return
         text = "".join(json.dumps(asdict(row)) + "\n" for row in self._rows)
@@ -71,12 +71,12 @@ class Skipped:
 def copies(
     parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
 ) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
-    """Write copies of files without malformed rows.
+    """Write copies of files that omit the malformed rows.
 
     Args:
         parts: the files of each split.
         folder: folder for the copies.
-        skipped: receives the skipped rows.
+        skipped: collects the skipped rows.
 
     Returns:
         The copies of each split, and the numbers of the rows that they contain, counted from 0 over the
@@ -107,7 +107,7 @@ def copies(
 
 
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
-    """Skip rows without a value in one of these columns; labels of a test split may be hidden."""
+    """Skip rows without a value in one of these columns; the labels of a test split may be hidden."""
     for part in [part for part in parts if part != "test" and columns]:
         values = parts[part].select_columns(list(columns))[:]
         kept = []
@@ -123,7 +123,7 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads the rows of a file; None if the format has no malformed single rows."""
+    """Return a function that reads a file's rows, or None if single rows cannot be malformed."""
     if path.suffix in _SEPARATORS:
         return _of_a_table
     if path.suffix == ".txt":

@@ -1,4 +1,4 @@
-"""Check a task's text files: UTF-8 and not empty, with a one-line error that gives the position."""
+"""Check that a task's text files are UTF-8 and not empty, and report the position of the first error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def require(path: Path) -> None:
 
 
 def require_head(path: Path, separator: str) -> None:
-    """Check that a table's header names each column once; readers would rename the second one.
+    """Check that a table's header contains each column name once; readers would rename a second one.
 
     Raises:
         UsageError: a name occurs twice.

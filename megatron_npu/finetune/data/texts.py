@@ -1,4 +1,4 @@
-"""Check that a task's columns have text or word lists in every row; a one-line error gives the position."""
+"""Check that a task's columns have text or word lists in every row, and report the position of an error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
     Args:
         parts: rows of each split.
-        columns: the column of each role; None: the role has no column.
-        every: whether each row needs a text; otherwise a missing one counts as empty.
+        columns: the column of each role, or None for a role without a column.
+        every: whether each row needs a text; otherwise a missing text is treated as an empty one.
 
     Raises:
         UsageError: a column contains something else, or a row has no text.
@@ -34,7 +34,7 @@ def require_words(parts: Parts, tokens: str, tags: str) -> None:
     """Check that each row has a list of words and the same number of tags.
 
     Raises:
-        UsageError: a row has no such lists, or their lengths differ.
+        UsageError: a row does not contain these lists, or the lists' lengths differ.
     """
     for part, rows in parts.items():
         words = getattr(rows.features[tokens], "feature", None)

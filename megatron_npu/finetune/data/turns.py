@@ -1,4 +1,4 @@
-"""Compute a cached result once: the first of several processes computes it, the others read it."""
+"""Compute a cached result once: the first of several processes computes it, and the others read it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def first_alone(file: Path) -> Iterator[None]:
-    """Run the block first in one process; the others run it together afterwards.
+    """Run the block in one process first, and in the other processes together afterwards.
 
-    A barrier would end a run whose first rank takes longer than the collective timeout, so this uses a kernel
-    lock, which ends with its process. On a file system without locks, every process does the work.
+    A barrier would end a run whose first rank takes longer than the collective timeout, so this function uses
+    a kernel lock, which is released when its process ends. On a file system without locks, every process does
+    the work.
 
     Args:
         file: the lock file, which all processes share; it is created and kept.

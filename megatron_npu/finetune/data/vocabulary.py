@@ -1,4 +1,4 @@
-"""Find tokens without an embedding before a step uses them, with a one-line error.
+"""Report tokens that have no embedding with a one-line error before a step uses them.
 
 Such a token causes an IndexError in the middle of a step on a CPU, and reads unrelated memory on a device.
 """
@@ -18,7 +18,7 @@ _ROWS = 10_000  # of a data set that are looked at together
 
 
 def size_of(model: nn.Module) -> int | None:
-    """Return the number of token embeddings of a Transformers model; None: unknown."""
+    """Return the number of token embeddings of a Transformers model, or None if it is unknown."""
     try:
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # no such model, or one without embeddings of tokens

@@ -1,4 +1,4 @@
-"""The word-piece vocabulary for masked sentence pairs, from the flags."""
+"""Word-piece vocabulary, selected by the flags, for masked sentence pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.data.tokenization import bert_wordpiece
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A word-piece vocabulary with the interface that megatron-core's dataset needs.
+    """A word-piece vocabulary that implements the interface used by megatron-core's dataset.
 
     Attributes:
         inv_vocab: maps ids to pieces; pieces inside a word start with ``##``.
@@ -36,15 +36,15 @@ class WordPieces:
 
     @property
     def eod(self) -> int:
-        """The end-of-document id: the separator, because word pieces have none."""
+        """The end-of-document id: the separator's, because word-piece vocabularies have no such token."""
         return self.sep
 
 
 def word_pieces(args: Namespace) -> WordPieces:
-    """Return the vocabulary for ``--tokenizer-type`` and its files.
+    """Return the vocabulary for ``--tokenizer-type`` and the vocabulary files.
 
-    It lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's, because Transformers models have no
-    weights for them.
+    The vocabulary lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's vocabulary, because
+    Transformers models have no weights for them.
 
     Raises:
         UsageError: the tokenizer has no word pieces.
@@ -76,7 +76,7 @@ def word_pieces(args: Namespace) -> WordPieces:
 
 
 def _of_transformers(args: Namespace) -> Any:
-    """Return the tokenizer of --tokenizer-model, or else of the model to train."""
+    """Return the tokenizer of --tokenizer-model if given, and otherwise that of the model to train."""
     from transformers import AutoTokenizer
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path

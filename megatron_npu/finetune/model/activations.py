@@ -14,10 +14,10 @@ from megatron_npu.finetune.model.blocks import repeated_blocks
 
 
 def checkpoint_activations(model: nn.Module) -> str:
-    """Make the model's blocks recompute their activations; return a log line.
+    """Make the model's blocks recompute their activations, and return a log line.
 
-    Transformers models use their own switch, which also disables KV caches. Random generators are restored
-    for the second pass, so dropout drops the same values.
+    Transformers models use their built-in gradient checkpointing, which also disables KV caches. Random
+    generators are restored for the second pass, so dropout drops the same values.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # peft's wrapper
@@ -34,7 +34,7 @@ def checkpoint_activations(model: nn.Module) -> str:
 
 
 def _transformers_own(model: Any) -> None:
-    """Enable Transformers' own gradient checkpointing; the method was renamed in version 5."""
+    """Enable Transformers' own gradient checkpointing; the method for this was renamed in version 5."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)({"use_reentrant": False})
@@ -42,7 +42,7 @@ def _transformers_own(model: Any) -> None:
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Return a forward pass of the block that keeps only its input when gradients are required."""
+    """Return a forward function that saves only the block's input when gradients are required."""
     forward = block.forward
 
     @wraps(forward)

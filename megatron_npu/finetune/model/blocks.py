@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a Transformer, the units of sharding, recomputation and compilation."""
+"""Find a Transformer's repeated blocks, which are the units of sharding, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, block) of the model's Transformer blocks, in order.
+    """Return the pairs (name, block) of the model's Transformer blocks, in order.
 
     A block is an item of the outermost list whose items are all of one class and have at least two weight
     matrices each: ``encoder.layer`` of a BERT, ``transformer.h`` of a GPT-2, both stacks of a T5, the layers
@@ -37,7 +37,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks that share no weight with anything outside them.
+    """Return the repeated blocks that do not share any weight with a module outside them.
 
     A weight shared by two blocks, or by a block and the rest, belongs to the whole model when it is sharded.
     """
@@ -55,7 +55,7 @@ def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_a_stack(module: nn.Module) -> bool:
-    """Return whether a module list consists of Transformer blocks."""
+    """Return True if a module list consists of Transformer blocks."""
     if not isinstance(module, _LISTS):
         return False
     items = list(module.children())

@@ -1,4 +1,4 @@
-"""Disable KV caches, which generation needs and training does not."""
+"""Disable KV caches, which are needed for generation but not for training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 def leave_caches_to_generation(model: nn.Module) -> None:
     """Make a Transformers model use a KV cache only if a call requests it.
 
-    By its configuration (``use_cache``, true for decoders) each forward pass would copy all keys and values
-    into an unused cache, and each layer of a compiled model would need its own graph, because its index in
-    the cache differs. The configuration is not changed: ``generate`` requests the cache itself.
+    Decoders have ``use_cache`` set in their configuration, so each forward pass would copy all keys and
+    values into an unused cache, and each layer of a compiled model would need its own graph, because its
+    index in the cache differs. The configuration is not changed: ``generate`` requests the cache itself.
 
     Args:
         model: a Transformers model, possibly wrapped by peft; other models are not changed.

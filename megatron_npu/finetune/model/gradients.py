@@ -1,4 +1,4 @@
-"""The gradient norm over all ranks, and gradient scaling, for unsharded and sharded weights.
+"""Gradient norm over all ranks and gradient scaling, for unsharded and sharded weights.
 
 ``torch.nn.utils.get_total_norm`` is not used because its norm has the gradients' dtype: in fp16 it overflows
 to inf although no gradient is infinite, which a loss scale would treat as an overflow; in bf16 it is off by
@@ -19,9 +19,10 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients as one vector, over all ranks if they are sharded.
+    """Return the L2 norm of all gradients as one vector, over all ranks if the gradients are sharded.
 
-    The norm is inf or nan if a gradient contains one. ``device`` is where ranks can communicate.
+    The norm is inf or nan if a gradient contains one. ``device`` is the device on which the ranks
+    communicate.
     """
     whole = _squares([gradient for gradient in gradients if not isinstance(gradient, DTensor)], device)
     shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -33,7 +34,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all values, fp32 ``[]``, on ``device``."""
+    """Return the sum of the squares of all values as an fp32 tensor ``[]`` on ``device``."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
@@ -42,7 +43,7 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return the clipping factor for gradients with this norm; ``largest`` 0 disables clipping."""
+    """Return the clipping factor for gradients with this norm; if ``largest`` is 0, clipping is disabled."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
 
 

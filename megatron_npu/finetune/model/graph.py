@@ -1,4 +1,4 @@
-"""Compile the repeated blocks of a model: one graph for all identical layers."""
+"""Compile the repeated blocks of a model, so that all identical layers use one graph."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "att
 
 
 def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
-    """Compile each Transformer block of ``model`` in place; return a log line.
+    """Compile each Transformer block of ``model`` in place, and return a log line.
 
     Blocks differ only in their weights, so inductor compiles the first one and the others use its graph. The
     rest of the model (embeddings, head, loss) is not compiled. A model without blocks is compiled as a whole.
     Compilation happens in the first forward pass.
 
-    On a CPU, the random numbers of a graph come from torch's own kernels, as without graphs: inductor's code
+    On a CPU, graphs use torch's own kernels for random numbers, as code without graphs does: inductor's code
     generates one value at a time (torch 2.13), which makes a BERT step a fifth longer.
 
     Call it after ``ops.swap`` and after activation checkpointing, which is compiled along with the blocks,
@@ -34,8 +34,8 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
     Args:
         model: a Transformers model or a user's own.
-        dynamic: use one graph for all batch lengths; otherwise the first length has its own graph, and all
-            others share a second one, torch's default.
+        dynamic: use one graph for all batch lengths; otherwise, as by default in torch, the first length has
+            its own graph and all other lengths share a second one.
 
     Raises:
         UsageError: there is no C++ compiler, which inductor needs on a CPU, or its cache is not writable or
@@ -59,7 +59,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a log line if attention stays outside the graphs; otherwise an empty string.
+    """Return a log line if attention is not part of the graphs, and an empty string otherwise.
 
     The CPU operation generates dropout masks tile by tile from its own generator, which a graph cannot
     capture; torch's own attention would be part of the graph but compute all scores. Each block then consists
@@ -73,6 +73,6 @@ def attention_outside(model: nn.Module) -> str:
 
 
 def count_graphs() -> int:
-    """Return the number of graphs compiled in this process, which must not grow with the steps."""
+    """Return the number of graphs compiled in this process; it must not grow with the number of steps."""
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) with peft: only the adapters and a new head are trained."""
+"""Low-rank adapters (Hu et al. 2021) with peft, where only the adapters and a new head are trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Add adapters of this rank to the model; return it with a log line.
+    """Add adapters of this rank to the model, and return the model with a log line.
 
-    They are added to the layers in peft's table for this model type, otherwise to every linear layer of the
-    repeated blocks, or without blocks to every linear layer. A head that no pre-trained model has (such as a
-    classifier) is trained fully.
+    Adapters are added to the layers in peft's table for this model type. If the table has no entry, they are
+    added to every linear layer of the repeated blocks, or to every linear layer if there are no blocks. A
+    head that no pre-trained model has (such as a classifier) is trained fully.
 
     Raises:
-        UsageError: the rank is as large as the matrices.
+        UsageError: the rank is not smaller than that of the matrices.
     """
     import peft
 
@@ -42,7 +42,7 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
 
 
 def _targets(model: nn.Module) -> tuple[list[str], str]:
-    """Return peft's ``target_modules``, and a description of them."""
+    """Return the value for peft's ``target_modules`` and a description of these modules."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -80,7 +80,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the modules of a Transformers model besides its pre-trained base and its language-model head."""
+    """Return a Transformers model's modules other than its pre-trained base and language-model head."""
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):
         return []

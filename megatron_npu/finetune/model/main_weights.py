@@ -1,6 +1,6 @@
-"""Main weights, which the optimizer updates instead of the model's.
+"""Main weights, which the optimizer updates in place of the model's weights.
 
-They are shards (ZeRO-1), or copies on the host.
+Main weights are either shards (ZeRO-1) or copies on the host.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ class _Weight:
     step: int
 
     def rows(self, rank: int, of: Tensor) -> Tensor:
-        """Return the rows of ``of`` that belong to ``rank``, as a view; ``of`` has the parameter's shape."""
+        """Return a view of the rows of ``of`` that belong to ``rank``; ``of`` has the parameter's shape."""
         return of[rank * self.step : (rank + 1) * self.step] if self.step else of
 
     @property
     def padded(self) -> int:
-        """The number of values in a shard, including padding: every rank sends the same number."""
+        """The number of values in a shard, including padding, because every rank sends the same number."""
         return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
 
 
 class MainWeights:
-    """The weights that an optimizer updates instead of a model's own.
+    """The weights that an optimizer updates in place of a model's own weights.
 
     Before a step each main weight gets its gradient, and after it the model gets the new values; both happen
-    in ``optimizer.step()`` after ``follow`` has been called. Sharded ones are DTensors split by rows like
-    FSDP2's, so checkpoints can be loaded with another sharding, and optimizers that use whole tensors work.
-    If a weight has fewer rows than there are ranks, some ranks have none; a scalar is not split.
+    in ``optimizer.step()`` after ``follow`` has been called. Sharded main weights are DTensors that are split
+    by rows as in FSDP2, so checkpoints can be loaded with another sharding, and optimizers that use whole
+    tensors work. If a weight has fewer rows than there are ranks, some ranks have none; a scalar is not
+    split.
 
     Args:
         trained: the model's trained parameters by name.
-        mesh: the ranks over which weights are sharded; None: each rank has all weights.
-        host: keep main weights and optimizer states in host memory.
+        mesh: the ranks over which weights are sharded. If None, each rank has all weights.
+        host: whether to keep main weights and optimizer states in host memory.
     """
 
     def __init__(self, trained: dict[str, nn.Parameter], mesh: DeviceMesh | None, host: bool) -> None:
@@ -71,20 +72,20 @@ class MainWeights:
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run ``pull`` before and ``push`` after each optimizer step."""
+        """Register ``pull`` to run before each optimizer step and ``push`` to run after it."""
         optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
         optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Step the optimizer without the model, for example to create its state."""
+        """Step the optimizer without changing the model, for example to create the optimizer's state."""
         self._follows = False
         yield
         self._follows = True
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Pass the model's gradients to the main weights, and free them on the device."""
+        """Pass the model's gradients to the main weights, and free the gradients on the device."""
         for weight in self.weights.values():
             gradient = weight.parameter.grad
             if gradient is None:
@@ -96,7 +97,7 @@ class MainWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Copy the new values to the model on every rank, and reset its gradients."""
+        """Copy the new values to the model on every rank, and reset the model's gradients."""
         for weight in self.weights.values():
             if self.host:
                 weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))

@@ -1,4 +1,4 @@
-"""Optimizer settings on resume: those of the current flags, not the checkpoint's.
+"""Optimizer settings on resume, which come from the current flags rather than from the checkpoint.
 
 torch stores the settings in the parameter groups, which are loaded with the moments, and ``LambdaLR`` stores
 each group's maximum learning rate.

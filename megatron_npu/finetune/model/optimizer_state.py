@@ -1,4 +1,4 @@
-"""An optimizer over replaced weights, with its state under the original names for checkpoints.
+"""State of an optimizer over replaced weights, stored under the original names for checkpoints.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
 weights, not those of ZeRO-1 and of an offloaded optimizer; it omits weights that have not been stepped, which
@@ -20,8 +20,8 @@ Named = dict[str, nn.Parameter]
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
     """Make an optimizer update the tensors that replaced a model's weights.
 
-    Groups keep their options. Weights that are no longer trained are removed from their group; new ones
-    (adapters) join the first group; weights in no group stay out.
+    Parameter groups keep their options. Weights that are no longer trained are removed from their group, new
+    weights (adapters) are added to the first group, and weights that were in no group are not added to any.
     """
     names = {id(parameter): name for name, parameter in before.items()}
     left = dict(now)
@@ -33,7 +33,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
-    """Return ``{"state": {name: {...}}, "groups": [{...}]}`` with the tensors of this rank.
+    """Return this rank's tensors as ``{"state": {name: {...}}, "groups": [{...}]}``.
 
     Every weight has state afterwards (``make_state``), because reading a checkpoint fills existing tensors.
     """
@@ -49,7 +49,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str,
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: dict[str, Any]) -> None:
-    """Load the result of ``optimizer_state``; a weight without state keeps none."""
+    """Load the result of ``optimizer_state``; a weight without state remains without state."""
     names = {id(parameter): name for name, parameter in named.items()}
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -61,7 +61,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of weights that have not been stepped, by a step that changes nothing.
+    """Create the state of weights that have not been stepped by running a step that changes no values.
 
     They get zero gradients and a learning rate of 0, and the step is not counted. torch's
     ``_init_optim_state`` does the same for an optimizer without any state, but leaves the step counts at 1.

@@ -35,16 +35,17 @@ class PairLoss:
             self._last = cross_entropy(logits.float(), labels.view(-1))
 
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return the word loss and the next-sentence loss whose sum the last forward pass returned.
+        """Return the word loss and the next-sentence loss, whose sum was returned by the last forward pass.
 
-        If the second one is not visible (for example with tuple outputs), the whole sum counts as word loss.
+        If the next-sentence loss cannot be determined (for example with tuple outputs), the whole sum counts
+        as word loss.
         """
         of_pairs, self._last = self._last, None
         return (loss, 0 * loss) if of_pairs is None else (loss - of_pairs, of_pairs)
 
 
 def has_pairs(model: nn.Module) -> bool:
-    """Return whether a model has both heads."""
+    """Return True if a model has both heads."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

@@ -1,4 +1,4 @@
-"""Mixed precision: matmuls in 16 bits, weights in fp32, and the loss scale that fp16 needs."""
+"""Mixed precision: 16-bit matmuls, fp32 weights, and the loss scale that fp16 requires."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(mixed_precision: str | None) -> torch.dtype:
-    """Return the dtype of matmuls."""
+    """Return the dtype that is used for matmuls."""
     return _DTYPES[mixed_precision]
 
 
 def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a forward pass: torch's autocast, or none in fp32."""
+    """Return the context for a forward pass, which is torch's autocast, or a null context in fp32."""
     if mixed_precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype_of(mixed_precision))
@@ -28,10 +28,11 @@ def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.Ab
 
 @dataclass
 class LossScale:
-    """The factor that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
+    """Loss scale that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
 
-    Its rule is that of ``torch.amp.GradScaler``, which checks only one rank's gradients for inf and has no
-    minimum scale; here the gradient norm over all ranks decides, which a step computes anyway.
+    It follows the same rule as ``torch.amp.GradScaler``, which however checks only one rank's gradients for
+    inf and has no minimum scale. Here, an overflow is detected from the gradient norm over all ranks, which
+    each step computes anyway.
 
     Attributes:
         value: the factor.
@@ -46,11 +47,11 @@ class LossScale:
     interval: int = 2000
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss for the backward pass."""
+        """Return the scaled loss for the backward pass."""
         return loss.float() * self.value
 
     def update(self, norm: float) -> bool:
-        """Record a step with this gradient norm; return whether it overflowed."""
+        """Record a step with this gradient norm, and return True if the step overflowed."""
         if not math.isfinite(norm):
             self.value, self.steps = max(self.value * self.backoff, SMALLEST), 0
             return True
@@ -60,7 +61,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save for a resume."""
+        """Return the state that must be saved to resume."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

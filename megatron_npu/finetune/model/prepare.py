@@ -1,4 +1,4 @@
-"""Prepare a model, an optimizer and a schedule for the switches, and run one training step."""
+"""Prepare a model, an optimizer and a schedule for the switches, and run training steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass
 class Prepared:
-    """A prepared model: call ``model``, then ``backward`` and ``step``.
+    """A model that has been prepared: call ``model``, then ``backward`` and ``step``.
 
     A training step is::
 
@@ -52,8 +52,8 @@ class Prepared:
                 prepared.backward(loss)
         norm = prepared.step()
 
-    Without a loss scale, a custom loop can use ``loss.backward()``, ``optimizer.step()`` and
-    ``optimizer.zero_grad()`` instead, without clipping.
+    If there is no loss scale and gradients need not be clipped, a custom loop can use ``loss.backward()``,
+    ``optimizer.step()`` and ``optimizer.zero_grad()`` instead.
 
     Attributes:
         model: called like the user's own model, with the same attributes.
@@ -64,12 +64,13 @@ class Prepared:
         device: the device of this rank.
         weights: the tensors that the optimizer updates, under their names in ``module``: its parameters,
             their shards, or copies on the host.
-        main_weights: synchronizes ``weights`` and the module's parameters; None if they are the same.
+        main_weights: object that synchronizes ``weights`` with the module's parameters; None if they are the
+            same.
         clip_grad: maximum gradient norm; 0 disables clipping.
         loss_scale: the loss scale of fp16.
         ledger: one line per switch with its effect.
         own_optimizer: whether the default optimizer is used, whose settings are arguments of ``prepare``.
-        flags_schedule: whether the schedule is that of the flags, rather than the script's.
+        flags_schedule: whether the schedule comes from the flags rather than from the script.
     """
 
     model: nn.Module
@@ -87,11 +88,11 @@ class Prepared:
     flags_schedule: bool = False
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for the forward and backward pass of a micro-batch.
+        """Return the context for the forward and backward passes of a micro-batch.
 
         Args:
-            last: whether it is the last one before ``step``, in which the ranks reduce gradients if the
-                sharding lets them wait until then.
+            last: whether this is the last micro-batch before ``step``, in which the ranks reduce gradients if
+                the sharding lets them wait until then.
         """
         return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
@@ -100,14 +101,15 @@ class Prepared:
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of ``loss``, a scalar ``[]`` in fp32 or 16 bits."""
+        """Accumulate the gradients of ``loss``, a scalar ``[]`` in fp32 or a 16-bit dtype."""
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
-        """Clip the gradients, update weights and learning rate, and reset the gradients.
+        """Clip the gradients, update the weights and the learning rate, and reset the gradients.
 
         Returns:
-            The gradient norm before clipping; None after an fp16 overflow, which only changes the loss scale.
+            The gradient norm before clipping, or None after an fp16 overflow, which only changes the loss
+            scale.
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = norm_of(gradients, self.device)
@@ -129,7 +131,7 @@ class Prepared:
         self.module.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of model, optimizer, schedule and loss scale for ``torch.distributed.checkpoint``.
+        """Return the model, optimizer, schedule and loss-scale state for ``torch.distributed.checkpoint``.
 
         Each rank stores its own shards, and weights have their names in ``module``, so a run can resume with
         different sharding or another number of ranks.
@@ -146,10 +148,11 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state_dict`` after a checkpoint has filled it.
+        """Load the result of ``state_dict`` after it has been filled from a checkpoint.
 
-        For the default optimizer, only the moments are loaded: settings and learning rate follow the current
-        flags. A user's optimizer keeps its stored settings, and a schedule from the flags follows them.
+        For the default optimizer, only the moments are loaded; the settings and the learning rate come from
+        the current flags. A user's optimizer keeps its stored settings, and a schedule from the flags uses
+        these settings.
         """
         settings = Settings.of(self.optimizer, self.lr_scheduler) if self.own_optimizer else None
         set_model_state_dict(self.model, state["model"])
@@ -176,7 +179,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Options of this project's AdamW, the default optimizer."""
+    """Options for this project's AdamW, the default optimizer."""
 
     lr: float = 1e-4
     weight_decay: float = 0.01
@@ -197,16 +200,18 @@ def prepare(
     adam: AdamOptions = _DEFAULT_ADAM,
     clip_grad: float = 0.0,
 ) -> Prepared:
-    """Prepare a model for the switches, with its optimizer and schedule.
+    """Prepare a model for the switches, together with its optimizer and schedule.
 
     Args:
         model: changed in place. Create large models on the host; they are moved to the device block by block.
-        optimizer_fn: called with the trained parameters; or an optimizer for the model's parameters. None:
-            this project's AdamW, without weight decay for vectors (biases and norms).
-        lr_scheduler_fn: called with the optimizer; or a schedule for it. It steps once per ``Prepared.step``.
+        optimizer_fn: a function that is called with the trained parameters, or an optimizer for the model's
+            parameters. If None, this project's AdamW is used, without weight decay for vectors (biases and
+            norms).
+        lr_scheduler_fn: a function that is called with the optimizer, or a schedule for the optimizer. The
+            schedule steps once per ``Prepared.step``.
         switches: a combination accepted by ``switch_rules.refuse``.
         device: the device of this rank. With several ranks, a process group must exist.
-        adam: options of the default optimizer.
+        adam: options for the default optimizer.
         clip_grad: maximum gradient norm; 0 disables clipping.
     """
     before = dict(model.named_parameters())
@@ -253,7 +258,7 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Apply the switches that change the model itself, in place; return it and a log line per switch."""
+    """Apply the switches that change the model in place; return the model and a log line per switch."""
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
@@ -274,11 +279,11 @@ def optimizer_of(
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for the trained weights; an existing one is rebound to them.
+    """Return the optimizer for the trained weights; an existing optimizer is rebound to these weights.
 
     Args:
         given: the optimizer, or a function that creates it.
-        before: the parameters by name when the optimizer was created.
+        before: the parameters by name at the time when the optimizer was created.
         weights: the tensors to update.
 
     Raises:
@@ -299,10 +304,11 @@ def optimizer_of(
 
 
 def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
-    """Return the optimizer or scheduler that a user's function creates.
+    """Return the optimizer or scheduler that is created by a user's function.
 
     Raises:
-        UsageError: it is not a function of one argument, or returns something else.
+        UsageError: the given object is not a function of one argument, or the function returns something
+            else.
     """
     if not callable(function):
         raise UsageError(
@@ -348,7 +354,7 @@ def _distribute(
     """Move the model to the device and shard it.
 
     Returns:
-        The model to call, the user's module in it, and a log line.
+        The model to call, the user's module inside it, and a log line.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:
@@ -364,7 +370,7 @@ def _distribute(
 def _main_weights(
     weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
 ) -> tuple[MainWeights | None, str]:
-    """Return the main weights and a log line; None if the optimizer updates the parameters directly."""
+    """Return the main weights and a log line, or None if the optimizer updates the parameters directly."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
         return None, ""
@@ -379,7 +385,7 @@ def _main_weights(
 
 
 def decayed_and_not(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with decay, vectors (biases, norms) without."""
+    """Return two parameter groups: matrices with weight decay, and vectors (biases, norms) without it."""
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [

@@ -1,4 +1,4 @@
-"""Load a model's configuration, tokenizer and weights from a folder or the hub's cache.
+"""Load a model's configuration, tokenizer and weights from a folder or from the hub's cache.
 
 Transformers is imported only when one of them is requested, so task flags and help texts do not need it.
 """
@@ -28,11 +28,11 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return the configuration of a model, regardless of its heads.
+    """Return a model's configuration, which does not depend on the model's heads.
 
     Args:
         name: a folder, or a name on the hub.
-        changes: values that differ from the stored ones, such as ``num_labels``.
+        changes: values that replace the stored ones, such as ``num_labels``.
 
     Raises:
         UsageError: the model does not exist, or has implausibly many layers.
@@ -45,12 +45,12 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def has_head(config: Any, head: str) -> bool:
-    """Return whether a model with this configuration has the head of the given Auto class."""
+    """Return True if a model with this configuration has the head of the given Auto class."""
     return type(config) in _auto(head)._model_mapping
 
 
 def sees_all(config: Any) -> bool:
-    """Return whether tokens attend to later tokens, as in an encoder."""
+    """Return True if tokens attend to later tokens, as in an encoder."""
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return has_head(config, "AutoModelForMaskedLM") and not decodes
 
@@ -67,7 +67,7 @@ def class_names(name: str) -> tuple[str, ...]:
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
-    """Return whether a file of a hub model is in the cache."""
+    """Return True if a file of a hub model is in the cache."""
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -93,7 +93,7 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
 
 
 def _require_as_downloaded(name: str) -> None:
-    """Compare the weights of a folder or of the hub's cache with the hub's checksums, if there are any."""
+    """Compare the weights in a folder or in the hub's cache with the hub's checksums, if there are any."""
     from transformers.utils import cached_file
 
     if os.environ.get("RANK", "0") != "0":
@@ -115,14 +115,14 @@ def _require_as_downloaded(name: str) -> None:
 
 
 def _looked_at(name: str, model: T) -> T:
-    """Return the model; on rank 0, warn about weights with values that no trained model has."""
+    """Return the model; rank 0 warns about weights with values that do not occur in trained models."""
     if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
         stranger_weights.tell_of_implausible(name, model.named_parameters())
     return model
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
-    """Return the tokenizer of a model; without a padding token, its end token is used for padding.
+    """Return a model's tokenizer; if it has no padding token, its end token is used for padding.
 
     Raises:
         UsageError: the tokenizer does not exist, has no tokens, or has more tokens than the model.
@@ -169,12 +169,12 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
-    """Return the maximum number of input tokens: the requested one, or the model's.
+    """Return the maximum number of input tokens, either the requested number or the model's limit.
 
     Args:
         name: name of the model.
         tokenizer: the model's tokenizer, which usually has a limit.
-        config: the model's configuration, with its number of positions if that is limited.
+        config: the model's configuration, which contains the number of positions if it is limited.
         asked: value of ``--seq-length``.
         otherwise: the default if there is no limit.
 
@@ -238,7 +238,7 @@ def _reason_of(name: str, error: Exception) -> str:
 
 
 def _was_not_asked(error: BaseException) -> bool:
-    """Return whether the hub could not be reached and its cache has no copy."""
+    """Return True if the hub could not be reached and its cache has no copy."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     reasons: list[BaseException] = [error]
@@ -248,10 +248,10 @@ def _was_not_asked(error: BaseException) -> bool:
 
 
 def _require_own_shards(name: str, index: Path) -> None:
-    """Check that the weight files named by an index are in the same folder.
+    """Check that the weight files named by an index are in the same folder as the index.
 
     Raises:
-        UsageError: a file is elsewhere, or the file is not an index.
+        UsageError: a weight file is in another folder, or the given file is not an index.
     """
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -54,12 +54,12 @@ def mesh_of(device: torch.device) -> DeviceMesh:
 
 
 def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> str:
-    """Shard parameters, gradients and optimizer states in place, block by block; return a log line.
+    """Shard parameters, gradients and optimizer states in place, block by block, and return a log line.
 
-    Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free it afterwards and
-    gather it again for its backward pass; ``zero-2`` keeps it in between. Everything outside the blocks forms
-    one more unit, which stays gathered from forward to backward. A model on the host is moved to the device
-    block by block.
+    Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free the block afterwards
+    and gather it again for its backward pass; ``zero-2`` keeps it gathered in between. Everything outside the
+    blocks forms one more unit, which stays gathered from forward to backward. A model on the host is moved to
+    the device block by block.
     """
     mesh = mesh_of(device)
     reshard = switches.sharding != "zero-2"
@@ -95,7 +95,7 @@ def silence_views() -> None:
 
 
 def _precision(switches: Switches) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy: gather weights in 16 bits, reduce gradients in fp32."""
+    """Return the mixed-precision policy, which gathers weights in 16 bits and reduces gradients in fp32."""
     if switches.mixed_precision is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -104,7 +104,7 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does when it is constructed.
+    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does during construction.
 
     ``fully_shard`` would keep each rank's own values.
     """
@@ -118,10 +118,11 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce gradients as required during the forward and backward pass of a micro-batch.
+    """Reduce gradients in the forward and backward passes of a micro-batch only if this is required.
 
-    DDP reduces them only in the last micro-batch of a step. ``fully_shard`` reduces them in each one, because
-    no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered until the last one.
+    DDP reduces gradients only in the last micro-batch of a step. ``fully_shard`` reduces them in each
+    micro-batch, because no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered
+    until the last one.
     """
     if isinstance(model, DataParallel) and not last:
         with model.no_sync():

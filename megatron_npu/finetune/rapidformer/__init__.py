@@ -1,1 +1,1 @@
-"""The Python interface of PAI-Rapidformer (document 001): engine, templates, scripts."""
+"""Implementation of PAI-Rapidformer's Python interface (document 001): engine, templates and scripts."""

@@ -1,4 +1,4 @@
-"""``RapidformerEngine``: process group, device, and acceleration of a model."""
+"""``RapidformerEngine``, which sets up the process group and the device and accelerates a model."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class RapidformerEngine:
-    """Sets up the processes, and prepares models, data and results for them.
+    """Sets up the processes, and prepares their models, data and results.
 
     Args:
-        args: the flags (``arguments.parse``); None: those of the run.
+        args: the flags (``arguments.parse``). If None, the flags of the run are used.
 
     Attributes:
         args: the flags.
         device: the device of this process.
         switches: the enabled switches.
-        prepared: the model prepared by ``compose`` or a template; None before that.
-        vocabulary: the model's number of tokens; None before that, or if unknown.
+        prepared: the model prepared by ``compose`` or a template; None until then.
+        vocabulary: the model's number of tokens; None if it is unknown or no model has been prepared.
         shifts_labels: whether the model compares labels with the previous outputs.
-        pairs: splits the loss of a model with a next-sentence head; otherwise None.
+        pairs: object that splits the loss of a model with a next-sentence head; None for other models.
         used: whether the engine has data, a model, or a template that trains.
 
     Raises:
@@ -77,7 +77,7 @@ class RapidformerEngine:
 
     @property
     def place(self) -> ranks.Ranks:
-        """The position of this process among those over which the data is distributed."""
+        """The position of this process among the processes over which the data is distributed."""
         return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
 
     def compose(
@@ -88,14 +88,16 @@ class RapidformerEngine:
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """Return an accelerated model, its optimizer and its learning-rate scheduler.
 
-        They are used like ordinary ones: ``model(**batch)``, ``loss.backward()``, ``optimizer.step()``,
-        ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over the ranks.
+        All three are used like ordinary objects: ``model(**batch)``, ``loss.backward()``,
+        ``optimizer.step()``, ``lr_scheduler.step()``, ``optimizer.zero_grad()``. Gradients are averaged over
+        the ranks.
 
         Args:
             model_obj: the model.
-            optimizer_fn: creates an optimizer from parameters; None: fused AdamW with the values from the
-                flags.
-            lr_scheduler_fn: creates a scheduler from an optimizer; None: the schedule from the flags.
+            optimizer_fn: function that creates an optimizer from parameters. If None, fused AdamW with the
+                values from the flags is used.
+            lr_scheduler_fn: function that creates a scheduler from an optimizer. If None, the schedule from
+                the flags is used.
 
         Raises:
             UsageError: a switch needs a template, or the model is invalid.
@@ -118,14 +120,15 @@ class RapidformerEngine:
         lr_scheduler: Any = None,
         plan: RunPlan | None = None,
     ) -> Prepared:
-        """Prepare a model for the switches, for a loop that uses the whole result.
+        """Prepare a model for the switches; used by loops that need the complete result.
 
         Args:
             model: the model.
             optimizer: an optimizer, a function that creates one from parameters, or None for the default one.
             lr_scheduler: a scheduler, a function that creates one from an optimizer, or None for the schedule
                 from the flags.
-            plan: the training plan, whose length the schedule uses; None: the length from the flags.
+            plan: the training plan, whose length the schedule uses. If None, the length from the flags is
+                used.
 
         Raises:
             UsageError: an argument is invalid, or cannot be combined with these switches.
@@ -161,10 +164,10 @@ class RapidformerEngine:
         return self.prepared
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, concatenated. All ranks must call this.
+        """Return the tensors of all ranks, concatenated.
 
-        Samples repeated in a loader's last batch are removed, so each sample of the dataset occurs once, in
-        order. For tensors of different lengths see ``gathering.gather``.
+        All ranks must call this. Samples repeated in a loader's last batch are removed, so each sample of the
+        dataset occurs once, in order. For tensors of different lengths see ``gathering.gather``.
         """
         together = gathering.gather(tensor, self.args.world_size)
         for loader in self._loaders:
@@ -184,11 +187,11 @@ class RapidformerEngine:
 
         Args:
             dataset: a dataset with a length.
-            collate_fn: creates a batch from a list of samples; None: tokenized samples are padded by the
-                tokenizer of ``--pretrained-model-name-or-path`` (``plain_padding`` without one), others use
-                torch's default.
-            shuffle: use a new order in each epoch.
-            repeats: use the same random numbers in each pass, as for evaluations.
+            collate_fn: creates a batch from a list of samples. If None, tokenized samples are padded by the
+                tokenizer of ``--pretrained-model-name-or-path`` (or by ``plain_padding`` without one), and
+                other samples use torch's default collate function.
+            shuffle: whether to use a new order in each epoch.
+            repeats: whether to reuse the same random numbers in each pass, as evaluation does.
 
         Raises:
             UsageError: the dataset has no length.
@@ -201,9 +204,9 @@ class RapidformerEngine:
         return loader
 
     def loader(self, dataset: Any, collate_fn: Collate | None, **sampling: Any) -> Loader:
-        """Return a ``Loader`` for this rank; with ``--dynamic-shape`` its batches have only a few lengths.
+        """Return a ``Loader`` for this rank; with ``--dynamic-shape``, its batches have only a few lengths.
 
-        For ``sampling`` see ``Sampling``.
+        ``sampling`` is described in ``Sampling``.
         """
         args = self.args
         if args.dynamic_shape:
@@ -218,7 +221,7 @@ class RapidformerEngine:
         )
 
     def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
-        """Pad token batches to a few lengths (``--dynamic-shape``); log the lengths once."""
+        """Pad token batches to a few lengths (``--dynamic-shape``), and log the lengths once."""
         first = dataset[0] if len(dataset) else None
         if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
             return collate
@@ -255,13 +258,13 @@ def made() -> int:
 
 
 def used() -> int:
-    """Return the number of engines that are in use: with data, a model, or a template that trains."""
+    """Return the number of engines in use, which have data, a model, or a template that trains."""
     run = state.run()
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
 def join(args: Namespace) -> None:
-    """Create the process group and start the watchdog; a single process needs no address.
+    """Create the process group and start the watchdog; a single process requires no address.
 
     Raises:
         UsageError: other processes are missing, torchrun restarted the run with a stale store, the limit of
@@ -296,7 +299,7 @@ def join(args: Namespace) -> None:
 
 
 def leave() -> None:
-    """Destroy the process group, if this process is in it."""
+    """Destroy the process group if this process belongs to it."""
     if (run := state.run()) is not None:
         run.engines.clear()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Names that scripts from 2022 import from datasets and transformers, and that have since been removed.
+"""Names that scripts from 2022 import from datasets or transformers, which have since removed them.
 
 They are added only if a script uses them and the installed version lacks them.
 """
@@ -18,13 +18,13 @@ from megatron_npu.finetune.rapidformer.script_metrics import load_metric
 
 
 class AdamW(torch.optim.Optimizer):
-    """The AdamW that Transformers had before version 5, with identical steps.
+    """The AdamW optimizer that Transformers provided before version 5, with identical steps.
 
     Args:
         params: parameters or groups.
-        lr, betas, eps, weight_decay: with Transformers' defaults.
+        lr, betas, eps, weight_decay: the usual options, with Transformers' defaults.
         correct_bias: whether to correct the bias of the moments; BERT's original code did not.
-        no_deprecation_warning: accepted without effect.
+        no_deprecation_warning: has no effect; accepted for compatibility.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters with a gradient; return the result of ``closure``."""
+        """Update all parameters that have a gradient, and return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,7 +86,7 @@ def rename_column_(self: Any, original_column_name: str, new_column_name: str) -
 
 
 def supply(text: str) -> list[str]:
-    """Add the names that a script uses to their modules; return those that were missing.
+    """Add the names that a script uses to the modules that lack them, and return the added names.
 
     Args:
         text: the script's source.

@@ -1,4 +1,4 @@
-"""Gather the tensors of all ranks for metrics."""
+"""Gather the tensors of all ranks to compute metrics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from megatron_npu.finetune.data.labels import IGNORED
 
 
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated along the first dimension. All ranks must call this.
+    """Return the tensors of all ranks, concatenated along the first dimension.
 
-    Ranks may have different lengths. In other dimensions shorter ones are padded: integers with ``IGNORED``,
-    floating-point values with 0. A scalar gives one value per rank, [world_size].
+    All ranks must call this. The tensors may have different lengths. In the other dimensions, shorter tensors
+    are padded: integers with ``IGNORED``, floating-point values with 0. A scalar gives one value per rank,
+    [world_size].
 
     Args:
         tensor: this rank's tensor; dtype and number of dimensions must be the same on all ranks.
@@ -42,7 +43,7 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _shapes(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the shapes of all ranks, [world_size, dimensions]."""
+    """Return the shapes of the tensors on all ranks, [world_size, dimensions]."""
     own = torch.tensor(tensor.shape, device=tensor.device)
     parts = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(parts, own)

@@ -1,4 +1,4 @@
-"""Megatron models in ``PreTrainer``: tensor and pipeline parallel, with the built-in trainer.
+"""Support for Megatron models in ``PreTrainer``, with tensor and pipeline parallelism.
 
 If a template's model is from megatron-core, the built-in trainer (``pretrain``) trains it with its process
 groups, schedules, optimizer, checkpoints and log; the template provides data, model and loss.
@@ -48,13 +48,13 @@ _SCRIPTS = "megatron_npu.finetune.rapidformer.megatron_scripts"
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """Return whether a model is from megatron-core."""
+    """Return True if a model is from megatron-core."""
     core = sys.modules.get("megatron.core.transformer.module")
     return core is not None and isinstance(module, core.MegatronModule)
 
 
 def _names_megatron(template: PreTrainer) -> bool:
-    """Return whether a template's file defines or imports a megatron-core model."""
+    """Return True if a template's file defines or imports a megatron-core model."""
     core = sys.modules.get("megatron.core.transformer.module")
     for value in list(template.model_optimizer_lr_scheduler_provider.__globals__.values()):
         if getattr(value, "__module__", None) == _SCRIPTS and value.__name__.startswith("megatron_"):
@@ -66,12 +66,12 @@ def _names_megatron(template: PreTrainer) -> bool:
 
 @contextlib.contextmanager
 def session(template: PreTrainer) -> Iterator[None]:
-    """Create megatron-core's process groups inside the block, if one of its models may be used.
+    """Create megatron-core's process groups inside the block if a megatron-core model may be used.
 
     That is the case if the flags select model parallelism, or the template's file names such a model.
 
     Raises:
-        UsageError: there is no usable megatron-core, or the flags are inconsistent.
+        UsageError: no usable megatron-core is installed, or the flags are inconsistent.
     """
     args = template.engine.args
     if not layout.is_cut(args) and not _names_megatron(template):
@@ -95,7 +95,7 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace) -> Namespace:
-    """Convert the flags of ``train`` to those of the built-in trainer, which have the same names.
+    """Convert the flags of ``train`` to the built-in trainer's flags, which have the same names.
 
     Args:
         args: the flags of ``train``, including its ranks.
@@ -110,7 +110,7 @@ def driver_flags(args: Namespace) -> Namespace:
 
 
 def _check_tokenizer(args: Namespace) -> None:
-    """Check the tokenizer; the data itself is provided by the template."""
+    """Check the tokenizer; the data itself comes from the template."""
     data_checks.tokenizer(args)
     derive.data(args, there=True)
 
@@ -118,13 +118,13 @@ def _check_tokenizer(args: Namespace) -> None:
 def train(
     template: PreTrainer, datasets: providers.Datasets, module: nn.Module, optimizer: Any, scheduler: Any
 ) -> Outcome:
-    """Train a template's model inside ``session``; return the outcome.
+    """Train a template's model inside ``session``, and return the outcome.
 
     Args:
-        template: its ``run_forward_step`` computes the loss.
-        datasets: its data.
-        module: this stage of its megatron-core model.
-        optimizer, scheduler: None; megatron-core's are created from the flags.
+        template: the template, whose ``run_forward_step`` computes the loss.
+        datasets: the template's data.
+        module: this rank's pipeline stage of the template's megatron-core model.
+        optimizer, scheduler: must be None, because megatron-core's are created from the flags.
 
     Raises:
         UsageError: the model is invalid, its configuration contradicts the flags, or it has an optimizer.
@@ -180,7 +180,7 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
 
 
 class _Journal(training_log.Log):
-    """The built-in trainer's log, which also collects losses and gradient norms."""
+    """The built-in trainer's log, extended to collect losses and gradient norms."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -188,14 +188,14 @@ class _Journal(training_log.Log):
         self.norms: list[float | None] = []
 
     def training(self, iteration: int, steps: training_log.Steps, **more: Any) -> None:
-        """Collect losses and norms, and log them."""
+        """Collect the losses and gradient norms, and log them."""
         self.losses += steps.losses
         self.norms += steps.interval.norms
         super().training(iteration, steps, **more)
 
 
 def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:
-    """Return the built-in trainer with the data and the loss of a template."""
+    """Return the built-in trainer, set up to use the data and the loss of a template."""
 
     class TemplateTrainer(training_loop.Trainer):
         """Trains a template's model with the template's data and loss."""
@@ -214,16 +214,16 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
             return [data.micro_batches(self.plan.batches, dataset, consumed, order, datasets.collate_fn)]
 
         def forward_step(self, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-            """Run one micro-batch through this stage."""
+            """Run one micro-batch through this pipeline stage."""
             return _forward_step(template, batches, chunk)
 
     return TemplateTrainer
 
 
 class _StageEnds(BaseException):
-    """Raised by ``model(...)`` on stages before the last, to leave ``run_forward_step``.
+    """Raised by ``model(...)`` on all stages but the last to leave ``run_forward_step``.
 
-    It is a BaseException, so that a user's ``except Exception`` does not catch it.
+    This is a BaseException so that a user's ``except Exception`` does not catch it.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -232,7 +232,7 @@ class _StageEnds(BaseException):
 
 
 class _Stage:
-    """A pipeline stage of the model, as ``run_forward_step`` calls it.
+    """A pipeline stage of the model, with the call interface that ``run_forward_step`` uses.
 
     Args:
         chunk: the stage in its wrappers, whose other attributes are accessible too.
@@ -272,10 +272,10 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
 
 
 class _Counts:
-    """Iterates over batches and counts the labels over which the loss is a mean.
+    """Iterates over batches, and counts the labels that the loss is averaged over.
 
     Args:
-        template: its ``label_counts`` returns the number of labels in a batch.
+        template: the template, whose ``label_counts`` returns the number of labels in a batch.
         batches: the batches of this stage.
     """
 
@@ -298,7 +298,7 @@ class _Counts:
         return batch
 
     def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed loss over the labels, their number (int32), and both for the log, [2] fp32.
+        """Return the loss summed over the labels, the label count (int32), and both for the log, [2] fp32.
 
         megatron-core divides the gradients by the label count of all micro-batches and ranks.
         """

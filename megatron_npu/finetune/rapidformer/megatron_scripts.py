@@ -1,4 +1,4 @@
-"""Functions that scripts for Megatron models import: the model from the flags, tokenizer, masks."""
+"""Functions that scripts for Megatron models import: the flags' model, the tokenizer and the masks."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return attention mask, loss mask and positions for a left-to-right batch.
+    """Return the attention mask, loss mask and positions for a left-to-right batch.
 
     The name and arguments are those of Megatron-LM.
 
     Args:
         data: tokens, [b, s].
         eod_token: end-of-document token.
-        reset_position_ids: restart positions at each document.
-        reset_attention_mask: let tokens attend only to their own document.
-        eod_mask_loss: exclude end-of-document tokens from the loss.
+        reset_position_ids: whether to restart positions at each document.
+        reset_attention_mask: whether to let tokens attend only to their own document.
+        eod_mask_loss: whether to exclude end-of-document tokens from the loss.
 
     Returns:
         The mask, [b, 1, s, s] bool, True for hidden keys (None for a plain causal mask, which attention

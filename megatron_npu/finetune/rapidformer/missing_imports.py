@@ -17,11 +17,11 @@ _TRANSFORMERS = ("AutoTokenizer", "AutoModelForPreTraining", "AutoModelForSequen
 
 
 def unbound(text: str, name: str) -> set[str]:
-    """Return the names that a script reads but does not define; empty if it has ``import *``.
+    """Return the names that a script reads but does not define; empty if the script has ``import *``.
 
     Args:
-        text: source of the script, which compiles.
-        name: name of its file.
+        text: source of the script; it must compile.
+        name: name of the script's file.
     """
     module = symtable.symtable(text, name, "exec")
     tables = list(_with_children(module))
@@ -45,7 +45,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return definitions for the names that a script lacks, as far as the document's scripts use them."""
+    """Return definitions of the names that a script lacks, if the document's scripts use these names."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

@@ -18,7 +18,7 @@ from megatron_npu.finetune.data.loading import Collate, require_length
 
 
 class Datasets(NamedTuple):
-    """The result of ``train_valid_test_datasets_provider``; splits except the first may be None."""
+    """The result of ``train_valid_test_datasets_provider``; all splits except the first may be None."""
 
     train: Any
     valid: Any
@@ -58,10 +58,10 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
 
 
 def model(template: Any) -> tuple[nn.Module, Any, Any]:
-    """Call ``model_optimizer_lr_scheduler_provider``; the last two values that it returns may be None.
+    """Call ``model_optimizer_lr_scheduler_provider``, which may return None as its last two values.
 
     Raises:
-        UsageError: it returns something else.
+        UsageError: the method returns something else.
     """
     method = template.model_optimizer_lr_scheduler_provider
     returned = method()
@@ -78,7 +78,7 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor:
-    """Return the result of ``run_forward_step`` if it is a loss.
+    """Return the result of ``run_forward_step`` after checking that it is a loss.
 
     Raises:
         UsageError: the result is not a loss.
@@ -100,16 +100,17 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
 def losses(
     template: Any, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses that ``run_forward_step`` returned.
+    """Return the losses that ``run_forward_step`` returned, after checking them.
 
     Args:
         template: the template.
         returned: the result of the method.
-        number: expected number of losses, from ``label_counts``; None: a single one, not in a tuple.
-        training: whether they must depend on the model's weights.
+        number: expected number of losses, from ``label_counts``. If None, a single loss is expected that is
+            not in a tuple.
+        training: whether the losses must depend on the model's weights.
 
     Raises:
-        UsageError: they are not losses, or their number differs.
+        UsageError: the returned values are not losses, or their number is not the expected one.
     """
     if number is None:
         return (loss(template, returned, training=training),)
@@ -139,10 +140,10 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
 
 
 def as_module(given: Any) -> nn.Module:
-    """Return the model passed to ``compose``.
+    """Return the model passed to ``compose`` after checking it.
 
     Raises:
-        UsageError: it is not a module.
+        UsageError: the model is not a module.
     """
     if not isinstance(given, nn.Module):
         raise UsageError(
@@ -161,7 +162,7 @@ def as_module(given: Any) -> nn.Module:
 
 
 def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Return a function that creates the user's scheduler; None: no scheduler.
+    """Return a function that creates the user's scheduler, or None if there is no scheduler.
 
     Raises:
         UsageError: the user passed a scheduler that was created for another optimizer.
@@ -178,7 +179,7 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether a value is an existing scheduler."""
+    """Return True if a value is an existing scheduler."""
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
@@ -190,7 +191,7 @@ def missing(template: Any, name: str, returns: str) -> UsageError:
 
 
 def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
-    """Check, before the first call, that a template's methods accept the arguments that they will get."""
+    """Check before the first call that a template's methods accept the arguments that they will receive."""
     calls: dict[str, tuple[Any, ...]] = {
         "train_valid_test_datasets_provider": given,
         "model_optimizer_lr_scheduler_provider": (),
@@ -212,7 +213,7 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
 
 
 def _require_one_argument(method: Any, collate: Any) -> None:
-    """Check that a collate function can be called with a list of samples and nothing else."""
+    """Check that a collate function can be called with a list of samples as its only argument."""
     try:
         inspect.signature(collate).bind([])
     except TypeError as error:

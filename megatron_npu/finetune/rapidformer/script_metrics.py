@@ -1,4 +1,4 @@
-"""``load_metric``, which ``datasets`` removed in version 3, for scripts that still use it."""
+"""Support for ``load_metric``, which ``datasets`` removed in version 3, in scripts that still use it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megatron_npu.finetune.run import metrics
 
 
 class Metric:
-    """Collects predictions and compares them at the end.
+    """Collects predictions and references, and computes metrics from them at the end.
 
     Args:
-        glue: GLUE task whose metrics are computed; None: accuracy, F1 and Matthews' correlation.
+        glue: GLUE task whose metrics are computed. If None, accuracy, F1 and Matthews' correlation are
+            computed.
     """
 
     def __init__(self, glue: str | None = None) -> None:
@@ -24,12 +25,12 @@ class Metric:
         self._references: list[np.ndarray] = []
 
     def add_batch(self, *, predictions: Any, references: Any) -> None:
-        """Add a batch: tensors, arrays or lists [b]."""
+        """Add a batch of tensors, arrays or lists [b]."""
         self._predictions.append(_array(predictions))
         self._references.append(_array(references))
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics of all batches since the last call, by name.
+        """Return by name the metrics of all batches that were added since the last call.
 
         Raises:
             UsageError: there were no batches.

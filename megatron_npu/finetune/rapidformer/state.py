@@ -1,4 +1,4 @@
-"""Flags, logger and timers for a user's script."""
+"""Flags, logger and timers that a user's script can access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as PAI-Rapidformer's scripts see them; values that a script sets apply to the run too.
+    """The flags as seen by PAI-Rapidformer's scripts; values that a script sets also apply to the run.
 
     ``load`` is the value that scripts pass to ``from_pretrained``: the model's name if given, otherwise the
     folder of ``--load``. ``load_from`` is always that folder.
@@ -49,9 +49,9 @@ class Run:
     """A run of ``megatron-npu train`` in this process.
 
     Attributes:
-        args: its flags.
+        args: the flags of the run.
         for_scripts: the same flags as seen by scripts; created on request.
-        engines: engines created in it; a script without any trains nothing.
+        engines: engines created during the run; a script that creates no engine trains nothing.
         driver: flags of the built-in trainer while it trains a Megatron model.
         tokenizer: tokenizer selected by the flags; created on request.
     """
@@ -64,7 +64,7 @@ class Run:
 
 
 class _Process:
-    """State of this process: its current run, shared by all threads, and its timers."""
+    """State of this process: the current run, which all threads share, and the timers."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -75,7 +75,7 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Start a run with these flags if there is none; with None, end the run."""
+    """Start a run with these flags if there is none; if the flags are None, end the run."""
     run = _process.run
     if args is None:
         _process.run = None
@@ -116,7 +116,9 @@ def get_args() -> ScriptArgs:
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger to stderr: rank 0 logs from ``--log-level`` on, other ranks only warnings.
+    """Return a logger that writes to stderr; ranks other than 0 log only warnings.
+
+    Rank 0 logs messages of ``--log-level`` and above.
 
     Args:
         name: appended to the logger's name.

@@ -1,4 +1,4 @@
-"""Templates to subclass, for users and for every task of this project: ``Finetuner`` and ``PreTrainer``."""
+"""Base classes ``Finetuner`` and ``PreTrainer`` for users' templates and for every task of this project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_npu.finetune.run.run_plan import RunPlan
 
 
 class Template:
-    """Code that both templates share.
+    """Code shared by both templates.
 
     Args:
         engine: the engine of this process.
@@ -31,11 +31,11 @@ class Template:
         self.engine = engine
 
     def train_valid_test_datasets_provider(self, *args: Any) -> Any:
-        """Return the data; see the two templates."""
+        """Return the data; see ``Finetuner`` and ``PreTrainer``."""
         raise providers.missing(self, "train_valid_test_datasets_provider", "data sets")
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return model, optimizer and scheduler.
+        """Return the model, the optimizer and the scheduler.
 
         Optimizer and scheduler are objects, functions that create them (from parameters, from an optimizer),
         or None: fused AdamW and the schedule from the flags.
@@ -47,17 +47,17 @@ class Template:
     def run_forward_step(
         self, batch_or_iterator: Any, model: nn.Module
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the loss of a micro-batch, a scalar tensor: the mean over its labels.
+        """Return the loss of a micro-batch as a scalar tensor, averaged over the micro-batch's labels.
 
         Args:
             batch_or_iterator: a batch on the device (``Finetuner``), or an iterator of batches
                 (``PreTrainer``).
-            model: called like the result of ``model_optimizer_lr_scheduler_provider``.
+            model: the model, which is called like the result of ``model_optimizer_lr_scheduler_provider``.
         """
         raise providers.missing(self, "run_forward_step", "the loss")
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return the number of labels over which the loss of a batch is the mean, which is its weight.
+        """Return the number of labels that a batch's loss is averaged over, which is the weight of the loss.
 
         By default this counts the integer ``labels`` other than -100 (for causal Transformers models without
         the first label of each text), or one per sample if there are no labels. For a model with a
@@ -74,7 +74,7 @@ class Template:
         return words, len(batch[pair_losses.LABEL])
 
     def _require_engine(self) -> None:
-        """Check that the template has an engine; a subclass's ``__init__`` may not have passed it on."""
+        """Check that the template has an engine, which a subclass's ``__init__`` may not have passed on."""
         engine = getattr(self, "engine", None)
         if not hasattr(engine, "args"):
             raise UsageError(
@@ -109,13 +109,13 @@ class Template:
         return loader
 
     def _require_known_tokens(self, data: providers.Datasets) -> None:
-        """Check the tokens of datasets that have columns; other datasets are checked batch by batch."""
+        """Check the tokens of datasets that have columns; other datasets are checked one batch at a time."""
         for what, dataset in (("training", data.train), ("validation", data.valid), ("test", data.test)):
             vocabulary.require_known_column(dataset, self.engine.vocabulary, f"the {what} data")
 
 
 class Finetuner(Template):
-    """Fine-tunes a model for a number of epochs, with metrics after each epoch.
+    """Fine-tunes a model for a number of epochs, and computes metrics after each epoch.
 
     A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
     ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; a test set with
@@ -124,7 +124,7 @@ class Finetuner(Template):
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return metrics by name for the validation or test data, or None.
+        """Return the metrics for the validation or test data by name, or None.
 
         All ranks call this, and ``self.gather`` concatenates their results.
 
@@ -136,7 +136,7 @@ class Finetuner(Template):
         return None
 
     def train(self) -> Outcome:
-        """Train as specified by the flags; return the outcome.
+        """Train as specified by the flags, and return the outcome.
 
         Raises:
             UsageError: a method returned something invalid, or the flags select model parallelism.
@@ -174,12 +174,12 @@ class Finetuner(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def finetune(self) -> Outcome:
-        """Same as ``train``, under the document's name."""
+        """Alias of ``train`` with the document's name."""
         return self.train()
 
 
 class PreTrainer(Template):
-    """Pre-trains a model for a number of iterations, with a validation loss at intervals.
+    """Pre-trains a model for a number of iterations, and computes a validation loss at intervals.
 
     A subclass has three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``, which
     returns three datasets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
@@ -187,7 +187,7 @@ class PreTrainer(Template):
     """
 
     def train(self) -> Outcome:
-        """Train as specified by the flags; return the outcome.
+        """Train as specified by the flags, and return the outcome.
 
         Raises:
             UsageError: a method returned something invalid.
@@ -205,7 +205,7 @@ class PreTrainer(Template):
     def _train(
         self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
     ) -> Outcome:
-        """Train a model that is not split by model parallelism."""
+        """Train a model that does not use model parallelism."""
         engine, args = self.engine, self.engine.args
         plan = RunPlan.of(args, len(batches))
         prepared = engine.prepare(model, optimizer, scheduler, plan)
@@ -226,11 +226,11 @@ class PreTrainer(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def pretrain(self) -> Outcome:
-        """Same as ``train``, under the document's name."""
+        """Alias of ``train`` with the document's name."""
         return self.train()
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return the number of labels over which the loss of a batch is the mean.
+        """Return the number of labels that a batch's loss is averaged over.
 
         See ``Template.label_counts``. For Megatron's windows (``text``, [b, s + 1]) with --eod-mask-loss,
         these are the tokens other than end-of-document tokens, as in the loss mask of
@@ -244,7 +244,7 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return whether a Megatron model's batches of equal size may have different numbers of labels."""
+        """Return True if a Megatron model's batches of equal size may have different numbers of labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 

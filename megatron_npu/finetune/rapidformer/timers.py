@@ -21,14 +21,14 @@ class Timer:
         self._since: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Start; with ``barrier``, wait until all ranks have arrived."""
+        """Start the timer; with ``barrier``, wait until all ranks have arrived."""
         if self._since is not None:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         _wait(barrier)
         self._since = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop after queued work on the device has completed."""
+        """Stop the timer after queued work on the device has completed."""
         if self._since is None:
             raise RuntimeError(f"timer {self.name!r} has not been started")
         _wait(barrier)
@@ -36,11 +36,11 @@ class Timer:
         self._since = None
 
     def reset(self) -> None:
-        """Reset the time."""
+        """Reset the accumulated time."""
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds so far; a running timer continues.
+        """Return the accumulated seconds; a running timer continues to run.
 
         Args:
             reset: whether to reset the time.
@@ -58,13 +58,13 @@ class Timer:
 
 
 class Timers:
-    """Timers by name."""
+    """A collection of timers by name."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer with this name, creating it if needed.
+        """Return the timer with this name, creating the timer if needed.
 
         Args:
             name: name of the timer.
@@ -73,12 +73,12 @@ class Timers:
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True) -> str:
-        """Print and return a line with these timers' milliseconds on this rank.
+        """Print and return a line that contains the milliseconds of these timers on this rank.
 
         Args:
-            names: the timers; None: all.
+            names: names of the timers. If None, all timers are included.
             normalizer: divisor, for example the number of iterations.
-            reset: reset them.
+            reset: whether to reset the timers.
         """
         chosen = [name for name in names or self._timers if name in self._timers]
         parts = [f"{name}: {self._timers[name].elapsed(reset) * 1e3 / normalizer:.2f}" for name in chosen]

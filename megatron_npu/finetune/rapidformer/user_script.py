@@ -1,4 +1,4 @@
-"""``--user-script FILE``: run a file like ``python FILE``.
+"""Support for ``--user-script FILE``, which runs a file in the same way as ``python FILE``.
 
 The script gets names that the document's scripts use without importing them, and names that newer packages
 have removed. ``from megatron import mpu`` imports a stub if Megatron no longer has the module.
@@ -26,7 +26,7 @@ _PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
 def run(script: str) -> None:
-    """Run the file to its end.
+    """Run the file until it ends.
 
     Raises:
         UsageError: the script raised an exception, or trained nothing.
@@ -79,7 +79,7 @@ def stand_in() -> None:
 
 
 def _supplied(path: Path) -> dict[str, Any]:
-    """Supply and log the names that a script lacks; return those to define before it starts."""
+    """Supply and log the names that a script lacks; return the names to define before the script starts."""
     from megatron_npu.finetune.rapidformer import former_names, missing_imports
 
     text = path.read_bytes()
@@ -100,7 +100,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if the user's own code raised it; otherwise the error itself."""
+    """Return a one-line error if the user's own code raised the error; otherwise return the error itself."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
@@ -114,7 +114,7 @@ def _told(path: Path, error: BaseException) -> BaseException:
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
-    """Describe an embedding lookup that is out of range; None for other errors.
+    """Return a description of an embedding lookup that is out of range, or None for other errors.
 
     torch reports only that an index is out of range, for a token as well as for a position past the maximum.
     """
@@ -129,7 +129,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """Return the last stack frame in the user's files, or None if a frame of this project follows it."""
+    """Return the last stack frame in the user's files, or None if a frame of this project follows."""
     found = None
     for frame in traceback.extract_tb(trace):
         file = Path(frame.filename).resolve()

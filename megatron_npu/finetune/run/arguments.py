@@ -1,4 +1,4 @@
-"""The flags of ``megatron-npu train``: those of the PAI-Rapidformer document, which have Megatron's names.
+"""Flags of ``megatron-npu train``, which are those of the PAI-Rapidformer document with Megatron's names.
 
 ``parse`` parses and checks them; checks that need the data or the model come later. A user's script gets the
 result with ``get_args()``.
@@ -60,7 +60,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ``dataset_name``, which the document's scripts read.
 
     Raises:
-        UsageError: a flag is unknown or missing, a value has the wrong type, or two flags exclude each other.
+        UsageError: a flag is unknown or missing, a value has the wrong type, or two flags are mutually
+            exclusive.
     """
     _refuse_blanks(argv)
     flags_of_train = parser()
@@ -183,7 +184,7 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """Reject empty values, as from an unset variable: with ``--save "$RUNS"`` nothing would be saved."""
+    """Reject empty values, as from an unset variable: with ``--save "$RUNS"``, nothing would be saved."""
     for name, value in vars(args).items():
         if name != "source_prefix" and value in ("", [""]):
             raise UsageError(

@@ -48,7 +48,7 @@ _SAME = {  # what decides which samples an iteration has
 
 @watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
-    """Write the checkpoint of an iteration; return its folder. All ranks must call this.
+    """Write the checkpoint of an iteration, and return the checkpoint's folder. All ranks must call this.
 
     Raises:
         UnsavedError: the checkpoint could not be written.
@@ -73,7 +73,7 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 
 
 def require_there(args: Namespace) -> None:
-    """Check that ``--load`` has a checkpoint, before anything is loaded.
+    """Check that ``--load`` contains a checkpoint before anything is loaded.
 
     The first run may pass its own ``--save`` folder, which is still empty; and without a model name, the
     folder may be a Transformers model that a script passes to ``from_pretrained``.
@@ -170,7 +170,7 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
-    """Compare weight names and shapes with the checkpoint; torch itself reports only missing weights.
+    """Compare weight names and shapes with the checkpoint, because torch reports only missing weights.
 
     Raises:
         UsageError: a weight differs; the error names the first one.
@@ -197,7 +197,7 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Guard the reading of a checkpoint inside the block, so that no code in it is executed.
+    """Prevent code in a checkpoint from being executed while the checkpoint is read inside the block.
 
     Raises:
         UsageError: the checkpoint is damaged, or contains an object that must not be created.
@@ -225,7 +225,7 @@ def _reading(place: Path) -> Iterator[None]:
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators, as bytes."""
+    """Return the states of this rank's random number generators as bytes."""
     device = devices.current()
     of_numpy = np.random.get_state(legacy=False)
     assert isinstance(of_numpy, dict)

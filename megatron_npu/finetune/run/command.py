@@ -17,10 +17,10 @@ from megatron_npu.pretrain.run import last_words
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
-        UsageError: bad input, found on one of the ranks.
+        UsageError: the input is invalid on one of the ranks.
     """
     args = arguments.parse(argv)
     if not ranks.launched():
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: Namespace) -> int:
-    """Run training on this rank; return the exit code."""
+    """Run training on this rank, and return the exit code."""
     try:
         train(args)
     except KeyboardInterrupt:
@@ -53,13 +53,13 @@ def _run(args: Namespace) -> int:
 
 
 def train(args: Namespace) -> None:
-    """Train as specified by the flags, in this process, which is one of the ranks.
+    """Train as specified by the flags in this process, which is one of the ranks.
 
     Args:
-        args: the result of ``arguments.parse`` with its ranks (``arguments.set_ranks``).
+        args: the result of ``arguments.parse``, with the ranks set by ``arguments.set_ranks``.
 
     Raises:
-        UsageError: bad input.
+        UsageError: the input is invalid.
     """
     _refuse(args, tells=args.rank == 0)
     output.places(args)

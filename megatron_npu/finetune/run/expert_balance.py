@@ -43,7 +43,7 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
         layers: router logits of each layer, [b * s, E].
         experts: number of experts E.
         top_k: experts per token.
-        mask: 0 for tokens that do not count [b, s]; None: all count.
+        mask: 0 for tokens that do not count [b, s]. If None, all count.
     """
     weights = torch.ones_like(layers[0][:, 0]) if mask is None else mask.reshape(-1).to(layers[0])
     weights = weights.float()
@@ -143,7 +143,7 @@ class ExpertBalance:
 
 
 def asked_for(model: nn.Module) -> bool:
-    """Return whether a Transformers model's configuration enables a balancing loss."""
+    """Return True if a Transformers model's configuration enables a balancing loss."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "output_router_logits", False))

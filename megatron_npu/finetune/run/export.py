@@ -31,7 +31,7 @@ def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any 
         args: the flags.
         prepared: the model; shards are joined on rank 0.
         outcome: the outcome of the training, for the card.
-        tokenizer: the tokenizer to include; None: that of ``--pretrained-model-name-or-path``, if any.
+        tokenizer: the tokenizer to include. If None, that of ``--pretrained-model-name-or-path``, if any.
     """
     place = Path(args.save) / FOLDER
     weights = prepared.full_weights()

@@ -53,7 +53,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return whether a model compares labels with previous outputs, as causal Transformers models do."""
+    """Return True if a model compares labels with previous outputs, as causal Transformers models do."""
     auto = sys.modules.get("transformers.models.auto.modeling_auto")
     if auto is None:
         return False
@@ -121,7 +121,7 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """Number of losses of the last batches; None: a single one, not in a tuple."""
+        """Number of losses of the last batches. If None, a single one, not in a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:

@@ -26,7 +26,7 @@ _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take befor
 
 
 def local_processes(args: Namespace) -> int:
-    """Return the number of ranks for this machine: as requested, or one per device.
+    """Return the number of ranks for this machine: the requested number, or one rank per device.
 
     Raises:
         UsageError: more ranks are requested than there are devices, or than fit into memory on a CPU.
@@ -64,7 +64,7 @@ def machines() -> int:
 
 
 def start(argv: Sequence[str], processes: int) -> int:
-    """Run ``megatron-npu train`` on all ranks of this machine; return the exit code.
+    """Run ``megatron-npu train`` on all ranks of this machine, and return the exit code.
 
     Each rank reports its own errors.
 
@@ -130,7 +130,7 @@ def _no_logs() -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
     class NoLogs(DefaultLogsSpecs):
-        """Log settings without files."""
+        """Log settings that do not use files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             """Disable the threads that would poll /dev/null for lines ten times a second."""
@@ -143,7 +143,7 @@ def _no_logs() -> Any:
 
 
 def _meeting() -> dict[str, Any]:
-    """Return the rendezvous settings: from the environment, or else a free port on this machine."""
+    """Return the rendezvous settings from the environment, or for a free port on this machine."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not port:
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}

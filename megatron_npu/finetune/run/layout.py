@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def is_cut(args: Namespace) -> bool:
-    """Return whether the flags request model parallelism."""
+    """Return True if the flags request model parallelism."""
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
 
 

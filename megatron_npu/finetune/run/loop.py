@@ -41,8 +41,8 @@ class Evaluations(NamedTuple):
     """The evaluations during and after training.
 
     Attributes:
-        valid: evaluates the validation data; None: there is none.
-        test: evaluates the test data, once, at the end; None: there is none.
+        valid: evaluates the validation data. If None, there is none.
+        test: evaluates the test data, once, at the end. If None, there is none.
     """
 
     valid: Evaluate | None
@@ -85,7 +85,7 @@ class Loop:
         self._tokens = 0  # of this rank, since then
 
     def run(self) -> Outcome:
-        """Train to the end, or until a flag or signal ends it; return the outcome."""
+        """Train until the end, or until a flag or signal ends training, and return the outcome."""
         said = self._load()
         with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
             for line in said:
@@ -107,7 +107,7 @@ class Loop:
         return self.outcome
 
     def _load(self) -> list[str]:
-        """Resume from the newest checkpoint of --load, if there is one; return log lines."""
+        """Resume from the newest checkpoint of --load if there is one, and return log lines."""
         if self.args.load is None:
             return []
         self.iteration, said = checkpoint.load(self.args, self.prepared)
@@ -115,7 +115,7 @@ class Loop:
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
-        """Train one iteration; log, evaluate and save when due."""
+        """Train one iteration; log, evaluate and save when these are due."""
         args = self.args
         self._step(batches)
         self.report.tick()
@@ -196,7 +196,7 @@ class Loop:
         self._norms.append(norm)
 
     def _scale(self) -> float:
-        """Return the loss scale; 1 without fp16."""
+        """Return the loss scale, which is 1 without fp16."""
         return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
 
     def _overflowed(self, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation metrics, computed here: GLUE's, entities, answers and text overlap.
+"""Evaluation metrics for GLUE, entities, answers and text overlap, implemented in this module.
 
 They are short formulas, tested against scikit-learn, seqeval and others if installed. The hub's ``evaluate``
 is not used, because it downloads and executes a program per metric.
@@ -153,7 +153,7 @@ def _begins(before: str, mark: str, kind_before: str, kind: str) -> bool:
 
 
 def are_entity_tags(names: Sequence[str]) -> bool:
-    """Return whether tags have the spelling of entity tags, unlike part-of-speech tags."""
+    """Return True if tags have the spelling of entity tags, unlike part-of-speech tags."""
     return all(name == "O" or re.match(r"[BIES]-.", name) for name in names)
 
 

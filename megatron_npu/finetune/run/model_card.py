@@ -26,7 +26,7 @@ _FLAGS = """
 
 
 def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -> None:
-    """Write the card.
+    """Write the model card.
 
     Args:
         folder: folder of the model.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: mean loss, and metrics by name."""
+    """The result of an evaluation: the mean loss, and the metrics by name."""
 
     loss: float
     metrics: dict[str, float]

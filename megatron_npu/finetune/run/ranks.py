@@ -24,12 +24,12 @@ class Ranks:
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, or ``train`` itself) started this process as a rank."""
+    """Return True if a launcher (torchrun, or ``train`` itself) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def of_this_process() -> Ranks:
-    """Return this process's ranks; without a launcher, those of a single process."""
+    """Return this process's ranks; without a launcher, the ranks of a single process are returned."""
     if not launched():
         return Ranks()
     return Ranks(

@@ -1,4 +1,4 @@
-"""Log output of a training run: lines like Megatron's, JSON lines and TensorBoard curves.
+"""Log output of a training run: log lines in Megatron's format, JSON lines and TensorBoard curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``pretrain.report.history`` reads both), with samples
 per second in addition to tokens, and evaluation metrics in addition to the loss.
@@ -28,7 +28,7 @@ class Steps:
         norms: gradient norm of each; None if the update was skipped.
         seconds: total time without evaluation and saving.
         learning_rate: learning rate of the next iteration.
-        tokens: tokens of all iterations on all ranks; 0: unknown.
+        tokens: tokens of all iterations on all ranks. If 0, unknown.
         scale: the loss scale; 1 without fp16.
     """
 

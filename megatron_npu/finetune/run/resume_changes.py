@@ -38,7 +38,7 @@ class Flag:
 
     @property
     def flag(self) -> str:
-        """Its spelling on the command line."""
+        """The flag's spelling on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 

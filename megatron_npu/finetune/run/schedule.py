@@ -1,4 +1,4 @@
-"""The learning rate per iteration, like Megatron's scheduler: warm-up from 0, decay to a minimum."""
+"""Learning rate per iteration, as in Megatron's scheduler: warm-up from 0 and decay to a minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of ``--task``: one template for Transformers models per task, one file each."""
+"""Tasks for ``--task``: each file contains one task, which is a template for Transformers models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def every() -> dict[str, type[Declaration]]:
-    """Return the tasks by name: the classes in this package that have a name."""
+    """Return the tasks by name, which are the classes in this package that have a name."""
     found: dict[str, type[Declaration]] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
@@ -34,7 +34,7 @@ def every() -> dict[str, type[Declaration]]:
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return a task as a template that trains; the training code is only imported now.
+    """Return a task as a template that trains; the training code is imported only by this call.
 
     Raises:
         UsageError: the task does not exist, or a package that it needs is not installed.

@@ -1,4 +1,4 @@
-"""Concatenate texts and split them into blocks of equal length, the samples of language models."""
+"""Concatenate texts and split them into blocks of equal length, which are the samples of language models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXTS = 10_000  # that are put together at a time; what is left at the end of t
 
 
 class BlocksOfText(Task):
-    """The base of both language-model tasks."""
+    """Base class for both language-model tasks."""
 
     roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
     flags = (
@@ -65,9 +65,7 @@ class BlocksOfText(Task):
         return blocks
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the predicted tokens, and the perplexity, which is the exponential of the
-        loss.
-        """
+        """Return the loss over the predicted tokens and the perplexity, which is e to the loss."""
         loss = mean_loss(self.evaluated(model, eval_dataloader, self.read))
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 

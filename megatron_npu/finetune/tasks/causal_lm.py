@@ -1,4 +1,4 @@
-"""``--task causal_lm``: predict the next token."""
+"""Implementation of ``--task causal_lm``, which predicts the next token."""
 
 from __future__ import annotations
 

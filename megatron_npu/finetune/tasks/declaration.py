@@ -24,7 +24,7 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """The name of its value in the parsed arguments."""
+        """The name of the flag's value in the parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
@@ -34,7 +34,7 @@ class Declaration:
     Attributes:
         name: value of ``--task``.
         template: which of the two templates it implements.
-        head: the Transformers Auto class to train; None: depends on the model.
+        head: the Transformers Auto class to train. If None, depends on the model.
         pipeline: the Transformers pipeline for the trained model, or None.
         roles: roles of its columns, each with its usual names, most likely first.
         flags: its own flags; those of its base classes are added.
@@ -52,15 +52,15 @@ class Declaration:
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Check the flags against each other, before anything is loaded.
+        """Check that the flags are consistent before anything is loaded.
 
         Raises:
-            UsageError: two flags exclude each other, or a value is invalid for the task.
+            UsageError: two flags are mutually exclusive, or a value is invalid for the task.
         """
 
     @classmethod
     def all_flags(cls) -> Iterator[Flag]:
-        """Yield the flags of its base classes, then its own."""
+        """Yield the flags of the task's base classes, and then the task's own flags."""
         for kind in reversed(cls.__mro__):
             yield from vars(kind).get("flags", ())
 

@@ -1,4 +1,4 @@
-"""``--task masked_lm``: predict masked tokens."""
+"""Implementation of ``--task masked_lm``, which predicts masked tokens."""
 
 from __future__ import annotations
 

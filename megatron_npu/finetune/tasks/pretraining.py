@@ -1,4 +1,7 @@
-"""``--task pretraining``: pre-train a BERT or a causal Transformers model on ``.bin/.idx`` data."""
+"""Implementation of ``--task pretraining``: pre-train a Transformers model on ``.bin/.idx`` data.
+
+The model is a BERT or a causal model.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class PreTraining(Declaration):
         self.args = engine.args
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: Any) -> Any:
-        """Return masked sentence pairs for BERT, or windows for a causal model."""
+        """Return masked sentence pairs for BERT, or token windows for a causal model."""
         args = self.args
         self._require_every_token()
         common = {
@@ -99,7 +102,7 @@ class PreTraining(Declaration):
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return the model: with the weights in its folder if they fit, otherwise with new weights."""
+        """Return the model with the weights from its folder if they fit, and with new weights otherwise."""
         import transformers
 
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
@@ -110,12 +113,12 @@ class PreTraining(Declaration):
         return pretrained.loaded(name, auto, config), None, None
 
     def run_forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> Tensor:
-        """Return the model's loss; for a model with two heads, the sum of both losses."""
+        """Return the model's loss, which is the sum of both losses for a model with two heads."""
         return model(**next(data_iterator)).loss
 
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
-        """The configuration, and descriptions of the values that flags have changed in it."""
+        """The configuration, and descriptions of the values that were changed by flags."""
         from transformers import AutoConfig
 
         args = self.args
@@ -141,7 +144,7 @@ class PreTraining(Declaration):
 
     @property
     def _masked(self) -> bool:
-        """Whether the model sees the whole text and predicts masked words."""
+        """True if the model sees the whole text and predicts masked words."""
         config = self._config[0]
         causal = pretrained.has_head(config, "AutoModelForCausalLM")
         masked = pretrained.has_head(config, "AutoModelForMaskedLM")
@@ -155,7 +158,7 @@ class PreTraining(Declaration):
 
     @property
     def _next_sentence(self) -> bool:
-        """Whether the model has a head for the next sentence."""
+        """True if the model has a next-sentence head."""
         return self._auto == "AutoModelForPreTraining"
 
     @property

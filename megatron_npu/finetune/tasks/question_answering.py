@@ -1,4 +1,4 @@
-"""``--task question_answering``: find the span of a context that answers a question."""
+"""Implementation of ``--task question_answering``, which finds the span that answers a question."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class QuestionAnswering(Task):
         return [found["question"], found["context"]]
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the windows of each row, and the position of the answer in them."""
+        """Return the windows of each row, and the position of the answer in each window."""
         self.require_places()
         encode = functools.partial(
             _encode,
@@ -90,7 +90,7 @@ class QuestionAnswering(Task):
         )
 
     def _stride(self, rows: Any, part: str) -> int:
-        """Return the overlap of windows in tokens: --doc-stride, or less if questions are long."""
+        """Return the overlap of windows in tokens, which is --doc-stride, or less if questions are long."""
         questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
@@ -107,7 +107,7 @@ class QuestionAnswering(Task):
         return self.padded(examples, numbers=_POSITIONS)
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch: the mean over its windows, independent of padding."""
+        """Return the loss of a batch, which is the mean over its windows and does not depend on padding."""
         outputs = model(**inputs(batch))
         return position_losses(outputs.start_logits, outputs.end_logits, batch).mean()
 
@@ -135,7 +135,7 @@ class QuestionAnswering(Task):
 
     @functools.cached_property
     def _may_have_none(self) -> bool:
-        """Whether the data contains questions without an answer, as SQuAD 2.0 does."""
+        """True if the data contains questions without an answer, as in SQuAD 2.0."""
         return any(not _answers(row, self.columns)[0] for rows in self.parts.values() for row in rows)
 
     def _part(self, number: int) -> str:
@@ -163,7 +163,7 @@ class QuestionAnswering(Task):
 
 
 def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b]: the mean of those of its first and last token.
+    """Return the loss of each window [b], which is the mean of the losses of its first and last token.
 
     Transformers models include padding in the softmax, so a window's loss would depend on the longest window
     of its batch. Here only a window's own tokens are included.
@@ -182,7 +182,7 @@ def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> 
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the first and last token of the most likely answer of each window [b, 2], and its score [b].
+    """Return the first and last token of each window's most likely answer, [b, 2], and its score, [b].
 
     Args:
         start: logits of its first token [b, s].
@@ -259,7 +259,7 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer, if the window contains all of it."""
+    """Return the first and last token of the first true answer if the window contains the whole answer."""
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -299,7 +299,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
 
 
 def _as_written(given: Any, context: str) -> tuple[Any, Any]:
-    """Return the answers and their positions from a table or a single text; None for other formats."""
+    """Return the answers and their positions from a table or a single text, or None for other formats."""
     if isinstance(given, dict):
         return given.get("text") or [], given.get("answer_start") or []
     if isinstance(given, str) or given is None:

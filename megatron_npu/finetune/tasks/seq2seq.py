@@ -1,4 +1,4 @@
-"""``--task seq2seq``: generate a text from a text, such as a translation or a summary."""
+"""Implementation of ``--task seq2seq``, which generates a text from a text (translation, summary)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Seq2Seq(Task):
         return parts
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each source, with the tokens of its target as labels."""
+        """Return the tokens of each source, and the tokens of its target as labels."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,

@@ -1,4 +1,4 @@
-"""``--task sequence_classification``: predict a class or a number for a text or a pair of texts."""
+"""Implementation of ``--task sequence_classification``, which predicts a class or number for text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SequenceClassification(Task):
         return columns_of_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the label settings."""
+        """Return the label settings for the model's configuration."""
         self.require_columns()  # told before labels are looked at
         return self.labels.config()
 
@@ -78,7 +78,7 @@ class SequenceClassification(Task):
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns of the label, the text and its pair."""
+        """Return the columns of the label, the text and the second text."""
         said = [pair for pair in self.args.columns if pair[0] == "label"]
         label = columns.find({"train": there["train"]}, {"label": self.roles["label"]}, said)["label"]
         both = columns_of_texts(there, label, self.args.columns)
@@ -130,7 +130,7 @@ class SequenceClassification(Task):
 def columns_of_texts(
     there: Mapping[str, Collection[str]], label: str, said: Collection[tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """Return the column of the text to classify, and that of its pair, or None.
+    """Return the column of the text to classify, and the column of the second text or None.
 
     Args:
         there: the columns of each split.

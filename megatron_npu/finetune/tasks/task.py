@@ -1,4 +1,4 @@
-"""Code shared by all tasks: data and model loading, and evaluations that count each example once."""
+"""Code shared by all tasks: loading of data and models, and evaluations that count each example once."""
 
 from __future__ import annotations
 
