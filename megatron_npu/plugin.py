@@ -1,4 +1,4 @@
-"""Activate the package: from the first import of ``megatron`` to a patched upstream, once per process."""
+"""Activate the package: wait for the first import of ``megatron`` and patch upstream once per process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _undoing = ExitStack()
 
 
 def pins_directory() -> Path:
-    """Return the folder of the pin files: inside the package in a wheel, otherwise beside it."""
+    """Return the folder of the pin files, which is inside the package in a wheel and next to it otherwise."""
     package = Path(__file__).resolve().parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -58,7 +58,7 @@ def engine() -> Engine:
 
 
 def install() -> None:
-    """Install the engine's import hook, and patch modules that were imported before."""
+    """Install the engine's import hook, and patch the modules that were already imported."""
     if not engine().armed:
         _undoing.callback(engine().disarm)
         engine().arm()
@@ -74,7 +74,7 @@ def install() -> None:
 def cure_numbers() -> None:
     """Fix upstream bugs that would make the results of this project's own commands wrong.
 
-    In stock scripts the bugs stay until the user requests the fixes (``MEGATRON_NPU_BACKPORT``).
+    In stock scripts, these bugs are not fixed unless the user requests it (``MEGATRON_NPU_BACKPORT``).
     """
     if not OURS.get():
         _undoing.callback(OURS.reset, OURS.set(True))
@@ -82,15 +82,15 @@ def cure_numbers() -> None:
 
 
 def installed() -> bool:
-    """Return whether the engine's import hook is installed."""
+    """Return True if the engine's import hook is installed."""
     return engine().armed
 
 
 def uninstall() -> None:
-    """Undo every patch, then all other changes in this process, in reverse order.
+    """Undo every patch, and then undo all other changes in this process, in reverse order.
 
-    Names imported by value from ``torch.cuda`` during the redirection keep their value, and running processes
-    are not affected.
+    Names that were imported by value from ``torch.cuda`` during the redirection keep their value. Other
+    processes that are already running are not affected.
     """
     engine().undo()
     _undoing.close()
@@ -100,8 +100,8 @@ def redirect(scripts: str) -> None:
     """Map ``torch.cuda`` to this machine's device immediately, before Megatron is imported; also in children.
 
     Args:
-        scripts: folder of the program to run; its modules, like Megatron's, see device tensors as CUDA
-            tensors.
+        scripts: the folder of the program to run. For its modules and for those of Megatron, device tensors
+            appear as CUDA tensors.
 
     Raises:
         UsageError: the device in ``MEGATRON_NPU_DEVICE`` is not available.
@@ -116,7 +116,7 @@ def redirect(scripts: str) -> None:
 
 
 def redirect_program() -> None:
-    """Redirect torch for this process's program, as ``megatron-npu run --redirect`` does for a script.
+    """Redirect torch for this process's program, like ``megatron-npu run --redirect`` for a script.
 
     Raises:
         UsageError: see ``redirect``; or CUDA's variable selects NPUs, but torch_npu is already imported.
@@ -141,7 +141,7 @@ def _redirection() -> Redirection:
 
 
 def _redirect_torch() -> Device:
-    """Select the device and redirect torch; a second call has no effect."""
+    """Select the device and redirect torch. A second call has no effect."""
     from megatron_npu.devices import loader_workers
 
     redirection = _redirection()
@@ -157,7 +157,7 @@ def _redirect_torch() -> Device:
 
 @cache
 def announce() -> None:
-    """Print once, on rank 0, which upstream and device are in use and how many patches are applied."""
+    """Print, once on rank 0, which upstream and device are used and how many patches are applied."""
     from megatron_npu import __version__, devices
 
     context, device = engine().context, devices.current()
@@ -185,7 +185,7 @@ def _guard_files(name: str) -> None:
 
 @contextlib.contextmanager
 def _kept_environment(*names: str) -> Iterator[None]:
-    """Restore the environment variables with these names after the block."""
+    """Restore the environment variables with the given names at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

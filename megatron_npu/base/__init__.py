@@ -1,1 +1,1 @@
-"""Basic modules that all others may import: errors, settings, files, the flag parser."""
+"""Basic modules that all other modules may import: errors, settings, files and the flag parser."""

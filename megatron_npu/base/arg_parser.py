@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 
 class Unfit(argparse.ArgumentTypeError):
-    """A value that a flag does not accept, with a description of the accepted ones."""
+    """Raised when a flag does not accept a value; the message describes the accepted values."""
 
     def __init__(self, given: str, expected: str) -> None:
         self.given, self.expected = given, expected
@@ -33,8 +33,8 @@ class Number:
     Attributes:
         expected: the accepted values, as named in an error message.
         kind: the type that parses the string.
-        least: the smallest accepted number; -inf: any finite one.
-        most: the largest accepted number; inf: any finite one.
+        least: the smallest accepted number; -inf accepts any finite number.
+        most: the largest accepted number; inf accepts any finite number.
         metavar: the placeholder for the number in ``--help``.
     """
 
@@ -59,7 +59,7 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return whether a number is accepted; an integer must fit into 64 bits."""
+        """Return True if a number is accepted. An integer must fit into 64 bits."""
         finite = -_INT64 <= value < _INT64 if isinstance(value, int) else math.isfinite(value)
         return finite and self.least <= value <= self.most
 
@@ -113,7 +113,7 @@ def metavar_of(action: argparse.Action) -> str:
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return a flag's default as typed on a command line; empty if it has none, or is a switch."""
+    """Return a flag's default as typed on a command line; empty for a switch or a flag without a default."""
     default = action.default
     if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
         return ""
@@ -185,7 +185,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
         self, args: Any = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Return the parsed values.
+        """Parse the command line and return the values.
 
         Raises:
             UsageError: a flag is unknown, a required flag is missing, or a value has the wrong type.
@@ -264,7 +264,7 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Reject a value that is not among the choices, with our error message instead of argparse's."""
+        """Reject a value that is not among the choices, with our error message in place of argparse's."""
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             raise UsageError(f"{name} {value!r}", " or ".join(map(str, action.choices)), self._remedy())

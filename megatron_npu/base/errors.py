@@ -24,7 +24,7 @@ _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 
 
 def is_of_processes(error: BaseException) -> bool:
-    """Return whether the error means that the system refused to start a process or thread."""
+    """Return True if the error means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_PROCESS)
@@ -40,12 +40,12 @@ def no_processes() -> UsageError:
 
 
 def is_of_files(error: OSError) -> bool:
-    """Return whether an error comes from the file system: a full disk, a folder without permission."""
+    """Return True if an error comes from the file system, such as a full disk or missing permissions."""
     return error.errno in _OF_FILES
 
 
 class UsageError(Exception):
-    """Bad input from outside: an option, a file, an environment variable, an installed package.
+    """Raised for bad input from outside: an option, a file, an environment variable, an installed package.
 
     The command line prints it as one line and exits with code 2, without a traceback.
 
@@ -53,8 +53,8 @@ class UsageError(Exception):
     be accepted as the whole message.
 
     Args:
-        given: what was found, with the name of the option or file and its value.
-        expected: what would be accepted.
+        given: a description of what was found, with the name of the option or file and its value.
+        expected: a description of what would be accepted.
         remedy: an instruction that fixes the problem.
 
     Attributes:
@@ -74,7 +74,7 @@ class UsageError(Exception):
 
 
 class LoaderWorkerError(RuntimeError):
-    """A data-loader worker was killed, usually because the machine ran out of memory.
+    """Raised when a data-loader worker was killed, usually because the machine ran out of memory.
 
     Args:
         what: torch's message, with the process number.

@@ -1,1 +1,1 @@
-"""Checksums, locks and per-machine parts of checkpoints, and comparison of replicas."""
+"""Support for checkpoint files: checksums, locks, per-machine parts, and the comparison of replicas."""

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: written on save, verified on load.
+"""Checksums of a checkpoint's files, which are written on save and verified on load.
 
 They detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can change
 its checksum. They are 128-bit XXH3 digests, computed with the xxhash package at more than 10 GB/s, so the
@@ -63,7 +63,7 @@ def write(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the checksums of a checkpoint that will be overwritten. One process does this.
+    """Remove the checksums of a checkpoint that will be overwritten. Only one process may do this.
 
     Unfinished checksum files are removed too, because a later ``write`` would treat them as files of the
     checkpoint.
@@ -73,7 +73,7 @@ def forget(folder: Path) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks (0 and 1 in a single-process run)."""
+    """Return this rank and the number of ranks, which are 0 and 1 in a single-process run."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -145,7 +145,7 @@ def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
     """Compare the sizes of all files with the recorded sizes, without reading their contents.
 
     Raises:
-        UsageError: a file is missing or has another size; the error names it.
+        UsageError: a file is missing or has a different size; the error names it.
     """
     entries, faults = _entries(folder)
     faults += [f"{name} {fault}" for name in entries if (fault := _size_fault(folder / name, entries[name]))]
@@ -153,7 +153,7 @@ def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
 
 
 def _is_being_written(folder: Path) -> bool:
-    """Return whether one of our commands is still writing a folder, to be verified before the rename."""
+    """Return True if one of our commands is still writing a folder, which is verified before the rename."""
     return any(parent.name.endswith(".partial") for parent in (folder, folder.parent))
 
 
@@ -168,7 +168,7 @@ def _tell_of_none(folder: Path) -> None:
 
 
 def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:
-    """Verify some files of a checkpoint at once, in this process only.
+    """Verify some files of a checkpoint immediately, in this process only.
 
     Raises:
         UsageError: a file with a checksum, or the checksum file itself, is damaged.
@@ -189,13 +189,13 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return the problems with a checkpoint's files; without checksums, only missing shards."""
+    """Return the problems with a checkpoint's files. Without checksums, only missing shards are found."""
     entries, faults = _entries(folder)
     return sorted({*faults, *_faults(folder, entries, entries)})
 
 
 def of_other_sizes(folder: Path) -> list[str]:
-    """Return the files that are missing or have the wrong size; contents are not read."""
+    """Return the files that are missing or have the wrong size, without reading their contents."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
     return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
@@ -224,7 +224,7 @@ def _faults(
     at_once: int = _AT_ONCE,
     stop: threading.Event | None = None,
 ) -> list[str]:
-    """Return the problems with these files; the GIL is released while they are read and hashed."""
+    """Return the problems with the given files. The GIL is released while they are read and hashed."""
     ordered = sorted(names)
     with ThreadPoolExecutor(at_once) as pool:
         faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
@@ -249,7 +249,7 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and log which ones are skipped. Collective.
+    """Return the iteration that ``--load-last-good`` loads, and log the skipped ones. Collective.
 
     Returns:
         None: there are no checkpoints.
@@ -279,7 +279,7 @@ def _all(folder: Path) -> Iterable[Path]:
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
-    """Return the rank that hashes the file ``path``, one of ``found``; see ``write``."""
+    """Return the rank that hashes the file ``path``, which is one of ``found``; see ``write``."""
     if (number := _number(path)) is not None:
         return number % ranks
     if path.parent.name.startswith("mp_rank_"):
@@ -288,7 +288,7 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that wrote a torch_dist shard, taken from its name; None: the file is not a shard."""
+    """Return the rank that wrote a torch_dist shard, according to its name, or None for other files."""
     number = path.name.removeprefix("__").split("_")[0]
     return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
 
@@ -337,7 +337,7 @@ def _entry(path: Path) -> list[int | str]:
 
 
 def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
-    """Return the checksum of a file; None if ``stop`` was set in the meantime."""
+    """Return the checksum of a file, or None if ``stop`` was set in the meantime."""
     import xxhash
 
     digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)

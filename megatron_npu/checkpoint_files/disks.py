@@ -36,12 +36,12 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks share which disk for a given folder.
+    """Description of which ranks share which disk for a given folder.
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
         hosts: the host name of each of these first ranks.
-        group: a gloo process group of these first ranks; None: this rank is not one of them.
+        group: a gloo process group of these first ranks, or None if this rank is not one of them.
     """
 
     of_rank: tuple[int, ...]
@@ -61,10 +61,10 @@ class Disks:
 
 @dataclass
 class _Run:
-    """State of the current run.
+    """The state of the current run.
 
     Attributes:
-        saves_into: the disks that it saves to; None: all ranks share one folder.
+        saves_into: the disks that the run saves to, or None if all ranks share one folder.
     """
 
     saves_into: Disks | None = None
@@ -74,12 +74,12 @@ _run = _Run()
 
 
 def several() -> Disks | None:
-    """Return the disks that this run saves to; None if all ranks share one."""
+    """Return the disks that this run saves to, or None if all ranks share one disk."""
     return _run.saves_into
 
 
 def leads() -> bool:
-    """Return whether this rank acts for its disk; rank 0 does if all ranks share one."""
+    """Return True if this rank acts for its disk. If all ranks share one disk, rank 0 acts for it."""
     return not dist.is_initialized() or dist.get_rank() == (
         0 if _run.saves_into is None else _run.saves_into.first
     )
@@ -147,7 +147,7 @@ def absent(folder: Path) -> dict[str, str]:
 
 
 def told(folder: Path) -> str | None:
-    """Describe the part of a checkpoint that is in a folder; None if the checkpoint is complete."""
+    """Return a description of the part of a checkpoint in a folder, or None if the checkpoint is complete."""
     away = absent(folder)
     if not away:
         return None

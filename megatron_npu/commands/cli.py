@@ -1,4 +1,7 @@
-"""The ``megatron-npu`` command: run a subcommand; bad input gives a one-line error and exit code 2."""
+"""The ``megatron-npu`` command, which runs a subcommand.
+
+Invalid input results in a one-line error and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; return its exit code (2 for bad input)."""
+    """Run one subcommand and return its exit code, which is 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
@@ -215,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
-    """Say that a signal has ended a command; return its exit code."""
+    """Report that a signal has ended a command, and return the exit code."""
     terminated = isinstance(interrupt, interruption.TerminatedError)
     if int(os.environ.get("RANK", "0")) == 0:
         told = "terminated" if terminated else "interrupted"
@@ -224,7 +227,7 @@ def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
-    """Handle help, version and unknown commands; return the exit code, or None for a known command."""
+    """Handle help, version and unknown commands. Return the exit code, or None for a known command."""
     if not argv or argv[0] in ("-h", "--help"):
         return _say(_usage(), 0 if argv else 2)
     if argv[0] in _VERSION or (argv[0] in COMMANDS and argv[1:2] and argv[1] in _VERSION):
@@ -256,7 +259,7 @@ def _run_heard(argv: list[str]) -> int:
 
 
 def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
-    """Return the error message and exit code; None if the traceback should be shown instead."""
+    """Return the error message and the exit code, or None if the traceback should be shown instead."""
     if isinstance(error, ModuleNotFoundError):
         told = _absent(error)
         return None if told is None else (str(told), 2)
@@ -271,7 +274,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
 
 
 def _say(text: str, code: int) -> int:
-    """Print a text; return ``code``, or 1 if it cannot be printed."""
+    """Print a text and return ``code``, or return 1 if the text cannot be printed."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -284,7 +287,7 @@ def _say(text: str, code: int) -> int:
 
 
 def _reader_is_gone() -> int:
-    """Return the exit code for a closed pipe: its reader (such as ``head``) has ended."""
+    """Return the exit code for a closed pipe, whose reader (such as ``head``) has ended."""
     _drop_output()
     return 1
 
@@ -294,16 +297,17 @@ def _drop_output() -> None:
 
 
 def _write_any_character() -> None:
-    """Print characters that the locale's encoding lacks as escapes instead of ending the run."""
+    """Print characters that the locale's encoding does not support as escapes instead of ending the run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding != "utf-8"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _write_whole_lines() -> None:
-    """Write whole lines even under ``python -u``, with which torchrun starts ranks: they share a pipe.
+    """Write whole lines, even under ``python -u``, because the ranks started by torchrun share a pipe.
 
-    ``print`` writes the text and the line feed separately, so another rank's output could come between them.
+    torchrun starts ranks with ``python -u``. ``print`` writes the text and the line feed separately, so
+    another rank's output could come between them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
@@ -311,7 +315,7 @@ def _write_whole_lines() -> None:
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error for a required package that is missing in one of our modules; else None."""
+    """Return the error for a required package that is missing in one of our modules, or None."""
     name = error.name or ""
     asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [module for module in asking if not module.startswith("importlib")]
@@ -341,14 +345,14 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Handle SIGTERM in a command that then cleans up; ranks that a launcher started keep the default."""
+    """Handle SIGTERM in a command that then cleans up. Ranks started by a launcher keep the default."""
     if command in _HEAR_TERMINATION and "TORCHELASTIC_RUN_ID" not in os.environ:
         return interruption.termination_heard()
     return contextlib.nullcontext()
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Prepare a command that needs no torch, because it only prints its help or only reads source files."""
+    """Prepare a command that does not require torch because it only prints its help or reads source files."""
     if _asks_for_help(argv):
         return inert_packages.for_help()
     if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in _flags(argv)):

@@ -1,8 +1,9 @@
-"""Inert stub modules for packages that a command imports but does not use.
+"""Inert stub modules that replace packages which a command imports but does not use.
 
 Help texts and static commands import modules that start with ``import torch`` for annotations, base classes,
-decorators and tables, but compute nothing. With inert stubs they work without torch, and a help text need not
-wait for torch's import. Every attribute of an inert module is an empty class.
+decorators and tables, but do not compute anything. With inert stubs, these modules work without torch, and a
+help text is printed without waiting for the import of torch. Every attribute of an inert module is an empty
+class.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PROJECT = __name__.partition(".")[0]
 
 @contextlib.contextmanager
 def for_help() -> Iterator[None]:
-    """Import modules only for their help texts inside the block; afterwards they count as never imported."""
+    """Import modules inside the block only for their help texts. They are unloaded after the block."""
     names = [*_not_imported(SLOW), *_absent(DECLARED)]
     before = set(sys.modules)
     finder = _Finder(names)
@@ -43,7 +44,7 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Import adaptors only for the patches that they record; missing packages stay inert afterwards."""
+    """Import adaptors only for the patches that they record. Missing packages remain inert afterwards."""
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))
@@ -58,7 +59,7 @@ def _absent(names: Sequence[str]) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder that supplies inert modules for the named packages and all their submodules."""
+    """A module finder that provides inert modules for the given packages and all their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -72,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: an inert module has no body."""
+        """Do nothing, because an inert module has no body."""
 
 
 class _Module(types.ModuleType):
@@ -83,7 +84,7 @@ class _Module(types.ModuleType):
 
 
 class _Inert(type):
-    """The metaclass of names in inert modules: they are classes, so that others can inherit from them."""
+    """The metaclass of names in inert modules. They are classes, so that others can inherit from them."""
 
     def __getattr__(cls, name: str) -> Any:
         return _inert(name, f"{cls.__module__}.{cls.__qualname__}")

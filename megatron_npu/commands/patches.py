@@ -57,7 +57,7 @@ def patches(argv: list[str]) -> int:
 
 
 def check(argv: list[str], prog: str = "megatron-npu check") -> int:
-    """Compare a Megatron with the pins without importing it.
+    """Compare a copy of Megatron with the pins without importing it.
 
     Returns:
         0 if every patch can be applied, 1 if upstream has drifted too far for some patch, 2 for bad usage.
@@ -78,10 +78,10 @@ def check(argv: list[str], prog: str = "megatron-npu check") -> int:
 
 
 def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
-    """Return the state of each patch for a Megatron, without importing it.
+    """Return the state of each patch for a copy of Megatron without importing it.
 
     Args:
-        names: the patches to check (see ``patch_names``); none: all.
+        names: the patches to check (see ``patch_names``). If none are given, all patches are checked.
 
     Raises:
         UsageError: no patch is recorded for it or under a given name, or a pin file cannot be read.
@@ -92,13 +92,13 @@ def verdicts(found: Upstream, names: Sequence[str] = ()) -> list[Verdict]:
 
 
 def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
-    """Write the pin file of a Megatron: fingerprints of all patched functions and classes.
+    """Write the pin file of a copy of Megatron, with the fingerprints of all patched functions and classes.
 
-    Pins of modules that this Megatron lacks (the megatron-core wheel has no training scripts) are kept from
-    the previous pin file.
+    The pins of modules that this copy does not contain (the megatron-core wheel has no training scripts) are
+    kept from the previous pin file.
 
     Returns:
-        0, or 1 if targets are missing; these are left out and named.
+        0, or 1 if targets are missing; missing targets are reported and left out.
 
     Raises:
         UsageError: no Megatron is found, no patch is recorded for it, or the folder is not writable.
@@ -202,7 +202,7 @@ def _find(options: argparse.Namespace) -> Upstream:
 
 
 def _records(found: Upstream) -> list[Patch]:
-    """Import the adaptors, which only records patches, and return those for this version of upstream."""
+    """Import the adaptors, which only records patches, and return the patches for this upstream version."""
     if found.name not in megatrons.NAMES:
         raise UsageError(f"unknown upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
     adaptors.register(found.name)
@@ -217,7 +217,7 @@ def _records(found: Upstream) -> list[Patch]:
 
 
 def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
-    """Return the patches whose package, such as ``megatron/training``, this Megatron contains."""
+    """Return the patches whose package, such as ``megatron/training``, exists in this copy of Megatron."""
 
     def ships(module: str) -> bool:
         parts = module.split(".")[:2]
@@ -261,7 +261,7 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
 
 
 def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
-    """Import a module of upstream; return the reason if it cannot be imported, otherwise None.
+    """Import a module of upstream. Return the reason if it cannot be imported, or None.
 
     Raises:
         UsageError: the module does not exist, and the user has asked for it.

@@ -1,5 +1,6 @@
 """``megatron-npu convert``: convert checkpoints between Hugging Face and the built-in trainer.
 
-A family (such as a row of ``hf_llama.KINDS``) is a table that maps the tensors of one side to those of the
-other, and the keys of ``config.json`` to flags. All other code is shared by families and directions.
+A model family (for example, a row of ``hf_llama.KINDS``) defines how the tensors of one side map to those of
+the other side, and how the keys of ``config.json`` map to flags. All other code is shared by the families and
+by both directions.
 """

@@ -1,4 +1,4 @@
-"""Copy files unchanged with the weights: the tokenizer and the generation settings."""
+"""Copy the files that a conversion does not change: the tokenizer and the generation settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the tokenizer of one folder to another, replacing the tokenizer there.
+    """Copy the tokenizer from one folder to another, replacing any tokenizer that is already there.
 
     Raises:
         UsageError: a link points outside the source folder.
@@ -48,14 +48,14 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def remove_tokenizer(folder: Path) -> None:
-    """Remove the tokenizer of a folder and its related files."""
+    """Remove the tokenizer and its related files from a folder."""
     for path in _present(folder, TOKENIZER):
         path.unlink()
     shutil.rmtree(folder / _MORE_TEMPLATES, ignore_errors=True)
 
 
 def vocabularies(folder: Path) -> list[str]:
-    """Return the names of the files in a folder from which a tokenizer can be created."""
+    """Return the names of those files in a folder from which a tokenizer can be created."""
     return [path.name for path in _present(folder, TOKENIZER) if path.name in _VOCABULARIES]
 
 
@@ -68,10 +68,11 @@ def _templates(folder: Path) -> Iterator[Path]:
 
 
 def _inside(path: Path, folder: Path) -> Path:
-    """Return the path of a file's content, following a link unless it points outside the folder.
+    """Return the path of the file that a link points to, or the path itself if it is not a link.
 
-    The copied content is passed on with the checkpoint, so it must not include unrelated files. The cache of
-    huggingface_hub consists of links: ``snapshots/REVISION/tokenizer.json`` points to ``blobs/HASH``.
+    The copied files are distributed with the checkpoint, so a link must not make an unrelated file part of
+    it. Links are common, because the cache of huggingface_hub consists of them:
+    ``snapshots/REVISION/tokenizer.json`` points to ``blobs/HASH``.
 
     Raises:
         UsageError: the link points outside the folder.

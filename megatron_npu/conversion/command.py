@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_memory_back() -> None:
-    """Return freed memory to the system, because the next model's tensors have other sizes."""
+    """Return freed memory to the operating system, because the next model's tensors have other sizes."""
     malloc.return_freed_memory()
     os.environ.setdefault("MEGATRON_NPU_KEEP_MEMORY", "0")
     malloc.map_each_tensor()
@@ -122,7 +122,7 @@ def _give_memory_back() -> None:
 
 @contextlib.contextmanager
 def _enough_memory(source: str) -> Iterator[None]:
-    """Report a failed allocation inside the block as a one-line error.
+    """Report a memory allocation that fails inside the block as a one-line error.
 
     Raises:
         UsageError: an allocation failed.
@@ -140,7 +140,7 @@ def _enough_memory(source: str) -> Iterator[None]:
 
 
 def _check(args: Namespace) -> None:
-    """Check the flags as far as possible without reading the files."""
+    """Check the flags as far as this is possible without reading any files."""
     if args.origin == args.target:
         raise UsageError(
             f"--from {args.origin} --to {args.target}", "two different formats", "Change --from or --to."

@@ -1,4 +1,4 @@
-"""Read ``config.json`` completely: each key is used, known to have no effect, or rejected."""
+"""Read ``config.json`` and require that each of its keys is used, known to have no effect, or rejected."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _HARMLESS_VALUES: dict[str, Any] = {
 
 
 class Config:
-    """The keys of a ``config.json``, with a record of those already handled.
+    """The keys of a ``config.json`` file, with a record of which keys have been handled.
 
     Args:
-        values: the keys.
-        path: the file, for messages.
+        values: the keys with their values.
+        path: the path of the file, used in error messages.
     """
 
     def __init__(self, values: dict[str, Any], path: Path) -> None:
@@ -59,7 +59,7 @@ class Config:
         self._seen: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or ``default`` if it is absent.
+        """Return the value of a key, or ``default`` if the key is absent.
 
         Raises:
             UsageError: the key is absent, and there is no default.
@@ -115,7 +115,7 @@ class Config:
         return value
 
     def items(self, key: str) -> list[Any]:
-        """Return the elements of a list; empty if the key is absent.
+        """Return the list stored under a key, or an empty list if the key is absent.
 
         Raises:
             UsageError: the value is not a list.
@@ -126,7 +126,7 @@ class Config:
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """Return the keys of a nested object; empty if the key is absent.
+        """Return the nested object stored under a key, or an empty one if the key is absent.
 
         Raises:
             UsageError: the value is not an object.
@@ -148,11 +148,11 @@ class Config:
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether the key exists and has a value."""
+        """Return True if the key exists and its value is not null."""
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Return whether a key is null, which some families distinguish from a missing key."""
+        """Return True if a key is null, which some families distinguish from a missing key."""
         return key in self._null
 
     def ignore(self, *keys: str) -> None:
@@ -160,7 +160,7 @@ class Config:
         self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
-        """Return the error for a value that Megatron cannot express."""
+        """Return the error for a value that no Megatron flag can express."""
         return UsageError(
             f"{self.path}: {key} {_shown(value)}, which cannot be converted", expected, "Nothing was written."
         )
@@ -182,7 +182,7 @@ class Config:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number of plausible magnitude."""
+    """Return True if a JSON value is a number of plausible magnitude."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST <= value <= _MOST
 
 

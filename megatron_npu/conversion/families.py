@@ -1,4 +1,4 @@
-"""The model families that can be converted, by ``model_type`` in ``config.json``."""
+"""The supported model families, indexed by ``model_type`` in ``config.json``."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def of_config(config: Config) -> Family:
 def of_arguments(args: Namespace, before: str | None = None) -> Family:
     """Return the family that can represent a checkpoint of the built-in trainer.
 
-    ``Family.config`` checks the details.
+    The details are checked later by ``Family.config``.
 
     Args:
         args: the checkpoint's flags.
-        before: the ``model_type`` from which the checkpoint was converted. It decides if two families can
-            represent the same model: a Mistral without a window is also a Llama.
+        before: the ``model_type`` of the model that the checkpoint was converted from. It resolves the case
+            in which two families can represent the same model: a Mistral model without a window is also a
+            valid Llama model.
 
     Raises:
-        UsageError: no family supports a flag, or the combination of flags.
+        UsageError: no family supports one of the flags, or their combination.
     """
     unsupported.common(args)
     if before in FAMILIES and _holds(FAMILIES[before], args):

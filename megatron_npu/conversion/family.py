@@ -1,4 +1,4 @@
-"""The interface of a model family: its traits, and the mapping of its keys, flags and tensors."""
+"""The interface of a model family: its traits, and the mappings of its keys, flags and tensors."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def traits_of(args: Namespace) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """One family.
+    """Base class of the model families.
 
     Attributes:
-        MODEL_TYPE: its ``model_type`` in ``config.json``.
+        MODEL_TYPE: the family's ``model_type`` in ``config.json``.
     """
 
     MODEL_TYPE: str
@@ -64,7 +64,7 @@ class Family(ABC):
         return frozenset()
 
     def claims(self, args: Namespace) -> bool:
-        """Return whether a checkpoint of the built-in trainer has the traits of this family and no others.
+        """Return True if a checkpoint of the built-in trainer has the traits of this family and no others.
 
         No two families claim the same checkpoint, because their traits differ.
         """
@@ -81,7 +81,7 @@ class Family(ABC):
 
     @abstractmethod
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
+        """Return ``config.json``, for transformers 4 and 5, of the model that the flags describe.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -93,12 +93,12 @@ class Family(ABC):
 
     @abstractmethod
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return a map from stored names to names in the weight map."""
+        """Return a mapping from the tensor names in the files to the names in the weight map."""
 
     @abstractmethod
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
+        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor follows from ``config.json`` and need not be converted."""
+        """Return True if a tensor can be derived from ``config.json`` and need not be converted."""

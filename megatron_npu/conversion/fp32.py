@@ -1,6 +1,6 @@
-"""Run a model in fp32 while its weights stay in half precision: convert one matrix at a time.
+"""Run a model in fp32 while its weights stay in half precision, by converting one matrix at a time.
 
-The whole model in fp32 would need twice the memory.
+Storing the whole model in fp32 would require twice as much memory.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _ROWS = 8192  # of the output layer at a time
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in fp32 whose values are rounded to ``dtype``."""
+    """Return a tensor in fp32 after rounding its values to ``dtype``."""
     return tensor.to(dtype).float()
 
 
 def run(
     model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
 ) -> None:
-    """Make a model compute in fp32 with weights rounded to ``dtype``.
+    """Make a model compute in fp32, with its weights rounded to ``dtype``.
 
     Args:
-        model: the model in evaluation mode.
-        dtype: dtype of the converted weights.
-        embeddings: its embedding modules, of which only the selected rows are converted to fp32.
-        output: its output layer, without bias.
+        model: the model, which must be in evaluation mode.
+        dtype: the dtype of the converted weights.
+        embeddings: the model's embedding modules, for which only the selected rows are converted to fp32.
+        output: the model's output layer, which has no bias.
         returns_bias: whether the output layer also returns a bias, as megatron-core's linear layers do.
     """
     picking = {id(module) for module in embeddings}
@@ -45,9 +45,9 @@ def run(
 
 
 def _widen(module: Module, own: list[Parameter], dtype: torch.dtype) -> None:
-    """Convert vectors to fp32 permanently, and matrices only during the module's call.
+    """Convert vectors to fp32 permanently, and convert matrices only for the duration of the module's call.
 
-    Vectors may be used after the call, too.
+    The vectors stay in fp32 because they may be used after the call.
     """
     matrices = [parameter for parameter in own if parameter.dim() > 1]
     for parameter in own:
@@ -77,5 +77,5 @@ def _replace_output(layer: Any, dtype: torch.dtype, returns_bias: bool) -> None:
 
 
 def logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logits [..., V] in fp32 from hidden states [..., h] and an output layer's weight [V, h]."""
+    """Return the fp32 logits [..., V] for hidden states [..., h] and an output layer's weight [V, h]."""
     return torch.cat([F.linear(hidden, rounded(rows, dtype)) for rows in weight.split(_ROWS)], dim=-1)

@@ -1,4 +1,4 @@
-"""Hugging Face weights on disk: read one tensor at a time, write shards of a given size."""
+"""Read and write Hugging Face weight files: read one tensor at a time, and write shards of a given size."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def require(*libraries: str) -> None:
 
 
 class Source:
-    """The tensors in a folder.
+    """Reader for the tensors in a folder of Hugging Face weights.
 
     Args:
         folder: a folder with ``model.safetensors`` or ``pytorch_model.bin``, or with shards and their index.
 
     Raises:
-        UsageError: there are no weights, or they are damaged or differ from the hub's.
+        UsageError: the folder has no weights, or the weights are damaged or differ from those on the hub.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class Source:
         return _DTYPES.get(kind, kind)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the host; warn once about values that no trained model has."""
+        """Return a tensor on the host, and warn once if it has values that no trained model contains."""
         tensor = self._read(name)
         if name not in self._looked_at:
             self._looked_at.add(name)
@@ -104,7 +104,7 @@ class Source:
             return math.prod(content.get_slice(name).get_shape())
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor in blocks; the file's mapped memory is released in between."""
+        """Yield the rows of a tensor in blocks, releasing the file's mapped memory between blocks."""
         file = self._files[name]
         whole = self._read(name)
         if file.suffix == ".bin" or whole.dim() == 0:
@@ -137,7 +137,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that contain the tensors of a folder."""
+    """Return the paths of the files that contain the tensors of a folder."""
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         if (folder / index).is_file():
             return _shards(folder / index)
@@ -173,16 +173,17 @@ def write(
     limit: int,
     form: str = SINGLE,
 ) -> None:
-    """Write tensors into shards, as planned by huggingface_hub, with an index.
+    """Write tensors and an index into shards that are planned by huggingface_hub.
 
-    Only one tensor is in memory at a time, or one shard for pickled files.
+    Only one tensor is held in memory at a time, or one shard if the files are pickled.
 
     Args:
         folder: an existing folder.
-        tensors: names and tensors in the order of ``planned``.
-        planned: tensors of the same shapes and dtypes; may be meta tensors.
-        limit: maximum bytes per shard; a larger tensor gets its own shard.
-        form: a key of ``FORMATS``.
+        tensors: the names and tensors, in the same order as ``planned``.
+        planned: tensors with the same shapes and dtypes, which may be meta tensors.
+        limit: the maximum number of bytes per shard. A tensor that exceeds the limit is written to its own
+            shard.
+        form: the file format, a key of ``FORMATS``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -208,8 +209,9 @@ def _write_shards(
     shards: Mapping[str, Mapping[str, Tensor]],
     writer: _Writer,
 ) -> None:
-    """Send each tensor to its shard's writer, which is created for the first tensor and closed after the
-    last.
+    """Send each tensor to the writer of its shard.
+
+    A writer is created before the first tensor of its shard and closed after the last one.
     """
     home = {name: file for file, planned in shards.items() for name in planned}
     with contextlib.ExitStack() as stack:
@@ -224,7 +226,7 @@ def _write_shards(
 
 
 def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a torch file once all of its tensors have been received."""
+    """Write a torch file after all of its tensors have been received."""
     content = {}
     for _ in planned:
         name, tensor = yield
@@ -233,10 +235,10 @@ def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[
 
 
 def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a safetensors file, each tensor when it is received.
+    """Write a safetensors file incrementally, writing each tensor as it is received.
 
-    The safetensors library needs all tensors at once. The format is eight bytes with the length of the
-    header, the header in JSON, and the bytes of the tensors.
+    The safetensors library is not used because it requires all tensors at once. A file consists of eight
+    bytes that give the length of the header, the header in JSON, and the bytes of the tensors.
     """
     with open(file, "wb") as stream:
         stream.write(_header(planned))

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2: Conv1D weights, QKV as three thirds, learned positions, tanh-approximated GELU."""
+"""Support for Hugging Face's GPT-2: Conv1D weights, joint QKV, learned positions, tanh-approximated GELU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PREFIX = "transformer."
 
 
 class Gpt2(Family):
-    """GPT-2, a single model type without variants."""
+    """The GPT-2 family, which has a single model type and no variants."""
 
     @property
     def traits(self) -> frozenset[str]:
-        """GPT-2's traits; see ``Family``."""
+        """Return the traits of GPT-2; see ``Family``."""
         return frozenset({POSITIONS})
 
     def flags(self, config: Config) -> list[str]:
@@ -71,7 +71,7 @@ class Gpt2(Family):
         return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the flags describe.
+        """Return ``config.json`` of the model that the flags describe.
 
         Raises:
             UsageError: GPT-2 has no key for a flag.
@@ -118,18 +118,18 @@ class Gpt2(Family):
         yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
 
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Map stored names to names in the weight map; OpenAI's own files lack the prefix."""
+        """Map the stored names to names in the weight map; the files published by OpenAI lack the prefix."""
         stored = list(stored)
         if any(name.startswith(_PREFIX) for name in stored):
             return {name: name for name in stored}
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
+        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is a buffer: the causal mask, which old files contain for each layer."""
+        """Return True if a tensor is a buffer, namely a layer's causal mask, which old files contain."""
         if name.endswith(".attn.bias") and tensor.dim() == 4:
             return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
         return name.endswith(".attn.masked_bias") and tensor.numel() == 1

@@ -1,7 +1,7 @@
-"""Hugging Face's Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
+"""Support for Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
 
-Each model type is a row of data, a ``Kind``: which biases it has, and whether it has a window or query and
-key norms. The code is shared.
+Each model type is described by a ``Kind``, which specifies the biases that the model has, and whether it has
+an attention window or norms for queries and keys. The code is shared by all model types.
 """
 
 from __future__ import annotations
@@ -44,24 +44,28 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 @dataclass(frozen=True)
 class Kind(Family):
-    """One model type: how it differs from the others.
+    """Description of one model type: how it differs from the other types.
 
     Attributes:
-        architecture: the transformers class.
+        architecture: the name of the class in transformers.
         mlp_bias_key: whether the key ``mlp_bias`` exists, which adds biases to the MLP.
         attention_bias_key: whether the key ``attention_bias`` exists, which adds biases to the QKV and output
             projections.
-        qkv_bias: whether queries, keys and values, and nothing else, always have biases.
-        window: the default of ``sliding_window``, 0 for none; None: this family has no windows.
+        qkv_bias: whether the projections of queries, keys and values always have biases, and no other layer
+            has any.
+        window: the default of ``sliding_window``; 0 means no window by default, and None means that the
+            family does not support windows.
         window_switch: whether ``use_sliding_window`` enables windows.
-        window_layers: which layers have the window without ``layer_types``; see ``windows.Layers``.
+        window_layers: which layers have the window if ``layer_types`` is absent; see ``windows.Layers``.
         qk_norm: whether each head of queries and keys has an RMSNorm.
-        head_dim_is_usual: whether transformers always writes ``head_dim``; otherwise only for unusual sizes.
-        head_size: the default of ``head_dim``; None: hidden size / heads.
+        head_dim_is_usual: whether transformers always writes ``head_dim``. If False, it is only written for
+            unusual sizes.
+        head_size: the default of ``head_dim``. If None, the default is the hidden size divided by the number
+            of heads.
         groups_optional: whether ``num_key_value_heads`` may be missing, in which case each query head has its
-            own key.
+            own key head.
         whole_heads: whether transformers requires a hidden size that is a multiple of the number of heads.
-        rotary_base, norm_epsilon: defaults of their keys.
+        rotary_base, norm_epsilon: the defaults of the corresponding keys.
     """
 
     architecture: str
@@ -157,14 +161,17 @@ class Kind(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits of a checkpoint; see ``Family``. A Mistral without a window is also a Llama."""
+        """Return the traits of a checkpoint; see ``Family``.
+
+        A Mistral model without a window is also a valid Llama model.
+        """
         always = bool(self.window) and not self.window_switch
         has = {QK_NORM: self.qk_norm, QKV_BIAS: self.qkv_bias, WINDOW: always}
         return frozenset(flag for flag, there in has.items() if there)
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """The traits that only some models of this type have; see ``Family``."""
+        """Return the traits that only some models of this type have; see ``Family``."""
         may = {
             ATTENTION_BIAS: self.attention_bias_key,
             WINDOW: self.window is not None,
@@ -173,7 +180,7 @@ class Kind(Family):
         return frozenset(flag for flag, there in may.items() if there)
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
+        """Return ``config.json``, for transformers 4 and 5, of the model that the flags describe.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -272,19 +279,19 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Map stored names to names in the weight map, which are the same."""
+        """Map the stored names to names in the weight map; both are the same."""
         return {name: name for name in stored}
 
     @staticmethod
     def tied_weights(args: Namespace) -> dict[str, str]:
-        """Map tied tensors that files may contain to the tensors that they are tied to, by name."""
+        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}
 
     @staticmethod
     def is_buffer(name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is a buffer: the rotary frequencies, which follow from config.json."""
+        """Return True if a tensor is a buffer, namely the rotary frequencies set by config.json."""
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 

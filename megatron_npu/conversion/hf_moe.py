@@ -1,7 +1,8 @@
-"""Hugging Face's mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE, Qwen3-MoE.
+"""Support for mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE and Qwen3-MoE.
 
-All routers apply a softmax over all experts and select the best k. If these scores are normalized to sum to
-1, this equals a softmax over the k experts, Megatron's default; otherwise it is ``--moe-router-pre-softmax``.
+All routers apply a softmax over all experts and select the best k. If the scores of these k experts are
+normalized to sum to 1, the result equals a softmax over the k experts, which is Megatron's default.
+Otherwise, it corresponds to ``--moe-router-pre-softmax``.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _ONLY: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureKind(Kind):
-    """One model type with experts: how it differs from the others.
+    """Description of one model type with experts: how it differs from the other types.
 
     Attributes:
-        experts_keys: keys of ``config.json`` for the number of experts, the usual one first.
-        block: name of the module with the router and experts of a layer.
-        parts: names of an expert's matrices: gate, up, down.
+        experts_keys: the keys of ``config.json`` that may hold the number of experts, the most common key
+            first.
+        block: the name of the module that contains the router and the experts of a layer.
+        parts: the names of an expert's matrices, in the order gate, up, down.
         dense_layers: whether some layers may be dense and experts have their own intermediate size.
         norm_switch: whether ``norm_topk_prob`` selects normalized scores; otherwise they are always
             normalized.
@@ -78,7 +80,7 @@ class MixtureKind(Kind):
         return 2 if not self.norm_switch else None
 
     def _frequency(self, config: Config) -> dict[str, object]:
-        """Return ``--moe-layer-freq`` if there are dense layers."""
+        """Return ``--moe-layer-freq`` if the model has dense layers."""
         layers, step = config.number("num_hidden_layers"), config.number("decoder_sparse_step", 1)
         dense = config.items("mlp_only_layers")
         pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
@@ -93,10 +95,11 @@ class MixtureKind(Kind):
         return switches
 
     def _sums_to_one(self, config: Config) -> bool:
-        """Return whether the scores of a token's experts are normalized to sum to 1.
+        """Return True if the scores of a token's experts are normalized to sum to 1.
 
         Raises:
-            UsageError: they are normalized although each token has one expert, whose score would always be 1.
+            UsageError: the scores are normalized although each token is routed to a single expert, whose
+                score would always be 1.
         """
         whole = not self.norm_switch or config.require("norm_topk_prob", False, True)
         if whole and config.number("num_experts_per_tok", self._default_topk()) == 1:
@@ -117,13 +120,13 @@ class MixtureKind(Kind):
 
     @property
     def traits(self) -> frozenset[str]:
-        """The traits that every model of this type has; see ``Family``."""
+        """Return the traits that every model of this type has; see ``Family``."""
         shared = {SHARED_EXPERT} if self.shared_expert else set()
         return super().traits - self.optional_traits | {EXPERTS} | shared
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """The traits that only some models of this type have; see ``Family``."""
+        """Return the traits that only some models of this type have; see ``Family``."""
         return super().optional_traits | ({QKV_BIAS} if self.bias_switch else set())
 
     def _check_experts(self, args: Namespace) -> None:
@@ -196,7 +199,7 @@ def _first(value: Any) -> float:
 
 
 def _dense_layers(pattern: list[bool]) -> dict[str, object]:
-    """Return the keys that specify the dense layers, as a step if the pattern is regular."""
+    """Return the keys that specify the dense layers; a regular pattern is expressed as a step."""
     step = pattern.index(True) + 1
     if pattern == [(number + 1) % step == 0 for number in range(len(pattern))]:
         return {"decoder_sparse_step": step, "mlp_only_layers": []}

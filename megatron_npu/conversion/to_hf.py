@@ -21,7 +21,7 @@ from megatron_npu.pretrain.model import gpt
 
 
 def convert(given: Namespace, part: Path) -> Iterator[str]:
-    """Write the folder to ``part``; yield log lines."""
+    """Write the Hugging Face folder to ``part`` and yield log lines."""
     root = Path(given.source)
     files_of_it = (given.vocab_file, given.merge_file)
     # each expert by itself, as Hugging Face has them

@@ -36,7 +36,7 @@ FLAGS = "flags.txt"
 
 
 def convert(given: Namespace, part: Path) -> Iterator[str]:
-    """Write the checkpoint to ``part``; yield log lines."""
+    """Write the checkpoint to ``part`` and yield log lines."""
     source, final = Path(given.source), Path(given.destination).absolute()
     configuration = Config(read(source), source / CONFIG)
     family = families.of_config(configuration)
@@ -82,15 +82,15 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
 
 
 def _for_a_shell(words: list[str]) -> str:
-    """Join words into a line that a shell and ``$(cat …)`` read alike.
+    """Join words into a line that is interpreted identically by a shell and by ``$(cat …)``.
 
-    Patterns of --moe-layer-freq are therefore not quoted.
+    For this reason, patterns for --moe-layer-freq are not quoted.
     """
     return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
 
 
 def _tokenizer_kind(given: Namespace, source: Path, family: Family) -> str | None:
-    """Return the requested tokenizer type; for 285068c8, which can load GPT-2, default to GPT-2's BPE."""
+    """Return the requested tokenizer type. For 285068c8, which can load GPT-2, the default is GPT-2's BPE."""
     both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
     of_285068c8 = given.ckpt_format == "torch" and POSITIONS in family.traits
     return given.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
@@ -113,7 +113,7 @@ def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn
 
 
 def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
-    """Save the model as the built-in trainer does."""
+    """Save the model in the same way as the built-in trainer."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoints.save(
@@ -132,7 +132,7 @@ def _sizes(given: Namespace) -> tuple[int, int]:
 
 
 def _layout_flags(given: Namespace) -> list[str]:
-    """Return the flags of the layout for which per-rank files are written, to follow the model's flags."""
+    """Return the flags that describe the layout of the per-rank files, to append to the model's flags."""
     if given.ckpt_format != "torch":
         return []
     tensor, pipeline = map(str, _sizes(given))
@@ -145,7 +145,7 @@ def _layout_flags(given: Namespace) -> list[str]:
 
 
 def _moved(args: Flags, part: Path, final: Path) -> Flags:
-    """Return the arguments with the final paths of the tokenizer's files."""
+    """Return the arguments with the tokenizer paths replaced by the files' final paths."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
     return args.changed(**there)
@@ -154,7 +154,7 @@ def _moved(args: Flags, part: Path, final: Path) -> Flags:
 def _save_for_ranks(
     given: Namespace, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
 ) -> None:
-    """Save the model as per-rank files, which 285068c8 or megatron-core's scripts load."""
+    """Save the model as per-rank files, which can be loaded by 285068c8 or by megatron-core's scripts."""
     torch_format.require_writable(args, *_sizes(given))
     with initialize.session(args):
         weights_of_all = dict(_filled(args, family, found).named_parameters())
@@ -162,7 +162,7 @@ def _save_for_ranks(
 
 
 def _name_final_paths(part: Path, final: Path) -> None:
-    """Replace the paths in the checkpoint's description by the final paths of its files."""
+    """Replace the file paths in the checkpoint's description with the final paths of these files."""
     found = checkpoint_description.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))

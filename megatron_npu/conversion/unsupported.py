@@ -12,13 +12,14 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
 
     Args:
         args: the flags of the run that wrote the checkpoint.
-        flag: its spelling on the command line.
+        flag: the flag as it is written on the command line.
         value: the only value that can be converted.
-        name: its attribute, if it differs from the flag.
-        shown: the expected value in the message, if the value itself is unclear.
+        name: the flag's attribute in ``args``, if its name differs from the flag.
+        shown: the text that describes the expected value in the message, if the value itself would be
+            unclear.
 
     Raises:
-        UsageError: the flag has another value.
+        UsageError: the flag has a different value.
     """
     name = name or flag[2:].replace("-", "_")
     found = getattr(args, name)
@@ -31,7 +32,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
 
 
 def common(args: Namespace) -> None:
-    """Check flags that no Hugging Face family supports.
+    """Check the flags that no Hugging Face family supports.
 
     Raises:
         UsageError: a flag has a value that cannot be converted.
@@ -43,7 +44,7 @@ def common(args: Namespace) -> None:
 
 
 def window(args: Namespace) -> int | None:
-    """Return the number of previous tokens to which a query attends; None: all.
+    """Return the number of previous tokens to which a query attends, or None if it attends to all of them.
 
     ``--pre-tockens`` takes precedence over megatron-core's ``--window-size``. ``--next-tockens`` has no
     effect, because the causal mask excludes later tokens.
@@ -55,13 +56,13 @@ def window(args: Namespace) -> int | None:
 
 
 def limiting_window(args: Namespace) -> int | None:
-    """Return the window if it is smaller than the sequence; otherwise None."""
+    """Return the window if it is smaller than the sequence length, or None."""
     before = window(args)
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
 
 def windows(args: Namespace) -> list[bool]:
-    """Return for each layer whether its attention is limited by a window."""
+    """Return, for each layer, whether its attention is limited by a window."""
     if limiting_window(args) is None:
         return [False] * args.num_layers
     skipped = args.window_attn_skip_freq
@@ -76,7 +77,7 @@ def no_window(args: Namespace) -> None:
     """Check that no window limits attention.
 
     Raises:
-        UsageError: a window limits it.
+        UsageError: a window limits attention.
     """
     if any(windows(args)):
         before = limiting_window(args)

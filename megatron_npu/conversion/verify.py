@@ -1,7 +1,7 @@
-"""Verify a conversion: read both sides from disk, and compare tensors and logits.
+"""Verify a conversion by reading both sides from disk and comparing their tensors and logits.
 
-Both models run in fp32 with weights rounded to the converted dtype, so that only the order of summation
-differs. Only one model is in memory at a time, in the dtype in which it is stored.
+Both models run in fp32 with weights rounded to the converted dtype, so that the results differ only in the
+order of summation. Only one model is in memory at a time, and it is held in the dtype in which it is stored.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Verification:
     """The results of a verification.
 
     Attributes:
-        tensors: number of Hugging Face tensors, each bitwise identical to its counterpart in Megatron.
-        tokens: number of tokens that both models processed; 0: logits were not compared.
+        tensors: the number of Hugging Face tensors, each bitwise identical to its counterpart in Megatron.
+        tokens: the number of tokens that both models processed, or 0 if the logits were not compared.
         difference: the largest difference between logits.
         largest: the largest logit of Hugging Face's model.
-        positions: position at which the rotation angles were compared; 0: not compared.
-        turned: the largest difference between their sines and cosines.
+        positions: the position at which the rotation angles were compared, or 0 if they were not compared.
+        turned: the largest difference between the sines and cosines of these angles.
     """
 
     tensors: int
@@ -57,7 +57,7 @@ class Sides(NamedTuple):
 
     Attributes:
         megatron: the folder given to ``--save``.
-        hf: the folder with ``config.json`` and weights.
+        hf: the folder with ``config.json`` and the weights.
         family: the model's family.
     """
 
@@ -67,7 +67,7 @@ class Sides(NamedTuple):
 
 
 def has_reference() -> bool:
-    """Return whether transformers, which runs the reference model, is installed."""
+    """Return True if transformers, which runs the reference model, is installed."""
     return is_installed("transformers")
 
 
@@ -92,9 +92,9 @@ def verify(
     Args:
         sides: the two checkpoints.
         args: the trainer's flags for the model.
-        dtype: dtype of the converted weights, to which the other side is rounded.
-        logits: also run both models.
-        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
+        dtype: the dtype of the converted weights, to which the weights of the other side are rounded.
+        logits: whether to run both models and compare their logits too.
+        vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
 
     Raises:
         UsageError: the two sides differ.
@@ -183,7 +183,7 @@ def _first_line(error: Exception) -> str:
 def _compare_tensors(
     parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Namespace, dtype: torch.dtype
 ) -> int:
-    """Check that all tensors are bitwise identical; return their number.
+    """Check that all tensors are bitwise identical, and return the number of tensors.
 
     Raises:
         UsageError: a tensor differs.
@@ -201,7 +201,7 @@ def _compare_tensors(
 
 
 def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of rows of a tensor with the corresponding stored rows, both rounded."""
+    """Yield the rows of a tensor in blocks, together with the corresponding stored rows; both are rounded."""
     first = 0
     for rows in stored:
         ours = tensor[first : first + len(rows)] if tensor.dim() else tensor
@@ -217,7 +217,7 @@ def _tokens(vocabulary: int, number: int) -> Tensor:
 
 
 def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logits [1, s, padded V] in fp32 on the host; the model cannot be used afterwards."""
+    """Return the logits [1, s, padded V] in fp32 on the host. The model cannot be used afterwards."""
     embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
     fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
@@ -228,9 +228,9 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def _hf_results(
     folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of transformers on the host in fp32, without its fused attention.
+    """Return what transformers computes on the host in fp32, without its fused attention.
 
-    These are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
+    The results are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
 
     Raises:
         UsageError: transformers cannot load the model.

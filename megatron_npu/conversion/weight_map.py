@@ -1,8 +1,8 @@
 """Map tensors between Hugging Face and megatron-core in both directions.
 
-``to_hf`` also works on meta tensors: applied to the shape of Megatron's tensor it returns the required
-Hugging Face shapes. Shapes: ``h`` hidden size, ``np`` query heads, ``ng`` key and value heads, ``hn`` head
-size, ``f`` MLP size, ``V`` vocabulary size.
+``to_hf`` also works on meta tensors: applied to a meta tensor with the shape of Megatron's tensor, it returns
+meta tensors with the required Hugging Face shapes. The letters in the shapes are: ``h`` hidden size, ``np``
+query heads, ``ng`` key and value heads, ``hn`` head size, ``f`` MLP size, ``V`` vocabulary size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megatron_npu.pretrain.checkpoint.weights import vocab_padding
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """A megatron-core tensor and the Hugging Face tensors with the same values.
+    """A megatron-core tensor and the Hugging Face tensors that hold the same values.
 
     Attributes:
-        megatron: name in ``GPTModel``.
-        hf: names in Hugging Face's files.
-        to_megatron: converts Hugging Face's tensors, in the order of ``hf``, to Megatron's.
-        to_hf: the inverse of ``to_megatron``, also for meta tensors.
+        megatron: the name of the tensor in ``GPTModel``.
+        hf: the names of the tensors in Hugging Face's files.
+        to_megatron: a function that converts Hugging Face's tensors, in the order of ``hf``, to Megatron's
+            tensor.
+        to_hf: the inverse of ``to_megatron``, which also supports meta tensors.
     """
 
     megatron: str
@@ -34,7 +35,7 @@ class WeightMapping:
 
 
 def direct(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping for a tensor with the same layout on both sides."""
+    """Return the mapping for a tensor that has the same layout on both sides."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0], lambda tensor: [tensor])
 
 
@@ -46,7 +47,8 @@ def transposed(megatron: str, hf: str) -> WeightMapping:
 def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
     """Return the mapping for a weight [n·f, h] that is the concatenation of ``n`` tensors [f, h].
 
-    megatron-core's gated MLP has the gate first, then the other factor, as its ``glu`` splits them.
+    In megatron-core's gated MLP, the gate comes first and the other factor second, in the order in which its
+    ``glu`` function splits them.
     """
     count = len(hf)
     return WeightMapping(
@@ -57,12 +59,12 @@ def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
 def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> WeightMapping:
     """Return the mapping for a weight [padded V, h], of which Hugging Face stores only the first V rows.
 
-    The other rows are the mean of the real ones (see ``pretrain.checkpoint.vocab_padding``).
+    The padding rows are set to the mean of the real rows (see ``pretrain.checkpoint.vocab_padding``).
 
     Args:
-        megatron, hf: names.
-        rows: V.
-        padded_rows: padded V.
+        megatron, hf: the names of the tensor on both sides.
+        rows: the vocabulary size V.
+        padded_rows: the padded vocabulary size.
     """
 
     def to_megatron(tensors: Sequence[Tensor]) -> Tensor:
@@ -78,11 +80,11 @@ class Heads:
     """The heads of an attention layer, and the row layout of their weights.
 
     Attributes:
-        queries: number of query heads, np.
-        groups: number of key and value heads, ng.
-        size: size of a head, hn.
-        rotary_interleaved: whether Megatron's rotary embedding rotates neighbors (2i, 2i + 1). Hugging Face's
-            rotates halves (i, i + hn/2), Megatron's default.
+        queries: the number of query heads, np.
+        groups: the number of key and value heads, ng.
+        size: the size of a head, hn.
+        rotary_interleaved: whether Megatron's rotary embedding rotates neighboring elements (2i, 2i + 1).
+            Hugging Face's embedding rotates halves (i, i + hn/2), which is also Megatron's default.
     """
 
     queries: int
@@ -93,14 +95,15 @@ class Heads:
     def merge_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Merge query [np·hn, …], key and value [ng·hn, …] into ``linear_qkv`` [ng·(np/ng + 2)·hn, …].
 
-        The order is group by group: the queries that share a key, the key, the value.
+        The rows are ordered by group: each group consists of the queries that share a key, then the key, then
+        the value.
         """
         query, key = self.to_megatron(query), self.to_megatron(key)
         parts = [part.reshape(self.groups, -1, *part.shape[1:]) for part in (query, key, value)]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``linear_qkv`` into query, key and value; the inverse of ``merge_qkv``."""
+        """Split ``linear_qkv`` into query, key and value. This is the inverse of ``merge_qkv``."""
         rows = [self.queries // self.groups * self.size, self.size, self.size]
         parts = qkv.reshape(self.groups, sum(rows), *qkv.shape[1:]).split(rows, dim=1)
         query, key, value = (part.flatten(0, 1) for part in parts)
@@ -122,7 +125,7 @@ class Heads:
 
 
 def qkv(megatron: str, hf: Sequence[str], heads: Heads) -> WeightMapping:
-    """Return the mapping between ``linear_qkv`` and three projections, for weights and biases."""
+    """Return the mapping between ``linear_qkv`` and three separate projections, for weights and biases."""
     return WeightMapping(megatron, tuple(hf), lambda tensors: heads.merge_qkv(*tensors), heads.split_qkv)
 
 

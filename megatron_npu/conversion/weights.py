@@ -22,11 +22,11 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a Hugging Face folder under the weight map's names.
+    """The tensors of a Hugging Face folder, accessed by the names in the weight map.
 
     Attributes:
-        source: the files.
-        stored: maps names in the weight map to names in the files.
+        source: the reader of the files.
+        stored: a mapping from names in the weight map to names in the files.
     """
 
     source: Source
@@ -37,7 +37,7 @@ class Weights:
         return self.source.read(self.stored[name])
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield a tensor's rows in blocks."""
+        """Yield the rows of a tensor in blocks."""
         return self.source.in_pieces(self.stored[name])
 
 
@@ -45,7 +45,7 @@ def open_folder(folder: Path, family: Family) -> Weights:
     """Open the tensors of a folder.
 
     Raises:
-        UsageError: there are no weights, or they are damaged.
+        UsageError: the folder has no weights, or the weights are damaged.
     """
     source = Source(folder)
     return Weights(source, {name: stored for stored, name in family.canonical_names(source.names()).items()})
@@ -54,8 +54,8 @@ def open_folder(folder: Path, family: Family) -> Weights:
 def check_names(found: Weights, family: Family, args: Namespace) -> None:
     """Check that each stored tensor is used by exactly one mapping, and that none is missing.
 
-    Tied copies of other tensors, and tensors that follow from the configuration (masks, frequencies), may be
-    stored; they are compared and skipped.
+    The files may also contain tied copies of other tensors, and tensors that can be derived from the
+    configuration (masks and frequencies). These tensors are compared and then skipped.
 
     Raises:
         UsageError: tensors are missing or unused; the error names them.
@@ -73,7 +73,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
 
 
 def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
-    """Return the tensor names that the mappings use, after checking that all of them exist."""
+    """Check that all tensors that the mappings use exist, and return their names."""
     wanted: set[str] = set()
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
@@ -103,7 +103,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
-    """Return Megatron's name for the dtype of all tensors in the weight map.
+    """Return Megatron's name for the dtype that all tensors in the weight map share.
 
     Raises:
         UsageError: the tensors have several dtypes, or a dtype that Megatron does not train in.
@@ -126,7 +126,7 @@ def stored_dtype(found: Weights) -> torch.dtype:
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the bytes that a conversion needs: all weights, plus twice the largest one."""
+    """Return the number of bytes that a conversion requires: all weights, plus twice the largest one."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
@@ -147,7 +147,7 @@ def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[Wei
 
 
 def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence[Tensor]:
-    """Return the Hugging Face tensors of a mapping, after checking their shapes.
+    """Return the Hugging Face tensors of a mapping after checking their shapes.
 
     Raises:
         UsageError: a tensor's shape differs from the one that the mapping requires.
@@ -165,9 +165,9 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
 
 
 def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and Hugging Face tensor for all parameters of a ``GPTModel``.
+    """Yield the names and tensors of the Hugging Face parameters that correspond to a ``GPTModel``.
 
-    Every parameter is used exactly once; meta parameters yield meta tensors.
+    Every parameter of the ``GPTModel`` is used exactly once. Meta parameters yield meta tensors.
     """
     unused = dict(sources)
     for mapping in weight_map:

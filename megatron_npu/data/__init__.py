@@ -1,1 +1,1 @@
-"""Convert text to token ids, and store these as ``.bin/.idx`` datasets."""
+"""Convert text to token ids, and store the ids as ``.bin/.idx`` datasets."""

@@ -1,7 +1,7 @@
-"""Check that the files of a data folder do not make ``datasets`` read from elsewhere.
+"""Check that the files of a data folder do not make ``datasets`` read data from elsewhere.
 
 The header of a ``README.md`` names data files, and ``state.json`` names the files written by
-``save_to_disk``. In both, ``datasets`` also accepts paths outside the folder and web addresses.
+``save_to_disk``. In both files, ``datasets`` also accepts paths outside the folder and web addresses.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``stat
 
 
 def require_own_files(folder: Path, given: str) -> None:
-    """Check that a folder written by ``save_to_disk`` names only files and folders inside it.
+    """Check that a folder written by ``save_to_disk`` refers only to files and folders inside itself.
 
     Args:
-        folder: a folder with ``state.json`` or ``dataset_dict.json``; other folders are left to ``datasets``.
-        given: the flag and its value, for the message.
+        folder: a folder with ``state.json`` or ``dataset_dict.json``; all other folders are left to
+            ``datasets``.
+        given: the flag and its value, used in the error message.
 
     Raises:
-        UsageError: the folder's files name a path outside it.
+        UsageError: a file of the folder refers to a path outside the folder.
     """
     splits = _texts(_content(folder / "dataset_dict.json").get("splits"))
     for split in splits:
@@ -40,11 +41,11 @@ def require_own_files(folder: Path, given: str) -> None:
 
 @contextlib.contextmanager
 def own_files_alone(name: str, given: str) -> Iterator[None]:
-    """Restrict ``datasets`` to data files in a folder; for a name on the hub, to web addresses.
+    """Restrict ``datasets`` to data files inside a folder or, for a name on the hub, to web addresses.
 
     Args:
         name: the folder, or the name on the hub.
-        given: the flag and its value, for the message.
+        given: the flag and its value, used in the error message.
     """
     from datasets import data_files
 
@@ -64,7 +65,7 @@ def own_files_alone(name: str, given: str) -> Iterator[None]:
 
 
 def _is_inside(pattern: str, base: str, folder: Path | None) -> bool:
-    """Return whether files that match ``pattern`` relative to ``base`` may be read.
+    """Return True if files that match ``pattern`` relative to ``base`` may be read.
 
     See ``own_files_alone``.
     """
@@ -92,7 +93,7 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty for invalid files, which ``datasets`` itself rejects."""
+    """Return the content of a JSON file; empty for invalid files, which ``datasets`` rejects itself."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Instructions that fix each problem in a report."""
+"""Provide instructions for fixing each problem in a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_FREE = 0.5
 
 
 def advice(report: Report) -> list[str]:
-    """Return instructions, the most basic problems first; empty if a run is expected to work."""
+    """Return the instructions, the most basic problems first; empty if a run is expected to work."""
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),

@@ -1,4 +1,4 @@
-"""``megatron-npu doctor --known-bugs``: the bugs of one Megatron, and whether they are fixed."""
+"""Support for ``megatron-npu doctor --known-bugs``: list a Megatron's bugs, and whether they are fixed."""
 
 from __future__ import annotations
 

@@ -41,11 +41,12 @@ Facts = dict[str, Any]
 
 
 def main(folder: str | None, out: str | None) -> int:
-    """Run one rank of the inspection; return the exit code, 1 if a machine failed.
+    """Run one rank of the inspection and return the exit code, which is 1 if a machine failed.
 
     Args:
-        folder: a folder that all machines should share; None: not checked.
-        out: where rank 0 writes ``passed.txt``, ``failed.txt`` and ``cluster.json``; None: not written.
+        folder: a folder that all machines should share. If None, this is not checked.
+        out: the folder to which rank 0 writes ``passed.txt``, ``failed.txt`` and ``cluster.json``. If None,
+            these files are not written.
 
     Raises:
         UsageError: no launcher started several processes, or the processes cannot reach each other.
@@ -119,7 +120,7 @@ def _version(package: str) -> str | None:
 
 
 def _wrong_here(every: Sequence[Facts]) -> list[str]:
-    """Return how this machine differs from rank 0's, and problems with its ports."""
+    """Return the differences between this machine and that of rank 0, and the problems with its ports."""
     own, first = every[dist.get_rank()], every[0]
     if not own["first"]:
         return []
@@ -174,7 +175,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _wrong_on_device() -> list[str]:
-    """Multiply matrices, compare with the host's result, and sum over all ranks; return the problems."""
+    """Multiply matrices, compare the result with the host's, sum over all ranks, and return the problems."""
     device, rank, ranks = devices.current(), dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(64.0).reshape(8, 8)
     faults = []
@@ -210,7 +211,7 @@ def _not_shared(folder: str) -> list[str]:
 
 
 def _pairs(every: Sequence[Facts]) -> dict[str, tuple[float, float]]:
-    """Measure pairs of machines one after another; return latency in microseconds and bandwidth in GB/s."""
+    """Measure pairs of machines one after another: latency in microseconds and bandwidth in GB/s."""
     firsts = [rank for rank, facts in enumerate(every) if facts["first"]]
     if len(firsts) <= _PAIRS:
         pairs = [(a, b) for number, a in enumerate(firsts) for b in firsts[number + 1 :]]
@@ -233,7 +234,7 @@ def _measured(a: int, b: int) -> tuple[float, float]:
 
 
 def _ping(tensor: torch.Tensor, a: int, b: int) -> float:
-    """Send a tensor to the other rank and back; return the time in seconds."""
+    """Send a tensor to the other rank and back, and return the time in seconds."""
     devices.current().synchronize()
     began = time.perf_counter()
     for source, target in ((a, b), (b, a)):

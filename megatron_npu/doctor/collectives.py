@@ -2,8 +2,8 @@
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
-Runs in separate processes, because the faults it looks for cause hangs. A world size of 1 only shows that
-the backend starts.
+The check runs in separate processes, because the faults it looks for cause hangs. A world size of 1 only
+shows that the backend starts.
 """
 
 from __future__ import annotations

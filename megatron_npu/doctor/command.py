@@ -142,7 +142,7 @@ def _rows(content: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return one line for a plain value, or one line per element of a list of tables."""
+    """Return one line for a plain value, or one line per element for a list of tables."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_plain(row) for row in value]
     return [_plain(value)]

@@ -1,8 +1,8 @@
-"""The self-test of every operation on this process's device: run its examples in verify mode.
+"""Self-test of every operation on this process's device, which runs its examples in verify mode.
 
     MEGATRON_NPU_VERIFY=all python -m megatron_npu.doctor.operations REPORT.json
 
-Runs in a separate process, because a broken driver may crash it.
+The test runs in a separate process, because a broken driver may crash it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_npu.ops.dropout import bias_dropout_add, dropout
 
 
 def examples() -> dict[str, Example]:
-    """Return every registered example, keyed by the names of operation and case."""
+    """Return every registered example, keyed by the names of the operation and the case."""
     return {
         f"{operation.name}, {case}" if case else operation.name: example
         for operation in dispatch.all_operations()
@@ -31,7 +31,7 @@ def examples() -> dict[str, Example]:
 
 
 def run(dtype: torch.dtype) -> dict[str, str]:
-    """Run every example forward and backward; return the failures with their reasons, keyed by name.
+    """Run every example forward and backward, and return the failures with their reasons, keyed by name.
 
     The deviation of each example from its reference is in ``verify.findings``.
     """

@@ -22,12 +22,12 @@ _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """How a text is generated.
+    """Settings for generating a text.
 
     Attributes:
-        until: strings that end the generation and are not part of the result.
-        tokens: maximum number of tokens to generate.
-        temperature, top_k, top_p: as in ``Options``.
+        until: the strings that end the generation and are not part of the result.
+        tokens: the maximum number of tokens to generate.
+        temperature, top_k, top_p: see ``Options``.
     """
 
     until: tuple[str, ...]
@@ -38,10 +38,10 @@ class Wish:
 
     @classmethod
     def of(cls, wanted: Mapping[str, Any], tokens: int) -> Wish:
-        """Return the settings of a request.
+        """Return the generation settings of a request.
 
         Args:
-            wanted: its keywords.
+            wanted: the keywords of the request.
             tokens: the default number of tokens.
 
         Raises:
@@ -85,7 +85,7 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
 
 
 def _temperature(rest: dict[str, Any]) -> float:
-    """Remove ``do_sample`` and ``temperature``, and return the temperature; sampling defaults to 1."""
+    """Remove ``do_sample`` and ``temperature`` and return the temperature (1 by default when sampling)."""
     sampled = rest.pop("do_sample", None)
     temperature = float(rest.pop("temperature", None) or 0.0)
     if sampled is None:

@@ -28,7 +28,7 @@ _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') on this machine
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for the help text; lm-eval parses everything else."""
+    """Return the parser that is used for the help text; all arguments are parsed by lm-eval."""
     return Parser("megatron-npu evaluate", description=_DESCRIPTION, usage=_USAGE)
 
 

@@ -29,12 +29,12 @@ from megatron_npu.pretrain.run import initialize, layout
 
 
 class Found(NamedTuple):
-    """The model's result for a passage.
+    """The result of the model for a passage.
 
     Attributes:
         example: the passage.
         correct: whether the most likely token is the expected one at every position.
-        logprob: natural logarithm of the probability of all expected tokens.
+        logprob: the natural logarithm of the probability of all expected tokens.
     """
 
     example: Example
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(line: int, row: Found) -> dict[str, Any]:
-    """Return the JSON record of a passage; its tokens are ids."""
+    """Return the JSON record of a passage, in which tokens are given as ids."""
     return {
         "line": line,
         "correct": row.correct,
@@ -116,7 +116,7 @@ def _counts(rows: Sequence[Found]) -> tuple[int, int]:
 
 
 def perplexity(rows: Sequence[Found]) -> float:
-    """Return the exponential of the answers' mean negative log-likelihood, with each passage counted once.
+    """Return the exponential of the mean negative log-likelihood of the answers; each passage counts once.
 
     The result is infinite if it overflows.
     """
@@ -148,16 +148,17 @@ def accuracy(
 ) -> tuple[int, int]:
     """Return the number of passages in ``file`` that the model completes correctly, and the total number.
 
-    Under torchrun each process has the whole model and evaluates a part of the passages; all return the same
-    result.
+    Under torchrun, each process holds the whole model and evaluates a part of the passages. All processes
+    return the same result.
 
     Args:
-        load: folder given to ``--save``.
-        file: JSON lines with the key ``text``.
-        strict: predict the whole last word, tokenized separately; otherwise the last token of the passage.
-        batch: passages per forward pass; it does not change the results.
-        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
-        changes: arguments of the run to override, by name.
+        load: the folder that was given to ``--save``.
+        file: a file of JSON lines with the key ``text``.
+        strict: whether to predict the whole last word, tokenized separately. If False, the last token of the
+            passage is predicted.
+        batch: the number of passages per forward pass, which does not affect the results.
+        vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
+        changes: the arguments of the training run to override, by name.
 
     Raises:
         UsageError: the checkpoint or file does not exist, or a passage does not fit the model.

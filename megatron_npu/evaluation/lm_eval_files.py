@@ -1,4 +1,4 @@
-"""The files of an lm-eval run: check that results can be written, and that no other user can write to caches.
+"""Check the files of an lm-eval run: results must be writable, and caches must be safe from other users.
 
 If lm-eval cannot write its results, it only warns and ends with exit code 0; its caches are pickles, which
 execute code when they are read.
@@ -20,7 +20,7 @@ _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the file options in lm-eval's command line."""
+    """Return the options for files in lm-eval's command line."""
     parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
@@ -53,11 +53,11 @@ def require(asked: argparse.Namespace) -> None:
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return why a run that ended normally has no results; an empty string if it has results.
+    """Return the reason why a run that ended normally has no results, or an empty string if it has results.
 
     Args:
-        output_path: the option's value.
-        since: start of the run, in seconds on the file system's clock.
+        output_path: the value of lm-eval's option.
+        since: the start of the run, in seconds on the file system's clock.
     """
     pattern = f"{output_path.stem}_*.json" if output_path.suffix == ".json" else "*/results_*.json"
     written = [path for path in _folder(output_path).glob(pattern) if path.stat().st_mtime >= since]

@@ -1,7 +1,7 @@
-"""lm-eval's model ``megatron_npu``: checkpoints of the trainer and of stock scripts, without conversion.
+"""The lm-eval model ``megatron_npu``: evaluates checkpoints of the trainer and of stock scripts directly.
 
-Checkpoints are loaded as by ``megatron-npu generate``, with the same results as ``--model hf`` on the
-exported model.
+Checkpoints need no conversion. They are loaded like in ``megatron-npu generate``, and the results equal those
+of ``--model hf`` on the exported model.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of c
 
 @register_model("megatron_npu")
 class MegatronNpu(TemplateLM):
-    """A checkpoint for lm-eval, in one process or several.
+    """A checkpoint that lm-eval can evaluate, in one process or several.
 
-    Without the two sizes, several processes each have a copy of the model and divide the requests. With one
-    of the sizes, they share one model, and the first process sends all requests (``Leader``): the others
-    never leave the constructor.
+    If neither parallel size is given, each process has a copy of the model, and the requests are divided
+    among the processes. If a size is given, the processes share one model, and the first process sends all
+    requests (see ``Leader``); the other processes never leave the constructor.
 
     Args:
-        load: folder given to ``--save``.
-        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
-        fp16, bf16: use another precision than in training.
-        tensor_model_parallel_size, pipeline_model_parallel_size: number of processes that share each layer,
-            and number of stages.
-        max_length: maximum number of input tokens; None: the model's positions.
-        max_gen_toks: default number of tokens to generate.
-        batch_size: texts per forward pass.
-        max_batch_size: for lm-eval's ``auto``, which means the default here.
-        device: this process's device, or ``cuda``, which is mapped to it.
+        load: the folder that was given to ``--save``.
+        vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
+        fp16, bf16: whether to use a precision other than that of the training run.
+        tensor_model_parallel_size, pipeline_model_parallel_size: the number of processes that share each
+            layer, and the number of pipeline stages.
+        max_length: the maximum number of input tokens. If None, it is the number of positions of the model.
+        max_gen_toks: the default number of tokens to generate.
+        batch_size: the number of texts per forward pass.
+        max_batch_size: accepted for lm-eval's batch size ``auto``, which selects the default here.
+        device: the device of this process, or ``cuda``, which is mapped to that device.
         unknown: unsupported arguments, which are rejected by name.
 
     Raises:
@@ -108,11 +108,11 @@ class MegatronNpu(TemplateLM):
             )
 
     def close(self) -> None:
-        """Release the model and the other processes; no requests are possible afterwards."""
+        """Release the model and the other processes. No requests are possible after this call."""
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
-        """Load the model and prepare sending requests; if it is shared, only the first process returns."""
+        """Load the model and prepare to send requests. If it is shared, only the first process returns."""
         copies = sizes == (None, None)
         share = (
             layout.copies
@@ -150,7 +150,7 @@ class MegatronNpu(TemplateLM):
         return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in found])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Return the objects of all processes in one process, and None in the others."""
+        """Return the objects of all processes in one process, and return None in the others."""
         if self._world_size == 1:
             return [obj]
         found: list[Any] = [None] * self._world_size
@@ -179,9 +179,10 @@ class MegatronNpu(TemplateLM):
         return tokenizer.eod if token is None else tokenizer.vocabulary.get(token, tokenizer.eod)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text, by default with the tokenizer's start tokens.
+        """Return the ids of a text, by default preceded by the tokenizer's start tokens.
 
-        If the text already starts with them, as from a chat template, they are not added again.
+        If the text already starts with these tokens, for example because a chat template added them, they are
+        not added again.
         """
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -219,7 +220,7 @@ class MegatronNpu(TemplateLM):
         return found
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template, or None if none is to be applied."""
+        """Return the chat template, or None if no template is to be applied."""
         return self._template.source if chat_template else None
 
     def apply_chat_template(
@@ -233,7 +234,7 @@ class MegatronNpu(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return each request's log-likelihood of its continuation, and whether that is the most likely one.
+        """Return each request's log-likelihood of its continuation, and whether it is the most likely one.
 
         If a text is too long, only its last tokens are used. Requests whose texts differ only in their last
         token (one-token answers to the same question) are computed once.
@@ -256,7 +257,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, computed in windows of the model's length."""
+        """Return the log-likelihoods of whole texts, computed in windows of the model's length."""
         windows: list[Request] = []
         numbers = []
         for (string,) in (request.args for request in requests):
@@ -276,7 +277,7 @@ class MegatronNpu(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return generated continuations, up to their stop strings."""
+        """Return the generated continuations, each up to its first stop string."""
         answers = [""] * len(requests)
         wishes: dict[Wish, list[int]] = {}
         for place, request in enumerate(requests):
@@ -292,7 +293,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
-        """Yield request indices, several batches at a time, and show the progress."""
+        """Yield the indices of requests, several batches at a time, and show the progress."""
         size = _BLOCK * self.batch
         with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
             for start in range(0, len(order), size):
@@ -305,7 +306,7 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return as many of a context's last ids as leave room for the answer."""
+        """Return the last ids of a context, as many as fit while leaving room for the answer."""
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Passages of LAMBADA: the context of each, and the tokens to predict."""
+"""Passages of the LAMBADA task: the context of each passage, and the tokens to predict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cut = Literal["token", "word", "lm-eval"]
 
 
 class Example(NamedTuple):
-    """A passage: its input tokens, and the tokens to predict."""
+    """A passage, which consists of its input tokens and the tokens to predict."""
 
     context: list[int]
     answer: list[int]
@@ -27,14 +27,15 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
     The first process prints how many passages were truncated.
 
     Args:
-        file: JSON lines with the key ``text``.
-        tokenizer: the model's tokenizer.
+        file: a file of JSON lines with the key ``text``.
+        tokenizer: the tokenizer of the model.
         cut: what to predict: the last ``token``; the last ``word``, tokenized separately as with Megatron's
             ``--strict-lambada``; or as in lm-eval's task lambada_openai.
-        longest: number of positions of the model.
+        longest: the number of positions of the model.
 
     Raises:
-        UsageError: there is no file or passage, a line is malformed, or a passage is too short.
+        UsageError: the file does not exist or contains no passage, a line is malformed, or a passage is too
+            short.
     """
     try:
         lines = files.lines(file)
@@ -84,7 +85,7 @@ def _last_word(text: str, tokenizer: Tokenizer) -> Example:
 
 
 def _as_lm_eval(text: str, tokenizer: Tokenizer) -> Example:
-    """Split a passage as lm-eval 0.4 does: at the last blank only, with the ids of the whole text."""
+    """Split a passage like lm-eval 0.4: at the last blank only, with the ids of the whole text."""
     before, blank, word = text.rpartition(" ")
     context = before.rstrip()
     ids = tokenizer.encode(context)

@@ -1,7 +1,8 @@
-"""Make lm-eval's result files either complete or absent, and record those that could not be written.
+"""Make lm-eval's result files either complete or absent, and record the files that could not be written.
 
-lm-eval writes them in place, logs a warning if that fails, and ends with exit code 0. Here its result module
-gets a ``Path`` and an ``open`` that write as ``files.writing`` does.
+lm-eval writes these files in place, logs a warning if that fails, and still ends with exit code 0. Therefore,
+the ``Path`` and ``open`` of its result module are replaced with versions that write through
+``files.writing``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
         """A path whose file is replaced only once the new content is completely on disk."""
 
         def write_text(self, data: str, *_: Any, **__: Any) -> int:
-            """Write the file; encoding and line endings are those of ``files.write``."""
+            """Write the file with the encoding and line endings of ``files.write``."""
             with self.open("w") as stream:
                 stream.write(data)
             return len(data)
 
         def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
-            """Open the file; a file opened for writing or appending is replaced at the end of the block."""
+            """Open the file. A file opened for writing or appending is replaced at the end of the block."""
             return _whole(self, mode, lost) if mode in ("w", "a") else super().open(mode, *args, **options)
 
     own = {"Path": WholePath, "open": lambda path, mode="r", *a, **o: WholePath(path).open(mode, *a, **o)}
@@ -55,7 +56,7 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]:
-    """Yield a text stream whose content replaces the file; when appending, it includes the old content."""
+    """Yield a text stream whose content replaces the file. When appending, it includes the old content."""
     try:
         with files.writing(path) as binary:
             if mode == "a" and path.exists():
@@ -70,7 +71,7 @@ def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove partial files left by a run that was killed while writing."""
+    """Remove the partial files of a run that was killed while writing."""
     for pattern in _PATTERNS:
         for partial in (*folder.glob(pattern), *folder.glob(f"*/{pattern}")):
             files.remove_abandoned(

@@ -1,7 +1,8 @@
-"""The chat template of a checkpoint, which turns messages into the text format used in training.
+"""Apply the chat template of a checkpoint, which turns messages into the text format used in training.
 
-Templates are Jinja and come with the Hugging Face tokenizer, so they are untrusted. They are rendered as in
-Transformers, in Jinja's sandbox, which gives access to the messages only, and with a time limit.
+Templates are written in Jinja and are distributed with the Hugging Face tokenizer, so they are untrusted.
+They are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and with
+a time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may use.
+    """A chat template, together with the special tokens that it may use.
 
     Args:
         source: the Jinja source.
@@ -58,12 +59,12 @@ class ChatTemplate:
         """Render messages as text.
 
         Args:
-            messages: each with ``role`` and ``content``.
-            begin_answer: add the start of the answer; otherwise stop inside the last message, which the model
-                continues.
+            messages: the messages, each with a ``role`` and a ``content``.
+            begin_answer: whether to add the start of the answer. If False, the text ends inside the last
+                message, which the model then continues.
 
         Raises:
-            UsageError: the template rejects the messages, or fails.
+            UsageError: the template rejects the messages or fails.
         """
         try:
             with _at_most(_SECONDS):
@@ -87,7 +88,7 @@ class ChatTemplate:
 
 
 def of(args: argparse.Namespace) -> ChatTemplate | None:
-    """Return the template stored with a checkpoint's tokenizer, or None.
+    """Return the chat template stored with a checkpoint's tokenizer, or None if there is none.
 
     Args:
         args: the flags of the training run.
@@ -124,7 +125,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Bounded(ImmutableSandboxedEnvironment):
-        """A sandbox whose ``*`` and ``**`` reject results that are too large."""
+        """A Jinja sandbox whose ``*`` and ``**`` operators reject results that are too large."""
 
         intercepted_binops = frozenset({"*", "**"})
 
@@ -141,7 +142,7 @@ def _environment() -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items or bits in an operator's result; 0 if its size is not limited."""
+    """Return the number of items or bits in an operator's result, or 0 if the size is not limited."""
     if operator == "**":
         bits = left.bit_length() if isinstance(left, int) else 0
         return bits * max(right, 0) if isinstance(right, int) else 0
@@ -157,9 +158,10 @@ def _length(value: Any) -> int:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Limit the time of the block in this thread; it ends at the next line of Python after the limit.
+    """Limit the time that the block may take in this thread.
 
-    This works because a template's loops are Python loops; a separate thread could not be stopped.
+    The block is interrupted at the first line of Python that is reached after the limit. This works because
+    the loops of a template are Python loops. A separate thread is not used because it could not be stopped.
 
     Raises:
         TimeoutError: the limit was exceeded.

@@ -1,4 +1,4 @@
-"""An interactive conversation: read prompts one by one, and print each continuation as it is generated."""
+"""An interactive conversation: read prompts one by one and print each continuation as it is generated."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _STOP = "stop"
 
 
 def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
-    """Read prompts from standard input until ``stop`` or its end, and print each continuation.
+    """Read prompts from standard input until ``stop`` or the end of the input, and print each continuation.
 
-    After a prompt that is too long, a message is printed and the next one is read; Ctrl-C stops the current
-    text.
+    If a prompt is too long, a message is printed and the next prompt is read. Ctrl-C stops the generation of
+    the current text.
     """
     _edit_lines()
     while (prompt := _asked()) is not None:
@@ -35,7 +35,7 @@ def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
 
 
 def _edit_lines() -> None:
-    """Enable line editing if Python supports it; let bytes that are not UTF-8 pass, to be reported later."""
+    """Enable line editing if Python supports it. Bytes that are not UTF-8 are accepted and reported later."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() uses it from then on
     for stream in (sys.stdin, sys.stdout):
@@ -44,7 +44,7 @@ def _edit_lines() -> None:
 
 
 def _asked() -> str | None:
-    """Read and return a prompt; None at the end."""
+    """Read and return a prompt, or return None at the end of the input."""
     try:
         with watchdog.phase(watchdog.WAITING):
             prompt = input(QUESTION)

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sampling(add: trained_model.Add) -> None:
-    """Add the sampling flags."""
+    """Add the flags for sampling to the parser."""
     add(
         "--num-tokens",
         type=integer,
@@ -155,7 +155,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate texts for one prompt, or unconditionally; print or write them."""
+    """Generate texts for one prompt or unconditionally, and print them or write them to a file."""
     prompt = [model.sampler.end] if given.prompt is None else model.prompt(given.prompt)
     _require_room(given, prompt, model)
     samples = model.sampler.sample([prompt] * (given.num_samples or 1), options, batch=given.micro_batch_size)
@@ -188,7 +188,7 @@ def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, p
 
 
 def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate a continuation for each line of a file; write prompts and texts."""
+    """Generate a continuation for each line of a file, and write the prompts and the texts."""
     file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
@@ -207,7 +207,7 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
 
 
 def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
-    """Reject a requested number of tokens that exceeds the model's positions."""
+    """Reject a number of tokens that exceeds the number of positions of the model."""
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
@@ -226,13 +226,13 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
 def generate(
     load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
 ) -> str:
-    """Return the prompt and its continuation, up to an end-of-document token, in a single process.
+    """Return a prompt and its continuation, up to an end-of-document token, using a single process.
 
     Args:
-        load: folder given to ``--save``.
-        prompt: non-empty text; for a NullTokenizer, numbers separated by spaces.
-        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
-        options: fields of ``Options``.
+        load: the folder that was given to ``--save``.
+        prompt: a non-empty text. For a NullTokenizer, it consists of numbers separated by spaces.
+        vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
+        options: values for the fields of ``Options``.
 
     Raises:
         UsageError: the checkpoint does not exist, or the model cannot process a prompt or value.

@@ -1,4 +1,4 @@
-"""Files of prompts (one per line) and of samples (JSON lines)."""
+"""Read files of prompts (one per line), and write files of samples (JSON lines)."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def read_prompts(file: str) -> list[str]:
 def record(model: TrainedModel, sample: Sample) -> dict[str, Any]:
     """Return the JSON record of a sample.
 
-    ``text`` is prompt and continuation, ``length`` its number of tokens, ``finished`` whether the model
-    generated the end token.
+    In the record, ``text`` is the prompt with its continuation, ``length`` is the number of tokens in this
+    text, and ``finished`` tells whether the model generated the end token.
     """
     length = len(model.content(sample))
     return {"text": model.text(sample), "length": length, "finished": sample.finished}
 
 
 def write(file: str, records: Iterable[dict[str, Any]]) -> None:
-    """Write JSON lines.
+    """Write records to a file as JSON lines.
 
     Raises:
         UsageError: the file cannot be written.
@@ -68,7 +68,7 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
 
 
 def require_writable(file: str) -> None:
-    """Check, before generating, that ``write`` can write to a path.
+    """Check before generating any text that ``write`` will be able to write to a path.
 
     Raises:
         UsageError: the path's folder does not exist, or the path is a folder.

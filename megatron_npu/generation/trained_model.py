@@ -1,4 +1,4 @@
-"""Create a Sampler from a checkpoint, with the command's flags for it."""
+"""Create a Sampler from a checkpoint, and define the command-line flags for this."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_checkpoint(add: Add) -> None:
 
 
 def precision(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that ``--fp16`` or ``--bf16`` overrides.
+    """Return the training arguments that ``--fp16`` or ``--bf16`` overrides.
 
     Raises:
         UsageError: both flags are given.
@@ -72,12 +72,12 @@ def precision(given: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint in memory, shared by all processes of the command.
+    """A checkpoint in memory, which is shared by all processes of the command.
 
     Attributes:
-        args: the flags of its training run, with this command's layout.
-        sampler: its sampler.
-        tokenizer: its tokenizer.
+        args: the flags of the checkpoint's training run, with the layout of this command.
+        sampler: the sampler for the model.
+        tokenizer: the tokenizer of the model.
     """
 
     args: argparse.Namespace
@@ -101,21 +101,21 @@ class TrainedModel:
         return ids
 
     def text(self, sample: Sample) -> str:
-        """Return prompt and continuation as text."""
+        """Return the prompt and its continuation as text."""
         return self.tokenizer.decode(self.content(sample))
 
     def content(self, sample: Sample) -> list[int]:
-        """Return the ids of the text, without an end token that represents an empty prompt."""
+        """Return the ids of the text, omitting an end token that represents an empty prompt."""
         return sample.tokens if sample.prompt == [self.sampler.end] else sample.ids()
 
 
 @contextlib.contextmanager
 def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model for the flags of ``add_flags`` inside the block.
+    """Load the model that the flags of ``add_flags`` select, for use inside the block.
 
     Args:
         given: the command's flags.
-        changes: arguments of the run to override, by name.
+        changes: the arguments of the training run to override, by name.
 
     Raises:
         UsageError: the checkpoint does not exist, has another shape, or cannot be partitioned as requested.
@@ -132,12 +132,12 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 @contextlib.contextmanager
 def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model for the flags of ``add_checkpoint`` inside the block.
+    """Load the model that the flags of ``add_checkpoint`` select, for use inside the block.
 
     Args:
         given: the command's flags.
-        share: how the processes of the command share the model, as for ``restored``.
-        changes: arguments of the run to override, by name.
+        share: how the processes of the command share the model; see ``restored``.
+        changes: the arguments of the training run to override, by name.
 
     Raises:
         UsageError: the checkpoint does not exist, or cannot be partitioned as requested.
@@ -149,14 +149,14 @@ def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[Tr
 
 
 def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
-    """Return the result of ``restored``, ready to generate."""
+    """Return the result of ``restored`` after preparing it for generation."""
     if devices.current().is_host:
         host_layout.lay_out_for_vectors(gpt)
     return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)
 
 
 def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Reject sizes on the command line that differ from the checkpoint's."""
+    """Reject sizes on the command line that differ from those of the checkpoint."""
     for name in (*_SHAPE, "tokenizer_type"):
         wanted, there = getattr(given, name), getattr(args, name)
         if wanted is not None and wanted != there:

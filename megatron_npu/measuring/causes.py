@@ -13,12 +13,12 @@ _THEIRS = "this machine does not have the document's 4 GPUs of 32 GB"
 
 
 def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
-    """Return why a measured row differs from the published trend; empty if it does not.
+    """Return the reasons why a measured row differs from the published trend; empty if it does not differ.
 
     Args:
         plan: the table's plan.
         scheme: the row's scheme.
-        verdicts: verdicts on ``peak`` and ``throughput``, as far as the document has values; each is
+        verdicts: the verdicts on ``peak`` and ``throughput``, as far as the document has values; each is
             ``AS_THERE`` or not.
     """
     if scheme.printed.word == "OOM":
@@ -78,7 +78,7 @@ def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
 
 
 def _size(plan: Plan) -> Iterator[str]:
-    """Yield the size of the document's model if the measured model has another size."""
+    """Yield the size of the document's model if the measured model has a different size."""
     theirs, ours = plan.suite.family.size(plan.suite.family.documented), plan.size
     batch = plan.suite.micro_batch_size
     if (ours.layers, ours.hidden, ours.seq_length) != (theirs.layers, theirs.hidden, theirs.seq_length) or (

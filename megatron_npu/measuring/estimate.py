@@ -1,7 +1,7 @@
-"""Estimate the minimum memory per rank before a row starts, so that it does not exhaust the machine.
+"""Estimate the minimum memory per rank before a row starts, so that the row does not exhaust the machine.
 
-It is a calculated lower bound: a row whose bound exceeds the limit cannot fit; other rows may still end as
-OOM.
+The estimate is a calculated lower bound. A row whose bound exceeds the limit cannot fit, and other rows may
+still run out of memory (OOM).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound on the bytes of model states and activations on the largest rank.
+    """Return a lower bound on the number of bytes of model states and activations on the largest rank.
 
     Args:
         job: the row's job.
@@ -25,7 +25,7 @@ def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
 
 
 def states(job: Job, family: Family, host_is_device: bool) -> int:
-    """Return the bytes of weights, gradients and optimizer states, as ZeRO counts them (arXiv:1910.02054)."""
+    """Return the bytes of weights, gradients and optimizer states, counted as in ZeRO (arXiv:1910.02054)."""
     scheme, count = job.scheme, parameters(family, job.size)
     if job.workload.startswith("megatron:"):
         # the first and the last stage hold the embedding
@@ -45,7 +45,7 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
 
 
 def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
-    """Return the bytes per parameter of weight, gradient and optimizer state, without sharding.
+    """Return the numbers of bytes per parameter for weight, gradient and optimizer state, without sharding.
 
     With mixed precision, Megatron's model has weights of 2 bytes, gradients of 4 (bf16) or 2 (fp16), and 12
     in the optimizer. With autocast (Transformers), weights stay fp32: 4 + 4 + 8 bytes.
@@ -58,7 +58,7 @@ def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
 
 
 def activations(job: Job) -> int:
-    """Return the bytes saved for the backward pass, with fused attention; at least those of the logits.
+    """Return the bytes saved for the backward pass with fused attention, at least those of the logits.
 
     According to arXiv:2205.05198, equations 1 and 2: s b h (10 + 24 / t) per layer in 16 bits, without the
     term 5 a s / h; the first pipeline stage stores as many micro batches as there are stages.

@@ -1,4 +1,4 @@
-"""The training job of one row, written by the parent and read by each rank."""
+"""The training job of one row, which is written by the parent process and read by each rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, all
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings that all rows of a table share.
+    """Settings that are shared by all rows of a table.
 
     Attributes:
         size: the model's size.
-        ranks: number of processes, one per device.
-        micro_batch_size, global_batch_size: samples per forward pass of a rank, and per step of all ranks.
-        steps, repeat: number of steps that are timed together, and number of repetitions.
+        ranks: the number of processes, one per device.
+        micro_batch_size, global_batch_size: the number of samples per forward pass of a rank, and per step of
+            all ranks.
+        steps, repeat: the number of steps that are timed together, and the number of repetitions.
         mixed_precision: the dtype of the mixed-precision rows, ``bf16`` or ``fp16``.
-        seed: random seed for weights, tokens and dropout.
-        memory_limit: maximum bytes per rank; None: the device's memory.
+        seed: the random seed for weights, tokens and dropout.
+        memory_limit: the maximum number of bytes per rank. If None, it is the memory of the device.
     """
 
     size: Size
@@ -44,11 +45,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Setting):
-    """One row of a table on this machine.
+    """One row of a results table, as measured on this machine.
 
     Attributes:
-        workload: as in ``Suite``.
-        scheme: the row's scheme.
+        workload: see ``Suite``.
+        scheme: the scheme that this row measures.
     """
 
     workload: str
@@ -56,17 +57,17 @@ class Job(Setting):
 
     @property
     def steps_in_all(self) -> int:
-        """Number of steps per rank, including warm-up steps."""
+        """The number of steps per rank, including warm-up steps."""
         return WARM_UP + self.steps * self.repeat
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that train on different samples."""
+        """The number of ranks that train on different samples."""
         return self.ranks // (self.scheme.tensor * self.scheme.pipeline)
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro batches per rank and step."""
+        """The number of micro batches per rank and step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property

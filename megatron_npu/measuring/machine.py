@@ -16,18 +16,18 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of this machine, for a benchmark.
+    """The device of this machine, described for a benchmark.
 
     Attributes:
-        device: its title, such as ``cpu`` or ``simulated npu``.
+        device: the title of the device, such as ``cpu`` or ``simulated npu``.
         kind: ``cpu``, ``cuda`` or ``npu``.
-        count: number of devices; None on a CPU.
+        count: the number of devices, or None on a CPU.
         host_memory: whether device memory is host memory (a CPU, a simulated device).
         simulated: whether timings are meaningless.
         is_host: whether ranks are processes on the CPU.
-        cores: number of CPU cores.
-        features: instruction set of the CPU.
-        load: load average of the last minute.
+        cores: the number of CPU cores.
+        features: the instruction set of the CPU.
+        load: the load average of the last minute.
     """
 
     device: str
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def lacks(self, dtype: str) -> bool:
-        """Return whether the CPU lacks instructions for ``bf16`` or ``fp16`` matmuls."""
+        """Return True if the CPU lacks instructions for ``bf16`` or ``fp16`` matmuls."""
         return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
 
     def notes(self, ranks: int, dtype: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Flags shared by several commands, one file per feature."""
+"""Flags that are shared by several commands, with one file per feature."""

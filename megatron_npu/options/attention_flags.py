@@ -1,4 +1,4 @@
-"""Attention flags that this package adds to Megatron's, and their values.
+"""Attention flags that this package adds to those of Megatron, and their values.
 
 A flag is declared once, as a field of ``AttentionFlags``, and then exists in every command and script. The
 object is passed from the command line through the layers to each call of ``ops.attention``, where a device's
@@ -18,7 +18,7 @@ def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
     """Return a dataclass field that is also declared on the command line.
 
     Args:
-        spellings: the flag's spellings; errors name the first one.
+        spellings: the flag's spellings, the first of which is used in error messages.
         default: the default of the field and of the flag.
         options: options for ``argparse.ArgumentParser.add_argument``.
     """
@@ -27,12 +27,12 @@ def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """Values of the flags; ``AttentionFlags()`` has the defaults.
+    """The values of the attention flags. ``AttentionFlags()`` has the defaults.
 
     Attributes:
-        pre_tokens: query i attends to key j only if j >= i - pre_tokens. None: no limit.
-        next_tokens: query i attends to key j only if j <= i + next_tokens. None: no limit.
-        shape_order: layout passed to the fused attention, ``SBH`` or ``BSH``.
+        pre_tokens: query i attends to key j only if j >= i - pre_tokens. None means no limit.
+        next_tokens: query i attends to key j only if j <= i + next_tokens. None means no limit.
+        shape_order: the layout passed to the fused attention, ``SBH`` or ``BSH``.
     """
 
     # both spellings: Megatron-LM's users write ``tockens``
@@ -60,7 +60,7 @@ class AttentionFlags:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """Number of keys before and after its own position that a query attends to; None: all."""
+        """The numbers of keys before and after its own position that a query attends to; None means all."""
         return self.pre_tokens, self.next_tokens
 
     def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
@@ -83,7 +83,7 @@ class AttentionFlags:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values in a namespace, with the default for each flag that its parser lacks."""
+        """Return the values in a namespace, using the default for each flag that its parser does not have."""
         return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
 
 
@@ -91,7 +91,7 @@ DEFAULTS = AttentionFlags()
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags in a separate group."""
+    """Add the flags to a parser in a separate group."""
     group = parser.add_argument_group(title="fused attention")
     for each in fields(AttentionFlags):
         spellings, options = each.metadata["spellings"], each.metadata["options"]

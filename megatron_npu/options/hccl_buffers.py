@@ -1,4 +1,4 @@
-"""``--hccl-group-buffer-adaptive``: size HCCL's buffers by the largest message of each group.
+"""Support for ``--hccl-group-buffer-adaptive``: fit HCCL's buffers to the largest message of each group.
 
 HCCL allocates two buffers per communicator, 200 MiB each by default. According to its documentation
 (HCCL_BUFFSIZE), each should be as large as the data of a call; a larger message only takes more time. The
@@ -25,10 +25,10 @@ _FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the sm
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The buffer sizes of a run: as large as each group's messages. Stored in the process's device.
+    """The buffer sizes of a run, stored in the process's device: as large as the messages of each group.
 
     Attributes:
-        args: validated arguments of Megatron or of the built-in trainer.
+        args: the validated arguments of Megatron or of the built-in trainer.
         fitted: the chosen size in MiB, by the name of the group.
     """
 
@@ -41,7 +41,7 @@ class GroupBuffers:
 
 
 def add(declare: Callable[..., Any]) -> None:
-    """Declare the flag under MindSpeed's name.
+    """Add the flag, under MindSpeed's name, to a parser.
 
     Args:
         declare: ``add_argument`` of a parser or group.
@@ -74,14 +74,14 @@ def choose(args: argparse.Namespace) -> None:
 
 
 def of_run() -> GroupBuffers | None:
-    """Return the object stored by ``choose``; None: the run does not use the flag."""
+    """Return the object that ``choose`` has stored, or None if the run does not use the flag."""
     noted = devices.current().group_buffers
     assert noted is None or isinstance(noted, GroupBuffers)
     return noted
 
 
 def asked() -> bool:
-    """Return whether this run uses the flag."""
+    """Return True if this run uses the flag."""
     return of_run() is not None
 
 
@@ -92,7 +92,7 @@ def default() -> int:
 
 
 def size_of_group(name: str) -> int | None:
-    """Return the buffer size in MiB for upstream's group ``name``, such as ``tp``; None if unknown."""
+    """Return the buffer size in MiB for upstream's group ``name``, such as ``tp``, or None if unknown."""
     run = of_run()
     largest = None if run is None else run.largest_messages().get(name)
     return None if largest is None else size_of(largest)
@@ -155,7 +155,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> int:
-    """Return the tokens of a micro-batch per rank if only context parallelism shards the sequence."""
+    """Return a micro-batch's number of tokens per rank if only context parallelism shards the sequence."""
     tokens = _batch(args) * -(-_length(args) // _parts(args))
     if getattr(args, "hybrid_context_parallel", False):
         tokens = max(tokens, args.max_seqlen_per_dp_cp_rank)

@@ -1,4 +1,4 @@
-"""Collectives of Python objects in a single process that represents all ranks, with the same objects."""
+"""Collectives for Python objects in a single process that represents all ranks, which hold equal objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
 
 
 def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """On the gathering rank, fill ``objects`` with this process's own object."""
+    """Fill ``objects`` with this process's own object if this process is the gathering rank."""
     if objects is not None:
         objects[:] = [mine] * len(objects)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing: the implementation of a broadcast or a barrier."""
+    """Do nothing; used in place of a broadcast or a barrier."""

@@ -1,4 +1,4 @@
-"""Calibrate time estimates with a table that ``bench`` measured on the job's devices."""
+"""Calibrate the time estimates with a table that ``bench`` measured on the job's devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the job's devices.
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ratios of measured to estimated time.
+    """The ratios of measured times to estimated times.
 
     Attributes:
         factor: the median ratio.
         least, most: the smallest and the largest ratio.
-        rows: number of rows compared.
-        source: the file, and the devices that it names.
+        rows: the number of rows that were compared.
+        source: the path of the table, and the devices that the table names.
     """
 
     factor: float = 1.0
@@ -62,7 +62,7 @@ class Calibration:
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 
     def line(self) -> str:
-        """Describe the calibration."""
+        """Return a description of the calibration."""
         if not self.rows:
             return (
                 "not calibrated on hardware (to calibrate, pass --bench FILE with a table from `bench "
@@ -75,7 +75,7 @@ class Calibration:
 
 
 def _rows(table: dict[str, Any], hardware: Hardware, per_node: int) -> Iterator[tuple[Estimate, float]]:
-    """Yield the estimate for each measured row, and the measured seconds per iteration."""
+    """Yield, for each measured row, its estimate and the measured number of seconds per iteration."""
     model, batch = table["model"], table["global_batch_size"]
     hidden, heads = model["hidden"], model["heads"]
     shape = Shape(

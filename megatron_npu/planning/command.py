@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a job; return 2 if it does not fit or cannot run.
+    """Plan a job. Return 2 if the job does not fit or cannot run.
 
     Raises:
         UsageError: the input is invalid.
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_covered(job: Job, device: str) -> None:
-    """Reject jobs that fake tensors do not cover: ``train``, and experts with unknown token counts.
+    """Reject jobs that fake tensors do not support: ``train``, and experts with unknown token counts.
 
     Raises:
         UsageError: the device is ``cuda`` and the job is one of these.
@@ -154,7 +154,7 @@ def require_covered(job: Job, device: str) -> None:
 
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
-    """Print the layouts that were run; return 2 if none of them fits."""
+    """Print the layouts that were run, and return 2 if none of them fits."""
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
@@ -198,7 +198,7 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run a rank of each kind; return their rows, or only those up to the first failure.
+    """Run one rank of each kind and return the rows of these ranks, or only those up to the first failure.
 
     To find mistakes early, the first and the last rank read all of the job's input before any rank trains.
     """
@@ -218,7 +218,7 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
 
 def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
-    """Return what the fullest rank needs with the chosen imbalance, an even routing, and the worst case."""
+    """Return the fullest rank's memory with the chosen imbalance, an even routing, and the worst case."""
     row = plan.fullest
     found = {ranks.imbalance: row.needed}
     for multiple in (1.0, row.found["routing_most"]):
@@ -229,7 +229,7 @@ def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
 
 
 def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
-    """Return whether a rank can train within ``memory`` if its allocator releases unused memory."""
+    """Return True if a rank can train within ``memory``, if its allocator releases unused memory."""
     if row.found["peak"] + row.buffers > memory:
         return False
     return (

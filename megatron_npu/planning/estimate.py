@@ -1,8 +1,9 @@
-"""Closed-form estimates for a layout: memory, to select the layouts for a dry run, and time.
+"""Closed-form estimates of memory and time for a layout. Layouts for a dry run are selected by memory.
 
-Time: each operation of a layer takes its compute time or its memory-traffic time, whichever is longer (a
-roofline). Tensor, expert and pipeline parallel communication is exposed; data parallel communication overlaps
-the last micro batch's backward pass; the pipeline has the bubble of 1F1B.
+The time estimate assumes that each operation of a layer takes its compute time or its memory-traffic time,
+whichever is longer (a roofline model). Tensor, expert and pipeline parallel communication is exposed, data
+parallel communication overlaps with the backward pass of the last micro batch, and the pipeline has the
+bubble of the 1F1B schedule.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """Estimated seconds of one iteration.
+    """The estimated duration of one iteration, in seconds.
 
     Attributes:
-        computing: operations of the slowest stage.
-        sending: exposed communication.
-        waiting: pipeline bubble.
-        updating: optimizer.
+        computing: the time for the operations of the slowest stage.
+        sending: the time for exposed communication.
+        waiting: the time lost to the pipeline bubble.
+        updating: the time for the optimizer.
     """
 
     computing: float
@@ -42,7 +43,7 @@ class Estimate:
     """Closed-form estimates for one layout of one model.
 
     Attributes:
-        per_node: devices per machine.
+        per_node: the number of devices per machine.
     """
 
     shape: Shape
@@ -52,24 +53,24 @@ class Estimate:
 
     @property
     def layers(self) -> int:
-        """Number of layers per pipeline stage."""
+        """The number of layers per pipeline stage."""
         return self.shape.layers // self.layout.pipeline
 
     @property
     def tokens(self) -> float:
-        """Number of tokens of a micro batch on one rank."""
+        """The number of tokens in a micro batch on one rank."""
         return self.layout.micro_batch * self.shape.length / self.layout.context
 
     @property
     def weights(self) -> float:
-        """Number of weights of the first stage on one rank."""
+        """The number of weights of the first stage on one rank."""
         shape, layout = self.shape, self.layout
         experts = max(1, shape.experts / layout.expert)
         tables = 1 + (layout.pipeline == 1 and not shape.tied)
         return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
 
     def memory(self) -> float:
-        """Return the bytes of the first stage: weights, gradients, states, activations in flight, logits."""
+        """Return the first stage's bytes: weights, gradients, states, activations in flight, logits."""
         shape, layout = self.shape, self.layout
         shares = layout.data * layout.context if layout.shared else 1
         lasting = self.weights * (_HALF + _FULL + 12 / shares)
@@ -80,7 +81,10 @@ class Estimate:
         return lasting + in_flight * self.layers * self._activations() + self._of_a_layer() + logits
 
     def _of_a_layer(self) -> float:
-        """Return the bytes that a layer saves for its backward pass; attention saves no probabilities."""
+        """Return the number of bytes that a layer saves for its backward pass.
+
+        Attention is assumed not to save its probabilities.
+        """
         shape = self.shape
         attention = shape.channels * (2 * shape.heads + 2 * shape.groups)
         mlp = shape.chosen * shape.ffn * (shape.matrices + 1)
@@ -92,7 +96,7 @@ class Estimate:
         return self._of_a_layer()
 
     def time(self) -> Time:
-        """Return the time estimate."""
+        """Return the estimated time of an iteration."""
         layout = self.layout
         forward, core = self._forward()
         again = {"none": 0.0, "selective": core, "full": forward}[layout.recomputed]
@@ -126,7 +130,7 @@ class Estimate:
         return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Return the seconds of a matmul of tokens with a weight matrix."""
+        """Return the duration in seconds of a matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -134,7 +138,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> float:
-        """Return the seconds of a micro batch's communication on a stage, forward and backward."""
+        """Return the seconds that a micro batch's communication takes on a stage, forward and backward."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring
@@ -159,7 +163,7 @@ class Estimate:
         return (ranks - 1) / ranks / (speed * REACHED_LINKS)
 
     def _reduced(self) -> float:
-        """Return the seconds for reducing gradients and gathering weights, once per iteration."""
+        """Return the seconds that reducing gradients and gathering weights takes in each iteration."""
         layout = self.layout
         ranks = layout.data * layout.context
         back = _HALF if layout.shared else _FULL

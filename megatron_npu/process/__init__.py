@@ -1,1 +1,1 @@
-"""The process itself: its signals, stacks and exit, and what its children inherit."""
+"""Helpers for the process itself: its signals, stacks and exit, and what its children inherit."""

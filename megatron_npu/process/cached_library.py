@@ -31,14 +31,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a library.
+    """Description of how to build a library.
 
     Attributes:
-        folder: where the library is stored.
+        folder: the folder in which the library is stored.
         sources: the files to compile.
         headers: the files that they include.
-        flags: compiler flags.
-        links: libraries and flags that must follow the sources.
+        flags: the compiler flags.
+        links: the libraries and flags that must follow the sources.
         without: how to run without the library, for error messages.
     """
 

@@ -21,12 +21,12 @@ _HOLDERS = (
 
 
 def installed() -> bool:
-    """Return whether DeepSpeed is installed, without importing it."""
+    """Return True if DeepSpeed is installed, without importing it."""
     return is_installed("deepspeed")
 
 
 def choose(device: str) -> None:
-    """Make DeepSpeed use ``cpu``, ``cuda`` or ``npu``; call this before it is imported.
+    """Make DeepSpeed use ``cpu``, ``cuda`` or ``npu``. Call this before DeepSpeed is imported.
 
     Raises:
         UsageError: DeepSpeed is not installed.

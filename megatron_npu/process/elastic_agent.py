@@ -42,7 +42,7 @@ def _is_of(run: str, process: psutil.Process) -> bool:
 
 
 def has_gone() -> bool:
-    """Return whether the agent that started this process has ended.
+    """Return True if the agent that started this process has ended.
 
     Its ranks then belong to init or an equivalent process, which has not loaded torch.
     """

@@ -1,1 +1,1 @@
-"""Readers of untrusted files that do not execute code."""
+"""Readers for untrusted files that do not execute code from these files."""

@@ -1,4 +1,4 @@
-"""Check numpy values in a file before they are built.
+"""Check the numpy values in a file before they are constructed.
 
 A checkpoint stores arrays (the state of numpy's random generator) as calls of numpy's ``_reconstruct``,
 ``scalar`` and ``__setstate__``, which torch's reader executes if numpy's names are declared safe. They are
@@ -27,7 +27,7 @@ def _check(fits: bool, what: str) -> None:
 
 
 class CheckedDtype:
-    """A replacement for ``numpy.dtype``: a numeric type and its byte order.
+    """A replacement for ``numpy.dtype`` that supports only a numeric type and its byte order.
 
     Attributes:
         dtype: the dtype.
@@ -38,7 +38,7 @@ class CheckedDtype:
         self.dtype = np.dtype(str(kind))
 
     def __setstate__(self, state: Any) -> None:
-        """Accept the byte order of ``(version, byte order, None, None, None, …)``; reject fields."""
+        """Accept the byte order of ``(version, byte order, None, None, None, …)``, and reject fields."""
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
         _check(plain and not any(field is not None for field in state[2:5]), "a dtype with several fields")
         self.dtype = self.dtype.newbyteorder(state[1])

@@ -1,4 +1,4 @@
-"""Load non-tensor values of older Megatrons' checkpoints without executing code."""
+"""Load the non-tensor values in checkpoints of older Megatron versions without executing code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
     """Restrict upstream's checkpoint loading inside the block to tensors, numbers and arguments.
 
     Args:
-        load_dir: folder of the checkpoint.
+        load_dir: the folder of the checkpoint.
         kinds: additional classes that this checkout stores (``harmless``).
 
     Raises:

@@ -1,4 +1,4 @@
-"""A pickle reader that builds only plain data.
+"""A pickle reader that constructs only plain data.
 
 The C unpickler can also set state on classes and enumerations, which changes them for the whole process
 (``PosixPath._str`` determines what every path prints); and (up to 3.14) it allocates a memo table as long as
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Base class of readers; ``find_class`` limits what a file may build, ``check_change`` its changes."""
+    """Base class of readers. ``find_class`` limits what a file may build, ``check_change`` its changes."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}

@@ -40,7 +40,7 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can
 
 
 def is_lazy(index: str | Path) -> bool:
-    """Return whether a file is an index in this format."""
+    """Return True if a file is an index in this format."""
     try:
         with open(index, "rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC

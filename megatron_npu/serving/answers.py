@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's API: models, completions as a whole and in chunks, errors."""
+"""Build the JSON of OpenAI's API: models, completions (whole or in chunks) and errors."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def models(only: Json) -> Json:
 
 
 def error(problem: BadRequestError) -> Json:
-    """Return the JSON of an error, for the client."""
+    """Return the JSON that describes an error to the client."""
     kind = "invalid_request_error" if problem.status < 500 and problem.status != 429 else "server_error"
     told = {"message": problem.message, "type": kind, "param": problem.param, "code": problem.status}
     return {"error": {key: _writable(value) for key, value in told.items()}}
 
 
 def _writable(value: Any) -> Any:
-    """Replace lone surrogates in a string, which JSON can express but UTF-8 cannot."""
+    """Replace the lone surrogates in a string, which JSON can express but UTF-8 cannot."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
 @dataclass
 class Completion:
-    """The response to one request.
+    """The response to one completion request.
 
     Attributes:
-        request, job: the request and its job.
-        name: the model's name.
-        tokenizer: the model's tokenizer.
-        echoes: the beginning of each text, with ``echo``.
+        request, job: the request, and the job that generates its texts.
+        name: the name of the model.
+        tokenizer: the tokenizer of the model.
+        echoes: the prompt that begins each text if ``echo`` is set.
     """
 
     request: CompletionRequest
@@ -70,11 +70,11 @@ class Completion:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """Prefix of the response's id, and the object names of a whole response and of a chunk."""
+        """The prefix of the response's id, and the object names of a whole response and of a chunk."""
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
-        """Add a piece of a text, or the scores of the prompts."""
+        """Add a piece of a text, or the scores of the prompts, to the response."""
         if isinstance(event, Read):
             self.scores = event.scores
             return
@@ -83,7 +83,7 @@ class Completion:
         self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
-        """Return the whole response, once all pieces have been added."""
+        """Return the whole response after all pieces have been added."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
@@ -92,11 +92,11 @@ class Completion:
         return {**self._head(self.kinds[1]), "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[Json]:
-        """Return the first chunks of a stream: the prompts, if they are to be repeated."""
+        """Return the first chunks of a stream, which contain the prompts if they are to be repeated."""
         return self.echo() if self.request.echo and not self.request.scored else []
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return the chunks of a stream for an event: scored prompts, or a piece."""
+        """Return the chunks of a stream for an event: the scores of the prompts, or a piece."""
         if isinstance(event, Read):
             return self.echo()
         tokens = range(0)
@@ -118,11 +118,11 @@ class Completion:
         ]
 
     def last(self) -> Json:
-        """Return the chunk of a stream with the token counts."""
+        """Return the chunk of a stream that contains the token counts."""
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the token counts; a prompt counts once for all of its completions."""
+        """Return the token counts. A prompt is counted once for all of its completions."""
         prompts = sum(len(prompt) for prompt in self.job.prompts[:: self.request.n])
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
@@ -138,7 +138,7 @@ class Completion:
         return {**self._head(self.kinds[2]), "choices": [choice]}
 
     def _read(self, row: int) -> Score | None:
-        """Return the scores of a prompt that is part of the response, or None."""
+        """Return the scores of a prompt if they are part of the response, or None."""
         is_shown = self.request.prompts[row // self.request.n] is not None
         return self.scores[row] if self.scores is not None and is_shown else None
 
@@ -179,9 +179,10 @@ class Completion:
         return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
     def _by_words(self, values: dict[int, float]) -> Json:
-        """Return log-probabilities by token text.
+        """Return the log-probabilities, indexed by the text of each token.
 
-        If several tokens have the same text (parts of characters), the most likely one is used.
+        If several tokens have the same text, because they are parts of characters, the most likely one is
+        used.
         """
         found: Json = {}
         for token, value in values.items():
@@ -190,11 +191,11 @@ class Completion:
 
 
 class Offsets:
-    """Character offsets of the tokens after a prompt.
+    """Computes the character offsets of the tokens that follow a prompt.
 
     Args:
-        tokenizer: the model's tokenizer.
-        prompt: ids before the text.
+        tokenizer: the tokenizer of the model.
+        prompt: the ids that precede the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

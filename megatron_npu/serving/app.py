@@ -1,6 +1,6 @@
-"""The HTTP layer: routes, limits, and disconnecting clients.
+"""The HTTP layer, which handles routes, limits and clients that disconnect.
 
-It accesses the model only through the engine.
+This layer accesses the model only through the engine.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def build(engine: Engine, name: str, max_body: int, max_texts: int, hosts: Seque
     """Return the web application.
 
     Args:
-        engine: generates the texts.
-        name: the model's name.
-        max_body: maximum size of a request in bytes.
-        max_texts: maximum number of completions per request.
-        hosts: host names that clients may use for the server; ``*``: any.
+        engine: the engine that generates the texts.
+        name: the name of the model.
+        max_body: the maximum size of a request in bytes.
+        max_texts: the maximum number of completions per request.
+        hosts: the host names that clients may use for the server; ``*`` allows any name.
     """
     site = _Site(engine, name, max_body, max_texts)
     routes = [Route(path, site.page, methods=["GET"]) for path in _PAGE]
@@ -81,7 +81,7 @@ async def _http_refusal(request: Request, problem: HTTPException) -> Response:
 
 
 class _Site:
-    """The handlers of the routes; see ``build``."""
+    """Handlers for the routes; see ``build``."""
 
     def __init__(self, engine: Engine, name: str, max_body: int, max_texts: int) -> None:
         self.engine, self.name = engine, name
@@ -94,7 +94,7 @@ class _Site:
         return Response(content, media_type=kind, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Report that the server is up, with the numbers of unfinished requests and generated tokens."""
+        """Report that the server is running, with the numbers of unfinished requests and generated tokens."""
         engine = self.engine
         return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
 
@@ -119,7 +119,7 @@ class _Site:
         return await self._answer(request, self._chat_completion(asked))
 
     async def _answer(self, request: Request, completion: Completion) -> Response:
-        """Submit a completion to the engine; respond with the whole result or a stream."""
+        """Submit a completion to the engine, and respond with the whole result or with a stream."""
         self.engine.submit(completion.job)
         events = _events(request, completion.job)
         if completion.request.stream:
@@ -129,11 +129,11 @@ class _Site:
         return JSONResponse(completion.whole())
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body.
+        """Read and return the body of a request.
 
         Raises:
-            BadRequestError: the body is too large, arrives too slowly or not before the server stops, or is
-                not declared as JSON.
+            BadRequestError: the body is too large, arrives too slowly, does not arrive before the server
+                stops, or is not declared as JSON.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page of another site could send without being asked for leave
@@ -170,7 +170,7 @@ class _Site:
             raise BadRequestError(f"there is no model {name[:60]!r}; expected {self.name!r}", "model", 404)
 
     def _require_limits(self, asked: CompletionRequest, prompts: int) -> None:
-        """Reject requests outside the server's limits.
+        """Reject requests that exceed the limits of the server.
 
         Raises:
             BadRequestError: the request names another model, or asks for too many texts.
@@ -184,7 +184,7 @@ class _Site:
             )
 
     def _completion(self, asked: CompletionRequest) -> Completion:
-        """Return an empty response with its job.
+        """Return an empty response to a completion request, together with its job.
 
         Raises:
             BadRequestError: the model cannot process the request.
@@ -202,11 +202,11 @@ class _Site:
         return Completion(asked, job, self.name, model.tokenizer, echoes)
 
     def _chat_completion(self, asked: ChatRequest) -> ChatCompletion:
-        """Return an empty response to a chat request, with its job.
+        """Return an empty response to a chat request, together with its job.
 
         Raises:
-            BadRequestError: the checkpoint has no chat template, the template rejects the messages, or they
-                are too long.
+            BadRequestError: the checkpoint has no chat template, the template rejects the messages, or the
+                messages are too long.
         """
         model = self.engine.model
         try:
@@ -240,7 +240,7 @@ class _Site:
 
 
 def _options(asked: CompletionRequest) -> Options:
-    """Return the sampling options; without a seed each request generates different texts."""
+    """Return the sampling options. Without a seed, each request generates different texts."""
     seed = time.time_ns() if asked.seed is None else asked.seed
     return Options(
         num_tokens=asked.max_tokens,
@@ -253,7 +253,7 @@ def _options(asked: CompletionRequest) -> Options:
 
 
 async def _events(request: Request, job: Job) -> AsyncIterator[Piece | Read]:
-    """Yield the events of a job; cancel the job when its client has disconnected.
+    """Yield the events of a job, and cancel the job if its client has disconnected.
 
     Raises:
         BadRequestError: the job has failed, or the client has disconnected.

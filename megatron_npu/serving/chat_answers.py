@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's chat API: whole responses and chunks."""
+"""Build the JSON of OpenAI's chat API: whole responses and chunks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
 
 
 class ChatCompletion(Completion):
-    """The response to one chat request; the end token, which is not part of the text, is not returned."""
+    """The response to one chat request, without the end token, which is not part of the text."""
 
     @property
     def kinds(self) -> tuple[str, str, str]:
         return "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Return the first chunk of each text, with the assistant's role."""
+        """Return the first chunk of each text, which names the assistant's role."""
         begin: Json = {"role": "assistant", "content": ""}
         rows = range(len(self.texts))
         return [

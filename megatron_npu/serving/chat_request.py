@@ -37,12 +37,13 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A valid request; whether it fits the model and its template is checked later.
+    """A valid chat request. Whether it fits the model and its template is checked later.
 
     Attributes:
-        messages: one or more messages, each with ``role`` and ``content``.
-        request: sampling options; without a prompt.
-        max_tokens: maximum number of tokens to generate; None: as many as fit.
+        messages: one or more messages, each with a ``role`` and a ``content``.
+        request: the sampling options, as a completion request without a prompt.
+        max_tokens: the maximum number of tokens to generate. If None, as many tokens as fit into the model
+            are generated.
     """
 
     messages: list[Message]
@@ -51,7 +52,7 @@ class ChatRequest:
 
 
 def parse(body: bytes) -> ChatRequest:
-    """Return the request in a body.
+    """Parse and return the chat request in a request body.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.
@@ -105,7 +106,7 @@ def _message(number: int, value: Any) -> Message:
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
-    """Return the text of a message content that is a list; None if one of its parts is not text."""
+    """Return the text of a message content that is a list, or None if one of its parts is not text."""
     texts: list[str] = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

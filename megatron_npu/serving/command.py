@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command until SIGINT or SIGTERM; return its exit code.
+    """Run the command until SIGINT or SIGTERM arrives, and return its exit code.
 
     Raises:
         UsageError: the checkpoint does not exist, the address cannot be used, or the web library is missing.
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
-    """Serve until a signal arrives: generate in this thread, and handle HTTP in another one."""
+    """Serve until a signal arrives: this thread generates texts, and another thread handles HTTP."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
     at = Address(given.host, given.port)
@@ -121,7 +121,7 @@ def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -
 
 
 def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
-    """Run the HTTP server; stop the engine whenever it ends."""
+    """Run the HTTP server, and stop the engine when the server ends for any reason."""
     try:
         server.run(sockets=[listener])
     finally:

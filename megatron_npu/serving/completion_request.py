@@ -25,12 +25,12 @@ Prompt = str | list[int] | None  # None: text that begins with nothing
 
 
 class BadRequestError(Exception):
-    """A request that cannot be answered.
+    """Raised when a request cannot be answered.
 
     Args:
-        message: what was given and what was expected.
-        param: the invalid field, if there is one.
-        status: the HTTP status.
+        message: a description of what was given and what was expected.
+        param: the name of the invalid field, if there is one.
+        status: the HTTP status of the response.
     """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
@@ -40,20 +40,21 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A valid request; whether it fits the model is checked later.
+    """A valid completion request. Whether it fits the model is checked later.
 
     Attributes:
         prompts: one or more prompts.
-        model: the model's name, if given.
-        n: number of completions per prompt.
-        max_tokens: maximum number of tokens to generate.
-        temperature, top_k, top_p, seed: sampling options; top_p 1 and top_k 0 set no limit.
+        model: the name of the model, if given.
+        n: the number of completions per prompt.
+        max_tokens: the maximum number of tokens to generate.
+        temperature, top_k, top_p, seed: the sampling options. A top_p of 1 and a top_k of 0 set no limit.
         stop: strings that end the generation and are not part of the result.
         stream: whether chunks are sent as they are generated.
         include_usage: whether a stream ends with the token counts.
         echo: whether the text begins with the prompt.
-        logprobs: number of most likely tokens to return with log-probabilities besides the token's own; None:
-            no log-probabilities. With ``echo`` they include the prompt, and ``max_tokens`` may be 0.
+        logprobs: the number of most likely tokens to return with log-probabilities, in addition to the
+            log-probability of each token itself. If None, no log-probabilities are returned. With ``echo``,
+            they include those of the prompt, and ``max_tokens`` may be 0.
     """
 
     prompts: list[Prompt]
@@ -72,12 +73,12 @@ class CompletionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether log-probabilities of the prompts are requested."""
+        """Whether the log-probabilities of the prompts are requested."""
         return self.echo and self.logprobs is not None
 
 
 def parse(body: bytes) -> CompletionRequest:
-    """Return the request in a body.
+    """Parse and return the completion request in a request body.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.
@@ -99,7 +100,7 @@ def parse(body: bytes) -> CompletionRequest:
 
 
 def common(fields: Fields) -> dict[str, Any]:
-    """Return the fields that completions and chats share: model, sampling options, stops, streaming.
+    """Return the fields that completions and chats share: model, sampling options, stop strings, streaming.
 
     Raises:
         BadRequestError: a field has the wrong type or value.
@@ -123,11 +124,11 @@ def _no_constant(name: str) -> None:
 
 
 class Fields:
-    """The fields of a request, with a record of those already read."""
+    """The fields of a request, with a record of the fields that have been read."""
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
-        """Return the fields of a body.
+        """Return the fields of a request body.
 
         Raises:
             BadRequestError: the body is not a JSON object.
@@ -144,7 +145,7 @@ class Fields:
         self._rest = dict(values)
 
     def take(self, name: str, kind: type | tuple[type, ...]) -> Any:
-        """Return a field's value; None if it is missing or null."""
+        """Return the value of a field, or None if the field is missing or null."""
         value = self._rest.pop(name, None)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if value is None or type(value) in kinds:
@@ -162,10 +163,10 @@ class Fields:
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
-        """Reject fields that were not read, unless their value has no effect.
+        """Reject fields that were not read, unless they have a value that has no effect.
 
         Args:
-            without_meaning: unsupported fields, with their values that have no effect.
+            without_meaning: the unsupported fields, each with the values that have no effect.
         """
         self._rest.pop("user", None)
         for name, value in self._rest.items():
@@ -186,7 +187,7 @@ def shown(value: object) -> str:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return the prompts: a string, ids, or a list of either; None stands for unconditional generation."""
+    """Return the prompts, given as a string, ids, or a list of either; None generates unconditionally."""
     if value is None or isinstance(value, str):
         return [_text(value)]
     if _is_ids(value):
@@ -214,7 +215,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    """Return the stop strings: none, one, or a list of them.
+    """Return the stop strings, given as null, a string, or a list of strings.
 
     Raises:
         BadRequestError: there are too many stop strings, or values of another type.
@@ -233,5 +234,5 @@ def _is_stop(value: Any) -> bool:
 
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
-    """Convert a command's error for a client, without advice about flags."""
+    """Convert an error of a command into one for a client, without advice about flags."""
     return BadRequestError(f"{error.given}; expected {error.expected}", param)

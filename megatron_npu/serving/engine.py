@@ -1,4 +1,4 @@
-"""The thread that owns the model: takes jobs from a queue, generates, and sends events to clients' tasks."""
+"""The thread that owns the model: takes jobs from a queue, generates texts, and sends events to clients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_npu.serving.stops import Stops
 
 @dataclass(frozen=True)
 class Piece:
-    """New characters of one of a job's texts.
+    """A piece of one of a job's texts: its new characters.
 
     Attributes:
-        row: index of the text.
-        text: the characters; may be empty.
-        sample: the whole text so far; it may be longer.
-        token: index of the piece's token; None: the piece contains only text that was held back.
-        finish: why the text ended: ``stop``, ``length``; None: it continues.
+        row: the index of the text.
+        text: the new characters, which may be empty.
+        sample: the whole text so far, which may be longer than the pieces sent.
+        token: the index of the piece's token, or None if the piece contains only text that was held back.
+        finish: the reason why the text ended (``stop`` or ``length``), or None if the text continues.
     """
 
     row: int
@@ -47,7 +47,7 @@ class Read:
     """The scores of a job's prompts.
 
     Attributes:
-        scores: one per text.
+        scores: the scores, one per text.
     """
 
     scores: list[Score]
@@ -58,15 +58,17 @@ Event = Piece | Read | BadRequestError | None
 
 @dataclass
 class Job:
-    """The texts that one client requested.
+    """A job: the texts that one client requested.
 
     Attributes:
-        prompts: ids of each prompt.
-        options: sampling options; None: nothing is generated.
-        stops: strings that end a text.
-        scored: number of most likely tokens per prompt position; None: prompts are not scored.
-        events: pieces, then None at the end, or an error instead. Scores of the prompts come first.
-        loop: event loop of the client's task.
+        prompts: the ids of each prompt.
+        options: the sampling options. If None, nothing is generated.
+        stops: the strings that end a text.
+        scored: the number of most likely tokens to return per prompt position. If None, the prompts are not
+            scored.
+        events: the queue of events: the scores of the prompts (if any), the pieces, and then None at the end
+            or an error.
+        loop: the event loop of the client's task.
         cancelled: set when the client has disconnected.
     """
 
@@ -79,20 +81,20 @@ class Job:
     cancelled: bool = False
 
     def tell(self, event: Event) -> None:
-        """Send an event to the client's task. Called in the engine's thread."""
+        """Send an event to the client's task. This method is called in the engine's thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Engine:
-    """Processes one job after another.
+    """Processes jobs one after another.
 
     Args:
-        model: the model that generates.
+        model: the model that generates the texts.
         leader: the sampler for all ranks of the model.
-        most_waiting: maximum number of waiting jobs, in addition to the current one.
+        most_waiting: the maximum number of waiting jobs, in addition to the current one.
 
     Attributes:
-        jobs, tokens: numbers of completed jobs and generated tokens.
+        jobs, tokens: the number of completed jobs and of generated tokens.
     """
 
     def __init__(self, model: TrainedModel, leader: Leader, most_waiting: int) -> None:
@@ -104,7 +106,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of unfinished jobs, including the current one."""
+        """The number of unfinished jobs, including the current one."""
         return len(self._open)
 
     def submit(self, job: Job) -> None:
@@ -134,7 +136,7 @@ class Engine:
         self._queue.put(None)
 
     def run(self) -> None:
-        """Process jobs until ``stop`` is called; on rank 0, in the thread that loaded the model."""
+        """Process jobs until ``stop`` is called. Call it on rank 0, in the thread that loaded the model."""
         while (job := self._next()) is not None:
             self._finish(job)
         while not self._queue.empty():
@@ -146,7 +148,7 @@ class Engine:
             return self._queue.get()
 
     def _finish(self, job: Job) -> None:
-        """Generate a job's texts, and report its end in any case."""
+        """Generate the texts of a job, and always report the end of the job."""
         end: BadRequestError | None = None
         try:
             if self._stopping:
@@ -166,12 +168,12 @@ class Engine:
             job.tell(end)
 
     def ends(self, job: Job) -> bool:
-        """Return whether to end a job: its client has disconnected, or the server is stopping."""
+        """Return True if a job must end because its client has disconnected or the server is stopping."""
         return job.cancelled or self._stopping
 
 
 class _Drawing:
-    """A job in progress: the pieces of its texts, and where they stop."""
+    """A job in progress, which tracks the pieces of its texts and where they stop."""
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self.engine, self.job = engine, job
@@ -179,7 +181,7 @@ class _Drawing:
         self.stops = [Stops(job.stops) for _ in job.prompts]
 
     def run(self, leader: Leader) -> None:
-        """Score and generate the request; report each piece, and the final piece of each text."""
+        """Score and generate the requested texts, and report each piece and the final piece of each text."""
         prompts, options = self.job.prompts, self.job.options
         if self.job.scored is not None:
             self.job.tell(Read(leader.score(prompts, alternatives=self.job.scored)))
@@ -212,7 +214,7 @@ def new_job(
     stops: Sequence[str] = (),
     scored: int | None = None,
 ) -> Job:
-    """Return a job, after checking that its prompts fit the model; see ``Job``.
+    """Return a job after checking that its prompts fit the model; see ``Job``.
 
     Raises:
         BadRequestError: a prompt does not fit.

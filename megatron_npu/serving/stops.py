@@ -1,4 +1,4 @@
-"""Stop strings: pass pieces on, and hold back text that may be the beginning of a stop string."""
+"""Handle stop strings: pass text on, but hold back text that may be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Watches a text for the first of several stop strings.
+    """Watches a text for the first occurrence of any of several stop strings.
 
     Args:
         stops: non-empty strings.
 
     Attributes:
-        found: whether one was found; nothing is passed on afterwards.
+        found: whether a stop string was found. No text is passed on afterwards.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class Stops:
         self.found = False
 
     def passed(self, piece: str) -> str:
-        """Add ``piece``; return the text that can be passed on, because it is not part of a stop string."""
+        """Add ``piece`` and return the text that can be passed on, as it is not part of a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -34,7 +34,7 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return the text held back when the text ended without a stop string."""
+        """Return the text that is still held back when the text ends without a stop string."""
         return self._held
 
     def _beginning(self, text: str) -> int:

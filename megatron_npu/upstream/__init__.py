@@ -1,1 +1,1 @@
-"""Find which Megatron is on the path, without importing it, and what its scripts need."""
+"""Find the copy of Megatron that is on the path, without importing it, and what its scripts require."""

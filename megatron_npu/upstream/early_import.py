@@ -29,23 +29,23 @@ _OURS = "megatron_npu.standins.transformer_engine"
 
 
 class _Metadata(metadata.Distribution):
-    """Metadata of our layers for ``importlib.metadata``: name and version."""
+    """The metadata of our layers for ``importlib.metadata``: their name and version."""
 
     def __init__(self, version: str) -> None:
         self._version = version
 
     def read_text(self, filename: str) -> str | None:
-        """Return the content of ``METADATA``, the only file; None for other names."""
+        """Return the content of ``METADATA``, the only file, or None for other names."""
         text = f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {self._version}\n"
         return text if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Return the path unchanged: there are no files."""
+        """Return the path unchanged, because there are no files."""
         return Path(path)
 
 
 class _Loader(Loader):
-    """A loader for ``transformer_engine``; it activates the plug-in, which installs the stub."""
+    """A loader for ``transformer_engine`` that activates the plug-in, which installs the stub."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._activate = activate
@@ -63,7 +63,7 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the stub has already been executed."""
+        """Do nothing, because the stub has already been executed."""
 
 
 class _Finder:

@@ -1,4 +1,4 @@
-"""Find which Megatron is on the path, its version and folder, without importing it."""
+"""Find the copy of Megatron that is on the path, with its version and folder, without importing it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BY_DIGEST = {
 
 @dataclass(frozen=True)
 class Upstream:
-    """A Megatron on disk.
+    """A copy of Megatron on disk.
 
     Attributes:
         name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
@@ -41,7 +41,7 @@ class Upstream:
         version: megatron-core's version, such as ``0.16.1``; for the others the commit, such as ``285068c8``,
             or ``unknown`` for another tree of that time (the pins then show the differences).
         root: the folder that contains the ``megatron`` package.
-        shadowed: other folders on the path that contain one too, with their versions.
+        shadowed: the other folders on the path that also contain a copy of Megatron, with their versions.
     """
 
     name: str
@@ -181,7 +181,7 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Return which of the older trees this is: Megatron-LM, or one of the two called Megatron-DeepSpeed."""
+    """Return which of the older trees this is: Megatron-LM, or one of the two Megatron-DeepSpeed trees."""
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"

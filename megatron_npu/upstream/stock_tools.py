@@ -1,4 +1,4 @@
-"""Scripts inside a Megatron-LM tree: what they need on the path, and which ones cannot work here."""
+"""Scripts inside a Megatron-LM tree: what they require on the path, and which scripts cannot work here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIMODAL = "examples/multimodal/run_text_generation.py"  # with --task MMMU, 
 
 
 def tree_of(script: Path) -> Path | None:
-    """Return the Megatron-LM tree that has ``script`` in a subfolder; None for any other script."""
+    """Return the Megatron-LM tree that has ``script`` in a subfolder, or None for any other script."""
     for folder in script.resolve().parents[1:_DEEPEST]:
         if _is_tree(folder):
             return folder
@@ -40,7 +40,7 @@ def is_stock(script: Path) -> bool:
 
 
 def blames_program(error: BaseException, program: Path) -> bool:
-    """Return whether the error was caused by a wrong call in a user's own program."""
+    """Return True if the error was caused by a wrong call in a user's own program."""
     return getattr(error, "blames_caller", False) and not is_stock(program)
 
 

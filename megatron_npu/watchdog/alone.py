@@ -1,4 +1,4 @@
-"""The watchdog of a single-process run: end a hang and report where it is."""
+"""The watchdog of a single-process run, which ends a hanging run and reports where it hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EXIT = 1
 
 
 class Alone:
-    """A thread that ends the process if its main thread hangs, as long as the process group exists.
+    """A thread that ends the process if the main thread hangs while the process group exists.
 
     Args:
-        limit: maximum seconds without progress.
-        step_now: returns the number of the current training step.
+        limit: the maximum number of seconds without progress.
+        step_now: a function that returns the number of the current training step.
     """
 
     def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """Whether it is active: not in a forked child, nor after the process group is destroyed."""
+        """Whether the watchdog is active: not in a forked child, nor after the process group is destroyed."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class Alone:
             self._thread.join(_PATIENCE)
 
     def failed(self, error: BaseException) -> bool:
-        """Return False: no other rank exists that could have caused the error."""
+        """Return False, because no other rank exists that could have caused the error."""
         return False
 
     def _run(self) -> None:

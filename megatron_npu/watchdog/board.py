@@ -24,10 +24,10 @@ class Process:
     """The process of a rank.
 
     Attributes:
-        rank: its rank.
-        host: name of its machine.
-        pid: its process number on that machine.
-        space: identifies the machine or container in which the process number is valid.
+        rank: the rank's number.
+        host: the name of the rank's machine.
+        pid: the process number on that machine.
+        space: an identifier of the machine or container in which the process number is valid.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return whether this process can still react, as far as ``own`` can tell; True on other machines."""
+        """Return True if this process can still react, as far as ``own`` can tell, or runs elsewhere."""
         if not self.space or self.space != own.space:
             return True
         try:
@@ -63,12 +63,12 @@ class Beat:
     """A heartbeat of a rank.
 
     Attributes:
-        number: number of the heartbeat, from 0.
-        step: current training step, from 1; 0: none has started.
-        still: seconds since the main thread last made progress.
-        phase, collective, place: as in ``place.Place``, the last one as a string.
-        frames: its stack frames, innermost first.
-        file: the file, with its size, that a stalled save is writing; empty: unknown.
+        number: the number of the heartbeat, counted from 0.
+        step: the current training step, counted from 1, or 0 if no step has started.
+        still: the number of seconds since the main thread last made progress.
+        phase, collective, place: see ``place.Place``; ``place`` is stored as a string.
+        frames: the stack frames of the main thread, innermost first.
+        file: the file that a stalled save is writing, with its size; empty if unknown.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Beat:
         return f"{self.place} (step {self.step}){long}{file}"
 
     def stack(self) -> str:
-        """Return its stack frames, each on a new line."""
+        """Return the stack frames of the rank, each on a new line."""
         return "".join(f"\n  {frame}" for frame in self.frames)
 
 
@@ -95,7 +95,7 @@ class Word:
     """The few bytes of every rank's heartbeat that are read each time.
 
     Attributes:
-        number, still: as in ``Beat``.
+        number, still: see ``Beat``.
         waits: whether the rank waits for something outside the run.
     """
 
@@ -139,14 +139,14 @@ class Board:
         self._store.add("entered", 1)
 
     def processes(self, ranks: int) -> list[Process] | None:
-        """Return all ranks; None until every rank has registered."""
+        """Return all ranks, or None until every rank has registered."""
         if int(self._store.add("entered", 0)) < ranks:
             return None
         texts = self._store.multi_get([f"who/{rank}" for rank in range(ranks)])
         return [Process(**json.loads(text)) for text in texts]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Write a rank's heartbeat, without reading anything."""
+        """Write the heartbeat of a rank without reading anything."""
         word = Word(beat.number, beat.still, beat.phase == WAITING)
         self._store.multi_set(  # type: ignore[attr-defined]
             [f"beat/{rank}", f"word/{rank}"], [json.dumps(asdict(beat)), str(word)]
@@ -162,21 +162,21 @@ class Board:
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the last full heartbeats of ranks, which they write even before they register."""
+        """Return the last full heartbeats of ranks, which ranks write even before they register."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Record that a rank ends, with its error; an empty error means that it ends normally."""
+        """Record that a rank has ended, with its error. An empty error means that it ended normally."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return how a rank ended; None if it has not ended, or never registered."""
+        """Return how a rank ended, or None if it has not ended or has never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return how each of the registered ranks ended; None for a rank that has not."""
+        """Return how each registered rank ended, or None for a rank that has not ended."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
@@ -186,7 +186,7 @@ class Board:
         return first
 
     def verdict(self) -> str | None:
-        """Return what happened to the run; None if nothing has happened."""
+        """Return what happened to the run, or None if nothing has happened."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def told(self, rank: int) -> None:
@@ -203,7 +203,7 @@ class Board:
         return int(self._store.get("asked"))
 
     def open(self) -> None:
-        """Create the initial records; every rank calls this first."""
+        """Create the initial records. Every rank must call this method first."""
         self._store.add("news", 0)
 
 

@@ -18,8 +18,8 @@ class Deaths:
     """Waits until a process ends, a signal arrives, or another thread wakes it.
 
     Attributes:
-        gone: watched processes that had already ended.
-        signals: numbers of the signals received since the set was last cleared.
+        gone: the watched processes that had already ended.
+        signals: the numbers of the signals that were received since the set was last cleared.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Add processes for whose end ``wait`` waits."""
+        """Add processes to those whose end ``wait`` waits for."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
@@ -61,7 +61,7 @@ class Deaths:
             self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
-        """Wait for processes to end, and return those that did; empty after a wake-up or the timeout."""
+        """Wait for processes to end, and return those that ended; empty after a wake-up or the timeout."""
         found, self.gone = self.gone, []
         for key, _ in self._selector.select(0 if found else seconds):
             if key.data is None:
@@ -73,6 +73,6 @@ class Deaths:
         return found
 
     def wake(self) -> None:
-        """Make a ``wait`` in another thread, or the next one, return at once."""
+        """Make a ``wait`` call in another thread, or the next call, return immediately."""
         with contextlib.suppress(OSError):
             os.write(self._button, bytes([_WAKE]))

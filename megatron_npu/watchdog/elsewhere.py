@@ -1,7 +1,7 @@
-"""Detect whether a process works in other threads or children while its main thread stands still.
+"""Detect whether a process works in other threads or children while its main thread makes no progress.
 
-For example, the main thread waits for a graph compiler, a kernel builder or a checkpoint writer, at one line
-of Python and without using CPU time itself. That is not a hang.
+For example, the main thread may wait at one line of Python for a graph compiler, a kernel builder or a
+checkpoint writer, without using CPU time itself. This is not a hang.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Elsewhere:
     _last: _Sample | None = field(default=None)
 
     def forget(self) -> None:
-        """Start over, because the main thread has moved."""
+        """Reset the measurement, because the main thread has moved."""
         self._last = None
 
     def computes(self) -> bool:
-        """Return whether other threads or a child have used enough CPU time since the last call.
+        """Return True if other threads or a child have used enough CPU time since the last call.
 
-        The caller's thread does not count.
+        The CPU time of the calling thread is not counted.
         """
         last, self._last = self._last, _sample()
         if last is None:
@@ -50,7 +50,7 @@ class Elsewhere:
 
 
 def _sample() -> _Sample:
-    """Return the CPU time used so far by this process, without the calling thread, and by its children."""
+    """Return the CPU time used by this process, except for the calling thread, and by its children."""
     own = time.process_time() - time.thread_time()
     found = {}
     with contextlib.suppress(psutil.Error, OSError):

@@ -1,9 +1,9 @@
 """Check, before process groups are created, that ranks on several machines can reach each other.
 
-Otherwise a host name that resolves to 127.0.1.1, or a firewall, causes ten minutes of silence and a page of
-C++ messages. Each rank registers at the store of the run; rank 0 waits for all of them and logs which are
-missing. One rank per machine listens on the address that gloo will use, and connects to the others. Each rank
-sends only a few requests to the store, for any number of ranks.
+Without this check, a host name that resolves to 127.0.1.1, or a firewall, causes a run to hang for ten
+minutes and to end with a page of C++ messages. Each rank registers at the store of the run; rank 0 waits for
+all of them and logs the missing ranks. One rank per machine listens on the address that gloo will use, and
+connects to the others. Each rank sends only a few requests to the store, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _EXPECTED = "machines that can reach each other on any port, because gloo and HC
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is, as reported by the rank.
+    """The location of a rank, as reported by the rank itself.
 
     Attributes:
-        rank, host: its number, and the host name of its machine.
+        rank, host: the number of the rank, and the host name of its machine.
         machine: ``network.machine``.
-        address, port: where it listens; port 0: it is not the first rank of its machine.
-        towards: interface and address through which it reaches the store; empty: unknown.
+        address, port: the address on which the rank listens. Port 0 means that it is not the first rank of
+            its machine.
+        towards: the interface and the address through which the rank reaches the store; empty if unknown.
     """
 
     rank: int
@@ -154,7 +155,7 @@ def _meet(store: dist.Store) -> None:
 def _require_none(store: dist.Store, fault: list[str]) -> None:
     """Raise the error ``fault`` if there is one.
 
-    Rank 0 first waits until the others have read it, because it may host the store.
+    Rank 0 first waits until the other ranks have read the error, because it may host the store.
     """
     if not fault:
         return
@@ -189,7 +190,7 @@ def _awaited(store: dist.Store, name: str) -> bytes:
 
 
 def _assemble(store: dist.Store, ranks: int) -> None:
-    """Wait for all ranks; publish which of them are the first of their machines, or the fault."""
+    """Wait for all ranks, and publish either the first rank of each machine or the fault."""
     began = said = time.monotonic()
     fault: list[str] = []
     while int(store.add("arrived", 0)) < ranks and not fault:
@@ -282,7 +283,7 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
 
 
 def _try(store: dist.Store, rank: int, places: Mapping[int, list[Any]]) -> None:
-    """Connect to the other machines, and report which cannot be reached.
+    """Connect to the other machines, and report the machines that cannot be reached.
 
     With many machines, connect only to those at distances of 1, 2, 4, ….
     """

@@ -1,4 +1,4 @@
-"""End ranks whose launcher has ended: without this, the ranks of a killed torchrun continue to train."""
+"""End ranks whose launcher has ended. Otherwise, the ranks of a killed torchrun would continue to train."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def meeting() -> Iterator[None]:
 
 
 def _ends(launcher: int) -> bool:
-    """Return whether a process ends within ``_PATIENCE`` seconds."""
+    """Return True if a process ends within ``_PATIENCE`` seconds."""
     try:
         descriptor = os.pidfd_open(launcher)
     except ProcessLookupError:

@@ -72,13 +72,13 @@ def interfaces() -> dict[str, str]:
 
 
 def is_private_to_the_machine(address: str) -> bool:
-    """Return whether an address cannot be reached from other machines."""
+    """Return True if an address cannot be reached from other machines."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified
 
 
 def towards(host: str) -> tuple[str, str] | None:
-    """Return the interface through which a host is reached, and its address; None if unknown."""
+    """Return the interface through which a host is reached, and its address, or None if unknown."""
     with contextlib.suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -98,10 +98,10 @@ def listening(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """Try to connect to several addresses at once; return the failures with their reasons.
+    """Try to connect to several addresses at once, and return the failures with their reasons.
 
     Args:
-        places: address and port, by name.
+        places: the addresses and ports, by name.
         seconds: how long to try.
     """
     faults: dict[str, str] = {}

@@ -20,7 +20,7 @@ def require_open_files(ranks: int) -> None:
     a single rank cannot open a socket, gloo ends it with a traceback.
 
     Args:
-        ranks: number of ranks of the run.
+        ranks: the number of ranks in the run.
 
     Raises:
         UsageError: the hard limit is too low as well.

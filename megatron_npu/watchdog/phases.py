@@ -34,5 +34,5 @@ def phase(name: Name) -> Iterator[None]:
 
 
 def current() -> Name | None:
-    """Return the phase of the main thread; None if it has entered none."""
+    """Return the phase of the main thread, or None if it has not entered a phase."""
     return next(reversed(_entered), None)

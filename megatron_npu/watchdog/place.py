@@ -1,4 +1,4 @@
-"""The current position of the main thread, read from its stack by another thread at no cost to it."""
+"""The current position of the main thread, which another thread reads from its stack at no cost to it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _WAIT = "selectors"  # in which they do so
 
 @dataclass(frozen=True)
 class Place:
-    """What a thread is doing.
+    """Description of what a thread is doing.
 
     Attributes:
         phase: the phase of the run; see ``phases``.
-        collective: the torch.distributed function that it is in; empty: none.
+        collective: the torch.distributed function that the thread is executing, or empty if there is none.
         call: the innermost function of Megatron or of a command, as ``module:line in function``.
-        frames: its stack frames, innermost first.
-        mark: changes if the thread has moved, or has computed for 0.1 s.
-        outside: whether it waits for a person, which may take any amount of time.
+        frames: the thread's stack frames, innermost first.
+        mark: a value that changes if the thread has moved, or has computed for 0.1 s.
+        outside: whether the thread waits for a person, which may take any amount of time.
     """
 
     phase: phases.Name
@@ -76,7 +76,7 @@ def of_main_thread() -> Place:
 
 
 def _waits_for_people(frames: list[FrameType]) -> bool:
-    """Return whether a server is waiting for requests, or a prompt or a debugger for a user."""
+    """Return True if a server is waiting for requests, or a prompt or debugger is waiting for a user."""
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
     tops = [_module(each).partition(".")[0] for each in frames]

@@ -1,1 +1,1 @@
-"""Common parts of this project's web servers: their addresses, and the headers of every response."""
+"""Helpers that this project's web servers share: their addresses, and the headers of every response."""

@@ -1,4 +1,7 @@
-"""Where a server listens: ``[HOST:]PORT``. Imports only the standard library and no server package."""
+"""The address on which a server listens, ``[HOST:]PORT``.
+
+This module imports only the standard library and no server package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WAITING = 128  # connections that wait to be taken
 
 
 class Address(NamedTuple):
-    """A host name or IP address, and a port; port 0: any free port."""
+    """A host name or IP address, and a port. Port 0 selects any free port."""
 
     host: str
     port: int
@@ -33,7 +36,7 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """Parse an address ``[HOST:]PORT``; a ``type`` for ``add_argument``.
+    """Parse an address of the form ``[HOST:]PORT``; used as the ``type`` of ``add_argument``.
 
     Raises:
         Unfit: ``text`` is not an address.
@@ -50,7 +53,7 @@ def listening(given: str, wanted: Address) -> socket.socket:
 
     Args:
         given: the address as the user typed it, such as ``--at 127.0.0.1:80``.
-        wanted: the address.
+        wanted: the parsed address.
 
     Raises:
         UsageError: the port is in use, or the host is not an address of this machine.
@@ -77,7 +80,7 @@ def require_packages(asking: str) -> None:
     """Check that the packages that serve HTTP are installed.
 
     Args:
-        asking: the flag or command that needs them.
+        asking: the flag or command that requires the packages.
 
     Raises:
         UsageError: a package is missing.

@@ -1,1 +1,1 @@
-"""Rotary positions of Hugging Face's models in Megatron's words."""
+"""Convert the rotary positions of Hugging Face's models to Megatron's flags."""

@@ -1,7 +1,7 @@
-"""Compare the rotation angles of two models for queries and keys at the end of the longest supported text.
+"""Compare the rotation angles of two models at the end of the longest supported text.
 
-Verification runs both models on a few tokens only, which does not show whether position scaling agrees beyond
-the original length of the model.
+The rest of the verification runs both models on a few tokens only, which does not show whether the scaling of
+positions agrees beyond the original context length of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
 def length(args: Namespace) -> int:
-    """Return the length in tokens up to which rotation angles are compared."""
+    """Return the text length, in tokens, up to which rotation angles are compared."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
@@ -45,7 +45,7 @@ def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
     Args:
         gpt: the model, on its device.
         args: the flags of the model.
-        theirs: the result of ``theirs``.
+        theirs: the return value of the function ``theirs``.
     """
     angles = gpt.rotary_pos_emb(length(args))[-theirs.size(1) :, 0, 0].float().cpu()
     pairs = angles[:, ::2] if args.rotary_interleaved else angles[:, : angles.size(-1) // 2]

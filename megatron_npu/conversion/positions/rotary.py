@@ -1,4 +1,4 @@
-"""Convert rotary embeddings between ``config.json`` and flags, for all families that use them."""
+"""Convert rotary embeddings between ``config.json`` and flags for all families that use them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
-    """Return the flags for the rotary keys of transformers 5, of earlier versions, or of both.
+    """Return the flags for the rotary keys, which may follow transformers 5, earlier versions, or both.
 
     ``--max-position-embeddings`` is included if it differs from ``config.json``.
 
     Args:
         config: the keys.
-        usual_base: the family's base, used if the keys name none.
+        usual_base: the family's default base, used if the keys do not specify a base.
 
     Raises:
         UsageError: the embedding is not in ``_KINDS``, or keys contradict each other.
@@ -50,8 +50,8 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
 def _agreeing(config: Config) -> dict[str, Any]:
     """Merge the rotary tables and the top-level ``rope_theta``; values that occur twice must be equal.
 
-    Otherwise the versions would disagree: transformers 5 prefers ``rope_scaling``, and 4 ignores
-    ``rope_parameters``.
+    If they differed, the versions of transformers would disagree: transformers 5 prefers ``rope_scaling``,
+    and transformers 4 ignores ``rope_parameters``.
     """
     found: dict[str, Any] = {}
     tables = (config.table("rope_parameters"), config.table("rope_scaling"))
@@ -65,30 +65,31 @@ def _agreeing(config: Config) -> dict[str, Any]:
 
 
 class _Scaling:
-    """The keys of a rotary scaling; each is removed once handled. Each ``rope_type`` has a method.
+    """The keys that describe a rotary scaling, with one method for each ``rope_type``.
 
     Args:
-        config: all keys.
-        values: the keys of the tables, without base and type.
+        config: all keys of ``config.json``.
+        values: the keys of the rotary tables, without the base and the type. Each key is removed once it has
+            been handled.
     """
 
     def __init__(self, config: Config, values: dict[str, Any]) -> None:
         self._config, self._values = config, values
 
     def default(self) -> dict[str, object]:
-        """Return no flags: the embedding is not scaled."""
+        """Return no flags, because the embedding is not scaled."""
         return {}
 
     def linear(self) -> dict[str, object]:
-        """Return the flags of linear scaling, which divides the positions."""
+        """Return the flags for linear scaling, which divides the positions by a factor."""
         factor = self._number("factor", least=1)
         # the scripts of Megatron read whole numbers alone: 2 and not 2.0
         return {"--rotary-seq-len-interpolation-factor": int(factor) if factor == int(factor) else factor}
 
     def dynamic(self) -> dict[str, object]:
-        """Return the flags of dynamic scaling, whose base grows with the text length.
+        """Return the flags for dynamic scaling, whose base grows with the length of the text.
 
-        Here ``max_position_embeddings`` is the length beyond which the base begins to grow.
+        For this type, ``max_position_embeddings`` is the length beyond which the base begins to grow.
         """
         factor, length = self._number("factor", least=1), self._config.number("max_position_embeddings")
         if factor > _MOST:
@@ -101,7 +102,7 @@ class _Scaling:
         }
 
     def llama3(self) -> dict[str, object]:
-        """Return the flags of Llama 3's scaling, without values that are built into megatron-core."""
+        """Return the flags for Llama 3's scaling, omitting the values that are built into megatron-core."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
         length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
@@ -116,11 +117,11 @@ class _Scaling:
         return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
 
     def _is_bare(self) -> bool:
-        """Return whether no key other than the factor is present."""
+        """Return True if the factor is the only key that is left."""
         return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
 
     def yarn(self) -> dict[str, object]:
-        """Return the flags of YaRN scaling."""
+        """Return the flags for YaRN scaling."""
         factor = self._number("factor", least=1)
         weights = self._weights(factor)
         result: dict[str, object] = {
@@ -151,7 +152,7 @@ class _Scaling:
         return ((multiplier - 1) / unit, 0.0) if multiplier >= 1 else (0.0, (1 / multiplier - 1) / unit)
 
     def _length(self, default: int | None) -> int:
-        """Return the original length; transformers prefers the top-level key to the one in the tables."""
+        """Return the original context length; transformers prefers the top-level key over the tables."""
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
@@ -174,7 +175,7 @@ class _Scaling:
         """Check that every key has been handled.
 
         Raises:
-            UsageError: a key is left over, because this type of scaling does not have it.
+            UsageError: a key remains that this type of scaling does not support.
         """
         for key, value in self._values.items():
             raise self._config.refusal(f"rope_scaling {key}", value, "the key to be absent")
@@ -186,7 +187,7 @@ _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
 def keys(args: Namespace) -> dict[str, object]:
-    """Return the keys of ``config.json`` for transformers 5, and also those that transformers 4 reads."""
+    """Return the rotary keys of ``config.json`` for transformers 5, and those that transformers 4 reads."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
@@ -197,12 +198,12 @@ def keys(args: Namespace) -> dict[str, object]:
 
 
 def is_dynamic(args: Namespace) -> bool:
-    """Return whether the base grows with the text length."""
+    """Return True if the base grows with the length of the text."""
     return args.use_rope_scaling and args.rope_scaling_type == rotary_flags.DYNAMIC
 
 
 def needs_head_dim(args: Namespace) -> bool:
-    """Return whether transformers needs the head size in ``config.json`` (5.24 does for Mixtral)."""
+    """Return True if transformers requires the head size in ``config.json``, as 5.24 does for Mixtral."""
     return is_dynamic(args) or args.position_embedding_type == "yarn"
 
 

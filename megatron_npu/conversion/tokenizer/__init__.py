@@ -1,1 +1,1 @@
-"""The tokenizer of a converted checkpoint: its files, and a check that it produces the original's ids."""
+"""Copy the tokenizer of a converted checkpoint, and check that it produces the original's ids."""

@@ -1,4 +1,4 @@
-"""Texts for comparing tokenizers: scripts, numbers, spaces, code, and special tokens in between."""
+"""Texts for comparing tokenizers: scripts, numbers, spaces and code, with special tokens in between."""
 
 from __future__ import annotations
 

@@ -44,17 +44,17 @@ class Chosen:
 def choose(
     source: Path, folder: Path, vocabulary: int, *, kind: str | None = None, end: str | None = None
 ) -> Chosen:
-    """Return the model's tokenizer, verified to encode and decode like that of transformers.
+    """Return the model's tokenizer after verifying that it encodes and decodes like the one in transformers.
 
     Args:
-        source: the Hugging Face folder, for messages.
-        folder: folder with copies of its files; missing settings are written to them.
-        vocabulary: number of tokens of the model.
-        kind: Megatron's name for the tokenizer; None: determined from the files.
-        end: the end-of-text token; None: read from the files.
+        source: the Hugging Face folder, used in messages.
+        folder: a folder with copies of the tokenizer's files. Missing settings are written to these copies.
+        vocabulary: the number of tokens in the model's vocabulary.
+        kind: Megatron's name for the tokenizer. If None, it is determined from the files.
+        end: the end-of-text token. If None, it is read from the files.
 
     Raises:
-        UsageError: the files are incomplete, or transformers reads another tokenizer from them.
+        UsageError: the files are incomplete, or transformers creates a different tokenizer from them.
     """
     names = carried_files.vocabularies(folder)
     if kind == "NullTokenizer" or (kind is None and not names):
@@ -69,7 +69,7 @@ def choose(
 
 
 def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
-    """Return a NullTokenizer, whose end-of-text id is ``eos_token_id``, or else the last id."""
+    """Return a NullTokenizer whose end-of-text id is ``eos_token_id`` if that is set, or else the last id."""
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
     named = [_ends(folder, name) for name in (config.NAME, carried_files.GENERATION)]
     ends = [token for token in (named[0] or named[1]) if 0 <= token < vocabulary]
@@ -85,7 +85,7 @@ def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A tokenizer under consideration, its flags without the vocabulary size, and lines for the user."""
+    """A candidate tokenizer, with its flags (except the vocabulary size) and lines for the user."""
 
     tokenizer: tokenizer_proof.Tokenizer
     flags: list[str]
@@ -110,7 +110,7 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Return whether the files besides ``vocab.json`` and ``merges.txt`` add no tokens to GPT-2's."""
+    """Return True if the files other than ``vocab.json`` and ``merges.txt`` add no tokens to GPT-2's."""
     added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder")
     tokens = added.values() if isinstance(added, dict) else ()
     contents = [token.get("content") for token in tokens if isinstance(token, dict)]
@@ -138,10 +138,10 @@ def _hugging_face(folder: Path, theirs: Any) -> _Candidate:
 
 
 def _rewritten(folder: Path, theirs: Any) -> list[str]:
-    """Make ``tokenizer.json`` match what transformers builds from all the files; return a line if it changed.
+    """Make ``tokenizer.json`` match the tokenizer that transformers creates from all the files.
 
-    Old folders have no such file. And transformers 5 rebuilds some tokenizers from their vocabulary, with its
-    own rules for the space before the first word.
+    Return a line for the user if the file changed. Old folders do not have the file, and transformers 5
+    rebuilds some tokenizers from their vocabulary, with its own rules for the space before the first word.
     """
     path = folder / hf.FILE
     if theirs is None:
@@ -164,7 +164,7 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
 
 
 def _settle_end(folder: Path, theirs: Any) -> None:
-    """Make the files name the end-of-text token.
+    """Make sure that the files specify the end-of-text token.
 
     Raises:
         UsageError: the files do not determine it.
@@ -183,19 +183,19 @@ def _settle_end(folder: Path, theirs: Any) -> None:
 
 
 def _ends_of_the_model(folder: Path) -> set[int]:
-    """Return the end-of-text ids in ``config.json`` and the generation settings."""
+    """Return the end-of-text ids that are given in ``config.json`` and in the generation settings."""
     return {token for name in (config.NAME, carried_files.GENERATION) for token in _ends(folder, name)}
 
 
 def _ends(folder: Path, name: str) -> list[int]:
-    """Return the ids in a file's ``eos_token_id``, of which there may be several."""
+    """Return the ids in a file's ``eos_token_id``, which may be one id or several."""
     value = hf.read_object(folder / name).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:
-    """Return a line if the model's end-of-text tokens do not include the tokenizer's."""
+    """Return a line for the user if the model's end-of-text tokens do not include that of the tokenizer."""
     ends = _ends_of_the_model(folder)
     if not ends or end in ends:
         return []
@@ -226,7 +226,7 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
 
 @contextlib.contextmanager
 def _naming(source: Path, folder: Path) -> Iterator[None]:
-    """Make errors name the source folder, not the folder that is being written."""
+    """Make error messages name the source folder rather than the folder that is being written."""
     try:
         yield
     except UsageError as error:
@@ -240,7 +240,7 @@ def _naming(source: Path, folder: Path) -> Iterator[None]:
 def copy_from_checkpoint(
     root: Path, args: Namespace, tokenizer: tokenizers.Tokenizer, destination: Path
 ) -> dict[str, Any]:
-    """Copy a checkpoint's tokenizer into a Hugging Face folder; return keys for its ``config.json``.
+    """Copy a checkpoint's tokenizer into a Hugging Face folder and return keys for its ``config.json``.
 
     Args:
         root: the checkpoint's directory, which contains Hugging Face files if it was converted.
@@ -265,7 +265,7 @@ def copy_from_checkpoint(
 
 
 def _home(args: Namespace) -> Path | None:
-    """Return the folder from which the flags load the tokenizer; None for the NullTokenizer."""
+    """Return the folder from which the flags load the tokenizer, or None for a NullTokenizer."""
     named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
     path = named.get(args.tokenizer_type)
     if path is None:
@@ -286,7 +286,7 @@ def _write_gpt2(args: Namespace, destination: Path) -> None:
 
 
 def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the begin-of-text and end-of-text ids; remove the generation settings, whose ids differ."""
+    """Return the begin-of-text and end-of-text ids, and remove the generation settings, whose ids differ."""
     (folder / carried_files.GENERATION).unlink(missing_ok=True)
     begin = hf.special_token(folder, "bos_token")
     known = getattr(tokenizer, "vocabulary", {})
@@ -294,10 +294,10 @@ def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
-    """Check that transformers reads the checkpoint's tokenizer from a written folder; yield log lines.
+    """Check that transformers creates the checkpoint's tokenizer from a written folder; yield log lines.
 
     Raises:
-        UsageError: transformers reads another tokenizer.
+        UsageError: transformers creates a different tokenizer.
     """
     if not isinstance(tokenizer, GPT2Tokenizer | HuggingFaceTokenizer):
         yield "NullTokenizer: texts are numbers, so no tokenizer was written"
@@ -325,7 +325,7 @@ def _proven(tokenizer: tokenizer_proof.Tokenizer, folder: Path) -> str:
 
 
 def _add_tokenizer_json(folder: Path) -> None:
-    """Add GPT-2's ``tokenizer.json`` for a family whose class reads no ``vocab.json`` (Mixtral's)."""
+    """Add GPT-2's ``tokenizer.json`` for families whose class does not read ``vocab.json`` (Mixtral)."""
     import transformers
 
     names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
@@ -336,7 +336,7 @@ def _add_tokenizer_json(folder: Path) -> None:
 
 
 def model_type(root: Path, args: Namespace) -> str | None:
-    """Return the ``model_type`` from which a checkpoint was converted, or None."""
+    """Return the ``model_type`` of the model that a checkpoint was converted from, or None."""
     folder = _hf_folder(root, args)
     kind = None if folder is None else config.read(folder).get("model_type")
     return kind if isinstance(kind, str) else None
@@ -352,7 +352,7 @@ def _hf_folder(root: Path, args: Namespace) -> Path | None:
 
 
 def _harmless_keys(folder: Path) -> dict[str, Any]:
-    """Return the keys of a ``config.json`` that do not change what the model computes."""
+    """Return those keys of a ``config.json`` that do not affect what the model computes."""
     ours = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
     carried = {key for key in config.HARMLESS - ours if not key.startswith("_")}  # which name the original
     return {key: value for key, value in config.read(folder).items() if key in carried}

@@ -1,6 +1,6 @@
-"""Check that the trainer's tokenizer and transformers' encode and decode alike.
+"""Check that the tokenizers of the trainer and of transformers encode and decode identically.
 
-With other token ids, even a model with bitwise identical weights generates gibberish or never stops.
+If their token ids differ, even a model with bitwise identical weights generates gibberish or never stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 12
 
 
 def reference(folder: Path) -> Any:
-    """Return the tokenizer that transformers creates from a folder, without executing code in it.
+    """Return the tokenizer that transformers creates from a folder, without executing code from that folder.
 
     Raises:
         UsageError: transformers cannot create it.
@@ -45,10 +45,10 @@ def reference(folder: Path) -> Any:
 
 
 def require_equal(ours: Tokenizer, theirs: Any) -> str:
-    """Check that both tokenizers agree, and return a log line about it.
+    """Check that both tokenizers agree, and return a log line that reports it.
 
     Raises:
-        UsageError: they differ; the error gives an example.
+        UsageError: the tokenizers differ; the error gives an example.
     """
     found = difference(ours, theirs)
     if found is not None:
@@ -62,14 +62,14 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
 
 
 def difference(ours: Tokenizer, theirs: Any) -> str | None:
-    """Return an example on which two tokenizers differ, or None.
+    """Return an example on which two tokenizers differ, or None if there is none.
 
-    Megatron's GPT2BPETokenizer never treats ``<|endoftext|>`` inside a text as the token, so this is not
-    compared.
+    Megatron's GPT2BPETokenizer never recognizes ``<|endoftext|>`` inside a text as the special token, so such
+    texts are not compared.
 
     Args:
         ours: the trainer's tokenizer.
-        theirs: the result of ``reference``.
+        theirs: the return value of ``reference``.
     """
     return next(_differences(ours, theirs), None)
 

@@ -1,4 +1,4 @@
-"""``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
+"""Support for ``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAG = "--skip-bad-rows"
 
 
 def add_flag(add: Callable[..., Any]) -> None:
-    """Declare ``--skip-bad-rows``."""
+    """Add the flag ``--skip-bad-rows`` to the parser."""
     add(
         FLAG,
         type=whole,
@@ -29,11 +29,12 @@ def add_flag(add: Callable[..., Any]) -> None:
 
 
 class Skipped:
-    """The rows skipped so far.
+    """The rows that have been skipped so far.
 
     Args:
-        prefix: prefix of the dataset; the list is written beside it and ends in ``.skipped.jsonl``.
-        most: maximum number of skipped rows.
+        prefix: the prefix of the dataset. The list of skipped rows is written next to the dataset, to a file
+            whose name ends in ``.skipped.jsonl``.
+        most: the maximum number of rows that may be skipped.
     """
 
     def __init__(self, prefix: str, most: int) -> None:
@@ -56,7 +57,7 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Write the list and log it; without skipped rows, remove the list of an earlier run."""
+        """Write and log the list of skipped rows. If there are none, remove the list of an earlier run."""
         if not self._rows:
             self.path.unlink(missing_ok=True)
             return

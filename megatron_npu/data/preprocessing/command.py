@@ -146,7 +146,7 @@ def _add_work(add: flags.Add) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code (130 after an interrupt, with nothing written).
+    """Run the command and return its exit code, which is 130 after an interrupt (nothing is written then).
 
     Raises:
         UsageError: an input, a tokenizer file or the output path is invalid.
@@ -172,10 +172,10 @@ def _verify(argv: Sequence[str]) -> int:
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
-    """Encode all documents into one dataset per key; write all of them or none.
+    """Encode all documents into one dataset per key. Either all datasets are written, or none.
 
     Args:
-        arguments: the result of ``parser()``.
+        arguments: the arguments that were parsed by ``parser()``.
 
     Raises:
         UsageError: an input, a tokenizer file or the output path is invalid, or the disk is full.
@@ -230,7 +230,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return the settings of the workers, after trying each of them once in this process.
+    """Return the settings of the workers after trying each of the settings once in this process.
 
     Raises:
         UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is
@@ -264,7 +264,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """Progress display: a bar on a terminal, otherwise a line at regular intervals; and a line at the end."""
+    """Progress display: a bar on a terminal, or lines at regular intervals otherwise, and a final line."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval
@@ -282,7 +282,7 @@ class _Progress:
             print(self._line(), file=sys.stderr, flush=True)
 
     def watch(self, results: Iterator[Result]) -> Iterator[Result]:
-        """Yield the results unchanged, and report progress."""
+        """Yield the results unchanged while reporting the progress."""
         for result in results:
             yield result
             before, self._documents = self._documents, self._documents + result.documents
@@ -320,7 +320,7 @@ def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Make SIGTERM clean up as Ctrl-C does; outside the main thread, do nothing."""
+    """Make SIGTERM clean up like Ctrl-C. Outside the main thread, this has no effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

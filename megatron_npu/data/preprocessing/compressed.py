@@ -1,4 +1,4 @@
-"""Open text files: plain, ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
+"""Open text files that are uncompressed or compressed as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def plain_name(path: str) -> str:
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
-    """Return the decompressed stream; the extension selects the method.
+    """Return the decompressed stream. The compression method is selected by the file's extension.
 
     Args:
-        path: name of the file.
+        path: the name of the file.
         raw: the open file.
 
     Raises:
@@ -53,7 +53,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
 
 
 def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> bytes:
-    """Return the next ``size`` bytes of a stream, or fewer at its end; -1 returns all.
+    """Return the next ``size`` bytes of a stream, or fewer at the end of the stream; -1 returns all bytes.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -71,9 +71,9 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 
 @cache
 def zstd_module() -> ModuleType | None:
-    """Return the module for .zst: the standard library's in Python 3.14 and later, otherwise its backport.
+    """Return the module for reading .zst files: the standard library's from Python 3.14 on, or its backport.
 
-    The package ``zstandard`` is not used, because it reads a truncated file without an error.
+    The package ``zstandard`` is not used, because it does not raise an error for a truncated file.
     """
     for name in ("compression.zstd", "backports.zstd"):
         try:

@@ -1,4 +1,4 @@
-"""Sources of documents: files, folders and patterns of ``--input``, or rows of ``--hf-dataset``."""
+"""Sources of documents: the files, folders and patterns of ``--input``, or the rows of ``--hf-dataset``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
-    """Documents as JSON lines, always in the same order.
+    """A source of documents, which yields JSON lines, always in the same order.
 
     Attributes:
-        size: size on disk in bytes; None: unknown.
+        size: the size on disk in bytes, or None if it is unknown.
     """
 
     @property
@@ -34,11 +34,11 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Files of JSON lines, plain-text files, and tables.
+    """A source that consists of JSON-lines files, plain-text files and tables.
 
     Attributes:
-        paths: the files, in order.
-        keys: the keys that contain text; the text of a plain-text file is stored under the first.
+        paths: the paths of the files, in order.
+        keys: the keys that contain text; the text of a plain-text file is stored under the first key.
     """
 
     paths: tuple[str, ...]
@@ -46,7 +46,7 @@ class Files:
 
     @property
     def size(self) -> int:
-        """Size on disk in bytes."""
+        """The size on disk in bytes."""
         return sum(Path(path).stat().st_size for path in self.paths)
 
     def batches(self) -> Iterator[jsonl.Batch]:
@@ -65,7 +65,7 @@ class Files:
 
 
 def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
-    """Return the corpus for the flags.
+    """Return the corpus that the flags select.
 
     Raises:
         UsageError: both or neither of ``--input`` and ``--hf-dataset`` are given, or the input does not
@@ -99,7 +99,7 @@ def _paths(name: str) -> list[str]:
     """Return the files that one argument of ``--input`` selects.
 
     Raises:
-        UsageError: it selects no file.
+        UsageError: the argument selects no file.
     """
     if Path(name).is_file():
         return [name]
@@ -118,7 +118,7 @@ def _below(folder: Path) -> list[str]:
     """Return the text files in a folder and its subfolders, ordered by name.
 
     Raises:
-        UsageError: there is no text file.
+        UsageError: the folder contains no text file.
     """
     files = sorted(
         os.path.join(place, name)

@@ -24,14 +24,14 @@ _PIECE = 4096  # documents that merge copies at a time
 
 @dataclass(frozen=True)
 class Opened:
-    """A valid dataset, memory-mapped.
+    """A valid dataset, whose files are memory-mapped.
 
     Attributes:
-        prefix: path without ``.bin`` and ``.idx``.
-        summary: its summary.
-        tokens: all of its tokens.
-        lengths: [S] number of tokens in each sequence.
-        documents: [D + 1] first sequence of each document, then S.
+        prefix: the path of the dataset without ``.bin`` and ``.idx``.
+        summary: the summary of the dataset.
+        tokens: all tokens of the dataset.
+        lengths: [S], the number of tokens in each sequence.
+        documents: [D + 1], the index of the first sequence of each document, followed by S.
     """
 
     prefix: str
@@ -96,7 +96,7 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
 
 
 def opened(prefix: str) -> Opened:
-    """Return a dataset after checking its files, index and ids.
+    """Return a dataset after checking its files, its index and its ids.
 
     Raises:
         UsageError: the dataset does not exist, or is damaged.
@@ -116,7 +116,7 @@ def _bare(prefix: str) -> str:
 
 
 def facts(data: Opened) -> dict[str, Any]:
-    """Return the values that ``inspect`` prints."""
+    """Return the values that the subcommand ``inspect`` prints."""
     lengths, summary = data.lengths, data.summary
     per_document = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[data.documents])
     return {
@@ -242,7 +242,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield the documents a few thousand at a time, in the form that ``Writer.add`` takes."""
+    """Yield the documents a few thousand at a time, in the form that ``Writer.add`` expects."""
     at = 0
     for first in range(0, part.summary.documents, _PIECE):
         bounds = np.asarray(part.documents[first : first + _PIECE + 1])
@@ -253,7 +253,7 @@ def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
 
 
 def verify(prefixes: Sequence[str]) -> int:
-    """Compare datasets with their checksums; return 1 if a dataset is damaged or has no checksums."""
+    """Compare datasets with their checksums. Return 1 if a dataset is damaged or has no checksums."""
     code = 0
     for prefix in prefixes:
         try:

@@ -1,7 +1,8 @@
-"""Checksums of a dataset, ``<prefix>.sums.json``: written with it, verified when it is first read.
+"""Checksums of a dataset, which are written to ``<prefix>.sums.json`` with it and verified on first use.
 
-A flipped bit in a ``.bin`` changes a token, which nothing else detects. Checksums detect damage, not
-tampering. Each block of 4 MiB has a 64-bit XXH3 digest, so that a part of a large file can be verified.
+A flipped bit in a ``.bin`` file changes a token, and no other check detects this. The checksums detect
+damage, but not tampering. Each block of 4 MiB has a 64-bit XXH3 digest, so that a part of a large file can be
+verified.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _AT_FIRST = 64  # blocks that are compared when a run begins, evenly spread: 256
 
 
 class Sums(TypedDict):
-    """The size of a file and the digest of each block."""
+    """The size of a file and the digest of each of its blocks."""
 
     size: int
     blocks: list[str]
@@ -34,7 +35,7 @@ class Summer:
         self._size, self._blocks, self._digest = 0, list[str](), _digest()
 
     def add(self, data: bytes) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the file."""
         view = memoryview(data)
         while len(view):
             part = view[: BLOCK - self._size % BLOCK]
@@ -45,7 +46,7 @@ class Summer:
                 self._end_block()
 
     def sums(self) -> Sums:
-        """Return the checksums of all bytes; no bytes may be added afterwards."""
+        """Return the checksums of all bytes. No bytes may be added after this call."""
         if self._size % BLOCK:
             self._end_block()
         return {"size": self._size, "blocks": self._blocks}
@@ -62,26 +63,26 @@ def _digest(data: bytes | bytearray = b"") -> Any:
 
 
 def path_of(prefix: str | Path) -> Path:
-    """Return the path of a dataset's checksums."""
+    """Return the path of the file that contains a dataset's checksums."""
     return Path(f"{prefix}.{ENDING}")
 
 
 def write(prefix: str | Path, sums: Mapping[str, Sums]) -> None:
-    """Write the checksums of a dataset's files, by extension."""
+    """Write the checksums of a dataset's files, which are given by extension."""
     content = {"algorithm": ALGORITHM, "block": BLOCK, "files": sums}
     files.write(path_of(prefix), json.dumps(content))
     path_of(prefix).chmod(0o640)  # as the files themselves, whatever the umask
 
 
 def require(prefix: str | Path, *, whole: bool = False) -> bool:
-    """Compare a dataset with its checksums; return whether it has any.
+    """Compare a dataset with its checksums. Return True if the dataset has checksums.
 
     Args:
-        prefix: path without ``.bin`` and ``.idx``.
-        whole: verify everything instead of at most 256 MiB of each file.
+        prefix: the path of the dataset without ``.bin`` and ``.idx``.
+        whole: whether to verify everything instead of at most 256 MiB of each file.
 
     Raises:
-        UsageError: its content has changed, or its checksums cannot be read.
+        UsageError: the content of the dataset has changed, or its checksums cannot be read.
     """
     found = path_of(prefix)
     if not found.is_file():
@@ -132,7 +133,7 @@ def _numbers(blocks: int, whole: bool) -> Iterator[int]:
 
 
 def _block(stream: Any) -> bytearray:
-    """Return the next block; network files may need several read calls per block, other files one."""
+    """Return the next block, for which a file on a network may require several read calls."""
     block = bytearray(BLOCK)
     view, got = memoryview(block), 0
     while got < BLOCK and (count := stream.readinto(view[got:])):

@@ -1,4 +1,4 @@
-"""Encode batches of lines to token bytes, in one or several processes, in the order of the input."""
+"""Encode batches of lines to token bytes in one or several processes, keeping the order of the input."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _WORDS_CACHED = 200_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a worker; small enough to be sent to each worker process.
+    """The settings of a worker, which are small enough to be sent to each worker process.
 
     Attributes:
-        tokenizer: settings of the tokenizer.
+        tokenizer: the settings of the tokenizer.
         keys: the JSON keys, each of which becomes a dataset.
         append_eod: whether to end every non-empty document with ``eod``.
-        dtype: name of the tokens' numpy dtype.
-        sentences: how to split texts into sentences; None: a text is one sequence.
-        windows: how to split documents into windows; None: not split.
+        dtype: the name of the numpy dtype of the tokens.
+        sentences: how to split texts into sentences. If None, each text is one sequence.
+        windows: how to split documents into windows. If None, documents are not split.
         skips: whether to skip malformed lines.
     """
 
@@ -58,13 +58,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The documents of one batch under one key.
+    """The encoded documents of one batch under one key.
 
     Attributes:
-        tokens: bytes of the tokens in the dataset's dtype.
-        lengths: [sequences] int32, number of tokens in each sequence; empty sequences are not included.
-        sequences: [documents] int64, number of sequences in each document; 0 for an empty document.
-        unknown: number of unknown tokens.
+        tokens: the bytes of the tokens in the dataset's dtype.
+        lengths: [sequences] int32, the number of tokens in each sequence; empty sequences are not included.
+        sequences: [documents] int64, the number of sequences in each document; 0 for an empty document.
+        unknown: the number of unknown tokens.
     """
 
     tokens: bytes
@@ -75,10 +75,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one batch.
+    """The result of encoding one batch.
 
-    It has an ``Encoded`` per key, the number of documents, the bytes of text and on disk, and the skipped
-    rows.
+    It contains an ``Encoded`` object per key, the number of documents, the number of bytes of text and of
+    bytes on disk, and the skipped rows.
     """
 
     keys: tuple[Encoded, ...]
@@ -89,7 +89,10 @@ class Result:
 
 
 class _WordCache(dict[str, bytes]):
-    """Cache from words to token bytes. Words repeat, and a lookup is many times cheaper than the BPE."""
+    """Cache that maps words to token bytes.
+
+    Words repeat often, and a lookup is many times cheaper than byte-pair encoding.
+    """
 
     def __init__(self, tokenizer: WordTokenizer, dtype: np.dtype) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ def _text_encoder(
 
 
 class Encoder:
-    """Encodes batches; the tokens depend only on the batch.
+    """Encodes batches of documents. The tokens of a batch do not depend on other batches.
 
     Raises:
         UsageError: the tokenizer's files are invalid, or the language has no sentence model.
@@ -138,7 +141,7 @@ class Encoder:
         self._sentences = recipe.sentences.splitter() if recipe.sentences else None
 
     def encode(self, batch: jsonl.Batch) -> Result:
-        """Return the batch's tokens.
+        """Return the tokens of a batch.
 
         Raises:
             LineError: a line is malformed, and lines are not skipped.
@@ -173,7 +176,7 @@ class Encoder:
         return sequences
 
     def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
-        """Split a document into documents (itself, or its windows), each a list of sequences."""
+        """Split a document into one or more documents (its windows, if enabled), each a list of sequences."""
         if self._recipe.windows is None or not sequences:
             return [sequences]
         tokens = b"".join(sequences)
@@ -181,9 +184,9 @@ class Encoder:
 
 
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
-    """Yield the result of each batch in order, from ``workers`` processes (1: this one).
+    """Yield the result of each batch in order, using ``workers`` processes; 1 means this process only.
 
-    At most two batches per worker are in progress, whatever the length of the input.
+    At most two batches per worker are in progress, regardless of the length of the input.
 
     Raises:
         UsageError: a line is malformed, or a worker was killed.
@@ -210,7 +213,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
 
 @contextlib.contextmanager
 def _holding(number: signal.Signals) -> Iterator[None]:
-    """Block a signal until the end of the block.
+    """Block a signal inside the block.
 
     Processes forked inside the block keep the signal blocked until they unblock it.
     """
@@ -232,7 +235,7 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: 
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return the start method: fork if available, because workers then start at once.
+    """Return the start method for workers: fork if it is available, because workers then start immediately.
 
     Forking is safe, because a worker never uses torch or a device.
     """
@@ -245,7 +248,7 @@ _encoder: Encoder | None = None  # of this worker process
 
 
 def _start_worker(recipe: Recipe) -> None:
-    """Prepare a worker: it ignores Ctrl-C, which its parent handles, and exits if its parent is gone."""
+    """Prepare a worker to ignore Ctrl-C, which its parent handles, and to exit if its parent is gone."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,6 +1,6 @@
-"""Read documents from rows of a Hugging Face dataset, or of csv, json, parquet and arrow files.
+"""Read documents from the rows of a Hugging Face dataset, or of csv, json, parquet and arrow files.
 
-The library `datasets` streams them: nothing is downloaded as a whole or cached.
+The library `datasets` streams the rows: no file is downloaded as a whole, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split.
+    """The rows of one split of a dataset.
 
     Attributes:
         rows: the rows from `datasets`, each a mapping of column to value.
-        name: name of the dataset and its split, for messages.
+        name: the name of the dataset and its split, used in messages.
         keys: the columns that contain text.
-        flag: the flag that names the dataset, for messages.
+        flag: the flag that specifies the dataset, used in messages.
     """
 
     rows: Any
@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def size(self) -> None:
-        """None, because the size of a stream is unknown."""
+        """Always None, because the size of a stream is unknown."""
         return None
 
     @classmethod
@@ -58,13 +58,13 @@ class Rows:
 
         Args:
             name: a name on the hub, a file, a folder of files, or a folder written by ``save_to_disk``.
-            config: configuration of a dataset that has several (``--hf-name``).
-            split: for example ``train``.
+            config: the configuration to use if the dataset has several (``--hf-name``).
+            split: the name of the split, for example ``train``.
             keys: the columns that contain text.
-            flag: the flag that names the dataset.
+            flag: the flag that specifies the dataset, used in messages.
 
         Raises:
-            UsageError: `datasets` is not installed, or cannot open it.
+            UsageError: `datasets` is not installed, or cannot open the dataset.
         """
         datasets = _library(flag)
         try:
@@ -77,7 +77,7 @@ class Rows:
         return cls(rows, shown, tuple(keys), flag)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the rows in batches; "line" 1 is the first row.
+        """Yield the rows in batches. The first row is counted as line 1.
 
         Raises:
             UsageError: a row lacks a column, or cannot be fetched or read.

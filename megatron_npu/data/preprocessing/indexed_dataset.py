@@ -1,6 +1,6 @@
-"""Megatron's indexed dataset, ``<prefix>.bin`` and ``<prefix>.idx``: writing it and checking it.
+"""Write and check Megatron's indexed datasets, ``<prefix>.bin`` and ``<prefix>.idx``.
 
-The ``.bin`` holds the tokens of all sequences and nothing else. The ``.idx``, little-endian:
+The ``.bin`` file contains only the tokens of all sequences. The ``.idx`` file is little-endian and contains:
 
 ====================  =====================================================================
 9 bytes               ``MMIDIDX`` and two zeros
@@ -49,18 +49,20 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class Writer:
-    """Writes one dataset under temporary names; ``publish`` renames one or more of them.
+    """Writes one dataset under temporary names; ``publish`` renames one or more datasets to final names.
 
-    The bytes equal those of megatron-core's ``IndexedDatasetBuilder``, which is not used because it needs
-    torch, and because it writes under the final names, so that a killed run leaves what looks like a dataset.
+    The files are bitwise identical to those of megatron-core's ``IndexedDatasetBuilder``. That class is not
+    used because it requires torch, and because it writes to the final names, so that a killed run leaves
+    files that look like a dataset.
 
     Leaving the ``with`` block without publishing removes the files; files of a killed process are removed by
-    the next one with the same prefix.
+    the next process that uses the same prefix.
 
     Args:
-        prefix: path without ``.bin`` and ``.idx``.
-        dtype: dtype of the tokens.
-        lazy: write the index in Megatron's ``lazy`` and ``cached`` format, see ``safe_files.lazy_index``.
+        prefix: the path of the dataset without ``.bin`` and ``.idx``.
+        dtype: the dtype of the tokens.
+        lazy: whether to write the index in Megatron's ``lazy`` and ``cached`` format; see
+            ``safe_files.lazy_index``.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype, *, lazy: bool = False) -> None:
@@ -90,9 +92,9 @@ class Writer:
         """Append documents.
 
         Args:
-            tokens: bytes of the tokens.
-            lengths: [sequences] int32, number of tokens in each sequence.
-            sequences: [documents] int64, number of sequences in each document.
+            tokens: the bytes of the tokens.
+            lengths: [sequences] int32, the number of tokens in each sequence.
+            sequences: [documents] int64, the number of sequences in each document.
         """
         self._bin.write(tokens)
         self._sums["bin"].add(tokens)
@@ -130,9 +132,9 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Rename finished datasets, all or none; the ``.idx`` comes last.
+    """Rename finished datasets to their final names, either all or none. The ``.idx`` files are renamed last.
 
-    Their checksums are written last; without them nothing is verified.
+    The checksums are written after all renames; a dataset without checksums is not verified.
 
     An older dataset of the same name is replaced, and is never mixed with the new one. If a rename fails,
     files that were already renamed are removed, and the older dataset is lost.
@@ -173,12 +175,12 @@ def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarra
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Summary of a valid dataset.
+    """The summary of a valid dataset.
 
     Attributes:
-        dtype: dtype of the tokens.
-        sequences, documents, tokens: counts.
-        largest_token: the largest id found.
+        dtype: the dtype of the tokens.
+        sequences, documents, tokens: the numbers of sequences, documents and tokens.
+        largest_token: the largest id that was found.
         sampled: whether ``largest_token`` is from a sample of the tokens.
     """
 
@@ -191,14 +193,14 @@ class DatasetSummary:
 
 
 def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummary:
-    """Check a dataset before it is used; the index is read completely.
+    """Check a dataset before it is used. The index is read completely.
 
-    Ids are compared with the vocabulary: all of them if the ``.bin`` has up to 256 MiB, otherwise those in
-    256 evenly spaced blocks of 256 MiB in total.
+    The ids are compared with the vocabulary. If the ``.bin`` file has up to 256 MiB, all ids are checked;
+    otherwise, those in 256 evenly spaced blocks of 256 MiB in total.
 
     Args:
-        prefix: path without ``.bin`` and ``.idx``.
-        vocab_size: number of ids of the tokenizer; None: ids are not checked.
+        prefix: the path of the dataset without ``.bin`` and ``.idx``.
+        vocab_size: the number of ids of the tokenizer. If None, the ids are not checked.
 
     Raises:
         UsageError: a file is missing, truncated, of another type, or inconsistent with the other file or the
@@ -269,7 +271,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -> int:
-    """Check sequence lengths, offsets and document boundaries; return the number of tokens."""
+    """Check the sequence lengths, offsets and document boundaries, and return the number of tokens."""
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     at = HEADER.size
     lengths = raw[at : at + 4 * sequences].view("<i4")
@@ -300,7 +302,7 @@ def _ascends(values: np.ndarray) -> bool:
 
 
 def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[int, bool]:
-    """Return the largest id found, and whether only a sample was checked."""
+    """Return the largest id that was found, and whether only a sample was checked."""
     tokens = np.memmap(path, dtype=dtype, mode="r")
     blocks, sampled = _blocks(tokens)
     smallest, largest = 0, 0

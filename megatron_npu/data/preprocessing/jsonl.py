@@ -14,7 +14,7 @@ _BEGINS = 200  # bytes of a line that is left out which are told
 
 
 class LineError(UsageError):
-    """A malformed line. Unlike its base class it can be pickled by a worker process."""
+    """Raised when a line is malformed. Unlike its base class, it can be pickled by a worker process."""
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.given, self.expected, self.remedy)
@@ -22,13 +22,14 @@ class LineError(UsageError):
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive whole lines of one file.
+    """A batch of consecutive whole lines of one file.
 
     Attributes:
-        path: the file.
-        first_line: number of the first line, counted from 1.
+        path: the path of the file.
+        first_line: the number of the first line, counted from 1.
         text: the lines as UTF-8.
-        read: bytes of the file on disk read for this batch (compressed bytes of a compressed file).
+        read: the number of bytes on disk that were read for this batch (the compressed size for a compressed
+            file).
     """
 
     path: str
@@ -38,7 +39,7 @@ class Batch:
 
 
 def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
-    """Yield a file in batches of about ``size`` bytes of text; a longer line is a separate batch.
+    """Yield a file's lines in batches of about ``size`` bytes of text; a longer line is a separate batch.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -60,7 +61,7 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A skipped line: its file, its number, the problem, and the beginning of the line."""
+    """A skipped line, described by its file, its number, the problem and the beginning of its text."""
 
     file: str
     line: int
@@ -71,15 +72,15 @@ class BadRow:
 def documents(
     batch: Batch, keys: Sequence[str], bad: list[BadRow] | None = None
 ) -> Iterator[list[list[str]]]:
-    """Yield for each line the sequences of each key: ``[keys][sequences]``; a text is one sequence.
+    """Yield, for each line, the sequences of each key as ``[keys][sequences]``; a text is one sequence.
 
     Args:
         batch: the lines.
         keys: the keys that contain text.
-        bad: receives malformed lines; None: reject the first malformed line.
+        bad: a list that receives malformed lines. If None, the first malformed line raises an error.
 
     Raises:
-        LineError: a line is not UTF-8 or not JSON, lacks a key, or has no text there.
+        LineError: a line is not UTF-8 or not JSON, lacks a key, or has no text under a key.
     """
     lines = batch.text.split(b"\n")
     if not lines[-1]:
@@ -101,7 +102,7 @@ def documents(
 
 
 class _UnfitError(ValueError):
-    """The problem of a malformed line."""
+    """Raised when a line is malformed; the message describes the problem."""
 
 
 def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:

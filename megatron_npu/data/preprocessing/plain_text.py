@@ -13,9 +13,9 @@ _HEAD = 1 << 20  # bytes that are looked at
 
 
 def is_plain_text(path: str) -> bool:
-    """Return whether a file is one document: a ``.txt`` whose first line is not a JSON object.
+    """Return True if a file is one document: a ``.txt`` file whose first line is not a JSON object.
 
-    Megatron's own tools ignore file names, so a ``.txt`` may contain JSON lines for them.
+    Megatron's own tools ignore file names, so a ``.txt`` file may have been written for them with JSON lines.
 
     Raises:
         UsageError: the file cannot be read or decompressed.

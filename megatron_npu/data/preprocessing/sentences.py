@@ -1,4 +1,4 @@
-"""Split texts into sentences (``--split-sentences``) like Megatron's tool, with nltk's Punkt."""
+"""Split texts into sentences with nltk's Punkt (``--split-sentences``), like Megatron's own tool."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Sentences:
-    """The sentence model, and whether line breaks between sentences are kept.
+    """The settings for splitting texts into sentences.
 
     Attributes:
-        language: name of the Punkt model (``--lang``).
-        keep_newlines: ``--keep-newlines``.
+        language: the name of the Punkt model (``--lang``).
+        keep_newlines: whether line breaks between sentences are kept (``--keep-newlines``).
     """
 
     language: str

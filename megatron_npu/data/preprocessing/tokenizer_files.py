@@ -1,4 +1,4 @@
-"""Tokenizer settings from the flags, small enough to be sent to each worker."""
+"""Settings of the tokenizer that the flags select, small enough to be sent to each worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (GPT2, HUGGING_FACE, *BERT, NULL)
 
 @dataclass(frozen=True)
 class GPT2Files:
-    """GPT-2's ``vocab.json`` and ``merges.txt``."""
+    """Settings of a GPT-2 tokenizer: the files ``vocab.json`` and ``merges.txt``."""
 
     vocab_file: str
     merge_file: str
@@ -35,7 +35,7 @@ class GPT2Files:
 
 @dataclass(frozen=True)
 class BertFiles:
-    """BERT's ``vocab.txt``."""
+    """Settings of a BERT tokenizer: the file ``vocab.txt``."""
 
     vocab_file: str
     lower_case: bool
@@ -51,11 +51,11 @@ class BertFiles:
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """A folder with ``tokenizer.json``.
+    """Settings of a Hugging Face tokenizer: a folder with ``tokenizer.json``.
 
     Attributes:
-        folder: path of the folder.
-        special_tokens: whether to keep the tokens that it adds to every text, such as ``<s>``.
+        folder: the path of the folder.
+        special_tokens: whether to keep the tokens that the tokenizer adds to every text, such as ``<s>``.
     """
 
     folder: str
@@ -72,11 +72,11 @@ class HuggingFaceFiles:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A NullTokenizer, which needs no files: the text consists of ids.
+    """Settings of a NullTokenizer, which needs no files because the text consists of ids.
 
     Attributes:
-        size: number of ids, without the end-of-document id.
-        end: the end-of-document id; None: the last id.
+        size: the number of ids, without the end-of-document id.
+        end: the end-of-document id. If None, it is the last id.
     """
 
     size: int
@@ -104,7 +104,7 @@ TokenizerFiles = GPT2Files | BertFiles | HuggingFaceFiles | Numbers
 
 
 def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
-    """Return the files of the tokenizer that the flags select.
+    """Return the settings of the tokenizer that the flags select.
 
     Raises:
         UsageError: a flag is missing.

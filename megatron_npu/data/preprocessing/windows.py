@@ -1,4 +1,4 @@
-"""Overlapping windows of a document (``--seq-length L --stride S``); each becomes a document."""
+"""Split a document into overlapping windows (``--seq-length L --stride S``); each becomes a document."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_npu.base.errors import UsageError
 class Windows:
     """Windows of ``length`` tokens that start every ``stride`` tokens.
 
-    The last window ends with the document and may overlap more, so no token is lost. A document with fewer
-    than ``length`` tokens is one shorter window.
+    The last window ends at the end of the document and may overlap more than the others, so that no token is
+    lost. A document with fewer than ``length`` tokens becomes one shorter window.
     """
 
     length: int
@@ -29,15 +29,15 @@ class Windows:
         """Yield the windows of a document.
 
         Args:
-            tokens: bytes of the document's tokens.
-            itemsize: bytes per token.
+            tokens: the bytes of the document's tokens.
+            itemsize: the number of bytes per token.
         """
         for start in self.starts(len(tokens) // itemsize):
             yield tokens[start * itemsize : (start + self.length) * itemsize]
 
 
 def named_by(arguments: argparse.Namespace) -> Windows | None:
-    """Return the windows for the flags.
+    """Return the windows that the flags specify.
 
     Raises:
         UsageError: only one of the flags is given, windows would have gaps, or sentences are split too.

@@ -1,1 +1,1 @@
-"""Text generation with a GPT model in memory: token selection and the Sampler. Independent of checkpoints."""
+"""Generate text with a GPT model in memory: token selection and the Sampler, independent of checkpoints."""

@@ -16,12 +16,12 @@ NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
 
 
 def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch.Tensor:
-    """Return one token per row, [b], int64; ``NO_NUMBER`` if the logits are NaN or infinite.
+    """Return one token per row, [b], int64. The token is ``NO_NUMBER`` if the logits are NaN or infinite.
 
     Args:
         logits: [b, vocabulary], fp32 on the host.
-        options: sampling options.
-        draws: [b], fp64, one random number in [0, 1) per row, which determines the selected token.
+        options: the sampling options.
+        draws: [b], fp64, one random number in [0, 1) per row, which determines the token that is selected.
     """
     if options.greedy:
         tokens = logits.argmax(-1)
@@ -39,7 +39,7 @@ def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch
 def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the candidate tokens, [b, n], and their weights, [b, n].
 
-    Instead of tokens, None stands for the whole vocabulary in its order.
+    None in place of the tokens means the whole vocabulary in its usual order.
     """
     if options.top_k:
         values, order = logits.topk(min(options.top_k, logits.size(-1)))
@@ -56,13 +56,13 @@ def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | 
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero the weights, sorted by size, that follow the smallest prefix whose sum reaches ``top_p``."""
+    """Zero the sorted weights that follow the smallest prefix whose sum reaches ``top_p``."""
     before = weights.cumsum(-1) - weights
     return weights.masked_fill(before >= top_p, 0.0)
 
 
 def _last_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Return the last position with a weight above 0 in each row, [b, 1]."""
+    """Return the last position in each row whose weight is above 0, [b, 1]."""
     places = torch.arange(weights.size(-1))
     return torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
 
@@ -81,8 +81,8 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: 
         alternatives: the number n of alternatives.
 
     Returns:
-        [b, 1 + 2n], fp32: log-probability of the token, ids of the n most likely tokens, and their
-        log-probabilities.
+        A tensor [b, 1 + 2n], fp32, with the log-probability of the token, the ids of the n most likely
+        tokens, and the log-probabilities of these n tokens.
     """
     values = logits.double().log_softmax(-1)
     likeliest, ids = values.topk(min(alternatives, values.size(-1)))

@@ -1,7 +1,8 @@
 """Compute the next-token logits for a batch of texts, over all stages and ranks of a model.
 
-There are three ways, depending on the model's layout: with a KV cache (fast), without it (``--recompute``),
-and on whole texts as in training, for models whose sequence is partitioned over ranks.
+There are three implementations. The first one uses a KV cache and is fast. The second one works without a
+cache (``--recompute``). The third one processes whole texts as in training, and is used for models whose
+sequence is partitioned over ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from megatron_npu.data.sequence_parts import part_of_this_rank
 
 
 def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool) -> Forward:
-    """Return an object that computes the logits of a batch.
+    """Return the object that computes the logits of a batch for the model's layout.
 
     Args:
         chunks: this process's GPTModels, unwrapped and in order.
-        batch: number of texts in a batch.
-        longest: number of tokens of the longest completed text.
-        recompute: do not use a KV cache.
+        batch: the number of texts in a batch.
+        longest: the number of tokens in the longest text after generation.
+        recompute: whether to recompute the whole text for every token instead of using a KV cache.
     """
     config = chunks[0].config
     if config.sequence_parallel or config.context_parallel_size > 1:
@@ -34,10 +35,10 @@ def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool)
 
 
 class Forward(ABC):
-    """Processes texts token by token.
+    """Base class for objects that process texts token by token.
 
     Args:
-        chunks, batch, longest: as in ``forward_of``.
+        chunks, batch, longest: see ``forward_of``.
     """
 
     def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
@@ -48,16 +49,17 @@ class Forward(ABC):
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the next-token logits, [b, padded vocabulary], fp32 on the host.
 
-        All ranks of the model must call this. None on ranks without the output layer.
+        All ranks of the model must call this method. It returns None on ranks that do not have the output
+        layer.
 
         Args:
             tokens: [b, s], int64 on the host: the texts so far, from their first token. Each call after the
-                first has one token more than the previous one.
+                first must add one token to the texts of the previous call.
         """
 
 
 class _Cached(Forward):
-    """Processes only the new tokens; keeps past keys and values in megatron-core's static context."""
+    """Processes only the new tokens, and keeps past keys and values in megatron-core's static context."""
 
     def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
         super().__init__(chunks, batch, longest)
@@ -78,7 +80,7 @@ class _Cached(Forward):
 
 
 class _Recomputed(_Cached):
-    """Recomputes the whole text for every token, with an empty context each time."""
+    """Recomputes the whole text for every token, using an empty context each time."""
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         self.context = self._new_context()
@@ -86,7 +88,7 @@ class _Recomputed(_Cached):
 
 
 class _Whole(Forward):
-    """Processes whole texts as in training, padded on the right so that the ranks' parts are equal.
+    """Processes whole texts as in training, padded on the right so that all ranks have parts of equal size.
 
     Padding does not influence the tokens before it, because attention is causal.
     """
@@ -118,8 +120,8 @@ class _Whole(Forward):
 def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
     """Return the logits for every token of a batch, [b, s, padded vocabulary], on the device.
 
-    All ranks of the model must call this. None on ranks without the output layer. Not supported if the
-    sequence is partitioned over ranks.
+    All ranks of the model must call this function. It returns None on ranks that do not have the output
+    layer. Models whose sequence is partitioned over ranks are not supported.
 
     Args:
         chunks: this process's GPTModels, unwrapped and in order.
@@ -131,9 +133,9 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
 
 
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
-    """Return the context-parallel rank that has a token of a text, and the token's index on that rank.
+    """Return the context-parallel rank that holds a token of a text, and the token's index on that rank.
 
-    The text is split into two parts per rank: rank r has part r, counted from the start, and part r, counted
+    The text is split into two parts per rank: rank r holds part r counted from the start, and part r counted
     from the end.
     """
     if ranks == 1:
@@ -153,8 +155,8 @@ def _through_stages(
     Args:
         chunks: see ``forward_of``.
         tokens, positions: [b, s] on the device.
-        per_rank: number of tokens per text whose activations this rank has between two stages.
-        context: inference context, or None.
+        per_rank: the number of tokens per text whose activations this rank holds between two stages.
+        context: the inference context, or None.
     """
     output = None
     for gpt in chunks:
@@ -167,7 +169,7 @@ def _through_stages(
 
 
 def _received(config: Any, length: int, batch: int) -> Tensor:
-    """Receive the previous stage's output, [s, b, h]."""
+    """Receive the output of the previous stage, [s, b, h]."""
     from megatron.core import parallel_state
 
     kind = torch.float32 if config.fp32_residual_connection else config.params_dtype
@@ -179,7 +181,7 @@ def _received(config: Any, length: int, batch: int) -> Tensor:
 
 
 def _send(hidden: Tensor) -> None:
-    """Send this stage's output, [s, b, h], to the next one."""
+    """Send the output of this stage, [s, b, h], to the next stage."""
     from megatron.core import parallel_state
 
     after = parallel_state.get_pipeline_model_parallel_next_rank()

@@ -11,14 +11,15 @@ _WINDOW = 8  # tokens that are decoded again with a new one: what joins or separ
 
 
 class GrowingText:
-    """The text generated after a prompt.
+    """Decodes the text that is generated after a prompt, token by token.
 
     A single token cannot be decoded on its own: a character may consist of several tokens, and some
-    tokenizers insert spaces between two. So a few tokens are decoded together, with and without the new one.
+    tokenizers insert spaces between two tokens. Therefore, the last few tokens are decoded together, once
+    with and once without the new token.
 
     Args:
         tokenizer: the model's tokenizer.
-        prompt: ids before the text.
+        prompt: the ids that precede the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -27,16 +28,17 @@ class GrowingText:
         self._start, self._told = 0, len(self._ids)  # decoded from, told up to
 
     def added(self, tokens: Sequence[int]) -> str:
-        """Return the new complete characters.
+        """Return the characters that the new token completes.
 
         Args:
-            tokens: all tokens added after the prompt so far, one more than in the previous call.
+            tokens: all tokens that have been added after the prompt so far. There must be one more than in
+                the previous call.
         """
         self._ids.append(tokens[-1])
         return self._new(complete=True)
 
     def rest(self) -> str:
-        """Return characters that remained incomplete at the end of the text."""
+        """Return the characters that are still incomplete at the end of the text."""
         return self._new(complete=False)
 
     def _new(self, complete: bool) -> str:

@@ -8,11 +8,12 @@ import torch
 
 
 def lay_out_for_vectors(gpt: Any) -> None:
-    """Store the weights of a GPTModel's linear layers by columns; their shapes do not change.
+    """Store the weights of a GPTModel's linear layers by columns, without changing their shapes.
 
-    Generating one token is a matrix-vector product, whose time is that of reading the matrix. In fp32 on one
-    core this layout halves it, because each row of the transposed matrix is added to the result. It
-    temporarily needs a copy of one matrix. Not for training.
+    To generate one token, each layer computes a matrix-vector product, which takes as long as reading the
+    matrix. In fp32 on one core, this layout halves the time, because each row of the transposed matrix is
+    added to the result. The conversion temporarily requires a copy of one matrix. Do not use this layout for
+    training.
 
     Args:
         gpt: the model, on the host.

@@ -1,4 +1,4 @@
-"""A Sampler for prompts that arrive on rank 0: it broadcasts each request to the other ranks."""
+"""A Sampler for prompts that arrive on rank 0, which broadcasts each request to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = timedelta(days=365)
 
 
 class Leader:
-    """The sampler of rank 0, whose requests the other ranks execute too.
+    """The sampler of rank 0, whose requests are also executed by the other ranks.
 
     Args:
         sampler: this rank's sampler.
@@ -69,14 +69,14 @@ class Leader:
         self._tell(None)
 
     def follow(self) -> None:
-        """Execute rank 0's requests until rank 0 stops. Call it on the other ranks."""
+        """Execute the requests of rank 0 until rank 0 stops. Call it on all other ranks."""
         while (task := self._tell(None)) is not None:
             name, arguments = task
             with contextlib.suppress(UsageError):  # of the model's numbers: rank 0 tells it
                 getattr(self.sampler, name)(*arguments)
 
     def _tell(self, task: Any) -> Any:
-        """Receive rank 0's next request."""
+        """Receive the next request from rank 0."""
         if self._group is None:
             return task
         box = [task]
@@ -88,7 +88,8 @@ class Leader:
 def leading(sampler: Sampler) -> Iterator[Leader | None]:
     """Provide a Leader on rank 0 inside the block.
 
-    The other ranks first execute all of its requests here, and then get None.
+    On the other ranks, all requests of the Leader are executed before the block is entered, which then
+    receives None.
     """
     leader = Leader(sampler)
     if dist.get_rank() > 0:

@@ -1,4 +1,4 @@
-"""Sampling options, and their valid ranges."""
+"""Sampling options and their valid ranges."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """Sampling options.
+    """Options for sampling.
 
-    With both limits, ``top_p`` applies to the tokens that ``top_k`` keeps.
+    If both ``top_k`` and ``top_p`` are set, ``top_p`` applies to the tokens that ``top_k`` keeps.
 
     Attributes:
-        num_tokens: maximum number of tokens to generate.
-        longest: maximum number of tokens in prompt and continuation; None: the model's positions.
-        temperature: divisor of the logits; 0 selects the most likely token, like ``top_k`` 1.
-        top_k: sample from this many most likely tokens; 0: all.
-        top_p: sample from the smallest set of tokens with this total probability, from 0 to 1; 0: all.
-        seed: random seed. Prompt i uses seed + i, so a text does not depend on the rest of its batch.
-        recompute: recompute the whole text for every token instead of using a KV cache.
-        alternatives: number of most likely tokens to return with log-probabilities for each position; None:
-            no log-probabilities.
+        num_tokens: the maximum number of tokens to generate.
+        longest: the maximum number of tokens in the prompt and its continuation. If None, the limit is the
+            number of positions of the model.
+        temperature: the divisor of the logits. The value 0 selects the most likely token, like a ``top_k`` of
+            1.
+        top_k: sample from this many most likely tokens; 0 means all tokens.
+        top_p: sample from the smallest set of tokens with this total probability, from 0 to 1; 0 means all
+            tokens.
+        seed: the random seed. Prompt i uses seed + i, so that a text does not depend on the rest of its
+            batch.
+        recompute: whether to recompute the whole text for every token instead of using a KV cache.
+        alternatives: the number of most likely tokens to return with their log-probabilities for each
+            position. If None, no log-probabilities are returned.
 
     Raises:
         UsageError: a value is out of range.

@@ -1,4 +1,4 @@
-"""The Sampler generates text with a GPT model in memory, for commands, the server and during training."""
+"""The Sampler, which generates text with a GPT model in memory, for commands, the server and training."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class Sample:
     """A prompt and its continuation.
 
     Attributes:
-        prompt: its ids; only the end token for unconditional text.
-        tokens: the generated ids, without the end token.
-        finished: whether generation ended with the end token or because ``watch`` stopped it.
+        prompt: the ids of the prompt. For unconditional text, this is only the end token.
+        tokens: the ids that were generated, without the end token.
+        finished: whether generation ended because the end token was generated or because ``watch`` stopped
+            it.
         logprobs: the model's own log-probability of each generated token, if requested, followed by that of
-            the end token if it ended the text.
-        alternatives: for each of these, the most likely tokens with their log-probabilities, if requested.
+            the end token if this token ended the text.
+        alternatives: for each entry of ``logprobs``, the most likely tokens with their log-probabilities, if
+            requested.
     """
 
     prompt: list[int]
@@ -41,7 +43,7 @@ class Sample:
     alternatives: list[dict[int, float]] = field(default_factory=list)
 
     def ids(self) -> list[int]:
-        """Return the ids of the whole text."""
+        """Return the ids of the whole text, including the prompt."""
         return [*self.prompt, *self.tokens]
 
 
@@ -50,17 +52,17 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Generates text with a model in this process and others.
+    """Generates text with a model that is held by this process, or by several processes together.
 
-    It works with any layout: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
-    rank creates one and calls ``sample`` with the same arguments; every rank gets the same texts, including
-    data-parallel replicas.
+    All layouts are supported: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
+    rank must create a Sampler and call ``sample`` with the same arguments. All ranks, including data-parallel
+    replicas, get the same texts.
 
     Args:
         model: this process's GPTModel, or its chunks in order, wrapped or not.
-        tokenizer: the tokenizer, for its end token.
-        vocabulary: number of token ids; higher ids only pad the model's vocabulary. None: the tokenizer's
-            size.
+        tokenizer: the tokenizer, which defines the end token.
+        vocabulary: the number of token ids; higher ids only pad the model's vocabulary. If None, the size of
+            the tokenizer is used.
     """
 
     def __init__(
@@ -82,17 +84,18 @@ class Sampler:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return one sample per prompt, in order. A collective of all ranks of the model.
+        """Return one sample per prompt, in order. This is a collective operation of all ranks of the model.
 
-        The model is temporarily in evaluation mode; no global random generator is used.
+        The model is put into evaluation mode temporarily. No global random number generator is used.
 
         Args:
-            prompts: ids, at least one token each, of any length. ``[sampler.end]`` gives unconditional text.
-            options: sampling options.
-            watch: called with each new token; it may stop a text. Pass it on all ranks or on none; the result
-                on the model's first rank counts.
-            batch: maximum number of texts generated together; None: all. Prompts of similar length are
-                batched.
+            prompts: the ids of each prompt, at least one token each, of any length. Use ``[sampler.end]`` for
+                unconditional text.
+            options: the sampling options.
+            watch: a function that is called with each new token, and may stop a text. It must be passed
+                either on all ranks or on none. The result on the model's first rank is used.
+            batch: the maximum number of texts that are generated together; None means all. Prompts of similar
+                length are batched.
 
         Raises:
             UsageError: a prompt is empty, has unknown ids or leaves no position free, or the logits are NaN
@@ -117,16 +120,18 @@ class Sampler:
         alternatives: int = 0,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return the log-likelihoods of the tokens of given texts. A collective of all ranks of the model.
+        """Return the log-likelihoods of the tokens of given texts. All ranks of the model must call this.
 
-        Texts that differ only in their last token are computed once. Not supported if the sequence is
-        partitioned over ranks.
+        Texts that differ only in their last token are computed once. Models whose sequence is partitioned
+        over ranks are not supported.
 
         Args:
-            texts: ids, from one token to one more than the model's positions.
-            firsts: for each text the position, from 1, of the first token to score; None: 1 for all.
-            alternatives: number of most likely tokens to return for each position.
-            batch: maximum number of texts computed together; None: as many as fit into 1 GiB of logits.
+            texts: the ids of each text, from one token to one more than the number of positions of the model.
+            firsts: for each text, the position of the first token to score, at least 1. If None, the position
+                is 1 for all texts.
+            alternatives: the number of most likely tokens to return for each position.
+            batch: the maximum number of texts that are computed together. If None, as many texts as fit into
+                1 GiB of logits.
 
         Raises:
             UsageError: a text is empty, too long or has unknown ids, or the logits are NaN or infinite.
@@ -181,10 +186,11 @@ class Sampler:
 
 
 class _Batch:
-    """Texts that are generated together.
+    """A batch of texts that are generated together.
 
-    They are left-aligned in one tensor. The prefix as long as the shortest prompt is processed at once, then
-    one token at a time; while a longer prompt lasts, its own tokens are used instead of generated ones.
+    The texts are left-aligned in one tensor. A prefix with the length of the shortest prompt is processed in
+    one step. The rest is processed one token at a time, using the tokens of a longer prompt in place of
+    generated tokens until that prompt ends.
 
     Args:
         sampler: the sampler whose model is used.
@@ -217,7 +223,7 @@ class _Batch:
         return forward_of(self.sampler.chunks, len(self.samples), self.tokens.size(1), self.options.recompute)
 
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
-        """Select the tokens at position ``length``, the same on all ranks, and record them."""
+        """Select the tokens at position ``length``, which are the same on all ranks, and record them."""
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
         if not due:  # the short ones have ended, and the long ones are still read
             return
@@ -238,17 +244,17 @@ class _Batch:
 
     @property
     def _details(self) -> int:
-        """Number of values per token from ``choice.log_probabilities``; 0 if none are requested."""
+        """The number of values per token from ``choice.log_probabilities``, or 0 if none are requested."""
         count = self.options.alternatives
         return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
 
     def _draws(self, due: Sequence[int]) -> torch.Tensor:
-        """Return a random number from 0 to 1 for each of the rows, [b], from the row's own generator."""
+        """Return a random number from 0 to 1 for each row, [b], using the row's own generator."""
         draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
         return torch.stack(draws)
 
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
-        """Record a row's token at position ``length``, or that the text has ended."""
+        """Record the token of a row at position ``length``, or record that the row's text has ended."""
         sample = self.samples[row]
         if details:
             logprob, *rest = details
@@ -263,7 +269,7 @@ class _Batch:
         sample.tokens.append(token)
 
     def _ask(self, rows: Sequence[int]) -> None:
-        """Call ``watch`` with the new tokens of the rows, and end the texts that it stops."""
+        """Call ``watch`` with the new token of each row, and end the texts that it stops."""
         if self.watch is None:
             return
         some = [row for row in rows if not self.samples[row].finished]

@@ -1,4 +1,4 @@
-"""Log-likelihoods of the tokens of given texts, without sampling."""
+"""Compute the log-likelihoods of the tokens of given texts, without sampling."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_LOGITS = 1 << 28  # numbers that one batch may have: 1 GiB in fp32
 
 @dataclass
 class Score:
-    """The log-likelihoods of the tokens of a text, from a given position on.
+    """The log-likelihoods of the tokens of a text, starting at a given position.
 
     Attributes:
-        first: that position.
-        logprobs: log-probability of each token from there on, given the tokens before it.
-        greedy: for each token, whether it is the most likely one.
+        first: the position of the first scored token.
+        logprobs: the log-probability of each token from this position on, given the tokens before it.
+        greedy: for each token, whether it is the most likely token at its position.
         alternatives: for each position, the requested number of most likely tokens with their
             log-probabilities.
     """
@@ -35,12 +35,12 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """A model input, and the texts that consist of this input and one more token.
+    """A model input, and the texts that consist of this input and one additional token.
 
     Attributes:
-        inputs: ids.
-        texts: indices of the texts.
-        first: position of the first token that any of them scores.
+        inputs: the ids of the input.
+        texts: the indices of the texts.
+        first: the position of the first token that is scored in any of these texts.
     """
 
     inputs: tuple[int, ...]
@@ -49,13 +49,13 @@ class _Row:
 
 
 class Scoring:
-    """Scores texts in batches, longest first, padded on the right, which causal attention permits.
+    """Scores texts in batches, longest first. Texts are padded on the right, which causal attention permits.
 
     Args:
         chunks: this process's GPTModels, unwrapped and in order.
-        vocabulary: number of token ids; higher ids only pad the model's vocabulary.
-        padding: a token id used as padding.
-        alternatives: number of most likely tokens to return for each position.
+        vocabulary: the number of token ids; higher ids only pad the model's vocabulary.
+        padding: the token id that is used as padding.
+        alternatives: the number of most likely tokens to return for each position.
     """
 
     def __init__(self, chunks: Sequence[Any], vocabulary: int, padding: int, alternatives: int) -> None:
@@ -63,7 +63,7 @@ class Scoring:
         self.padding, self.alternatives = padding, alternatives
 
     def run(self, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch: int | None) -> list[Score]:
-        """Return the scores; see ``Sampler.score``."""
+        """Return the scores of the texts; see ``Sampler.score``."""
         scores = [Score(first) for first in firsts]
         for rows in self._batches(_rows(texts, firsts), batch):
             details = from_last_stage(self._details(rows, texts, firsts))
@@ -111,7 +111,7 @@ class Scoring:
 
 
 def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
-    """Return the model inputs, longest first; texts that differ only in their last token share one."""
+    """Return the model inputs, longest first. Texts that differ only in their last token share an input."""
     same: dict[tuple[int, ...], list[int]] = {}
     for place, text in enumerate(texts):
         if firsts[place] < len(text):

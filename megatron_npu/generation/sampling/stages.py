@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Return the last pipeline stage's value on all ranks.
+    """Return the value of the last pipeline stage on all ranks.
 
     All tensor-parallel ranks of that stage must have the same value.
     """

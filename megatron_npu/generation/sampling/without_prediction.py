@@ -1,4 +1,4 @@
-"""A GPT model without its multi-token prediction layers, which are used only in training."""
+"""Use a GPT model without its multi-token prediction layers, which are only needed for training."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Simulated CUDA devices: torch's fake tensors on `cuda`, and process groups without other ranks."""
+"""Simulated CUDA devices, based on torch's fake tensors on `cuda` and process groups without other ranks."""

@@ -16,14 +16,14 @@ SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
 def unavailable() -> str | None:
-    """Return why the library cannot be built here, or None."""
+    """Return the reason why the library cannot be built on this machine, or None."""
     if sys.platform != "linux":
         return f"no fake CUDA on {sys.platform}"
     return None if shutil.which("g++") else "no g++ on PATH"
 
 
 def load() -> None:
-    """Make torch detect a CUDA device; call this before torch, which caches the result, is imported.
+    """Make torch detect a CUDA device. Call this before torch is imported, because torch caches the result.
 
     Raises:
         RuntimeError: torch is already imported.
@@ -38,7 +38,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the library, compiling it first if the source or torch has changed."""
+    """Return the path of the library, compiling it first if the source or torch has changed."""
     version = site.version_of(site.torch_directory())
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
     return cache.prepared(f"fake-cuda-{key}", _build) / "hooks.so"

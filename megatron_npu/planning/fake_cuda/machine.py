@@ -34,12 +34,12 @@ from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
-    """Fake tensors whose values can be read, with a count of the operations on CUDA tensors.
+    """Fake tensors whose values can be read, with counts of the operations on CUDA tensors.
 
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
         received: the int64 values that a broadcast returns, by its number of elements.
-        asked: called with each operation that requests a value which was not computed.
+        asked: a function that is called with each operation that requests a value which was not computed.
     """
 
     asked: Callable[[str], None] | None = None
@@ -165,7 +165,7 @@ _VALUES: dict[Any, Callable[[Any, Any], None]] = {
 
 
 def _known(tensor: Tensor) -> Any:
-    """Return the value of all elements, a list of values for a vector, or None if unknown."""
+    """Return the value of all elements, a list of values for a vector, or None if the value is unknown."""
     constant = getattr(tensor, "constant", None)
     if constant is not None and constant.numel() == 1:
         return constant.item()
@@ -173,7 +173,7 @@ def _known(tensor: Tensor) -> Any:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return the result of ``item``: the value if it is known, otherwise the dtype's zero."""
+    """Return the result of ``item``: the value if it is known, or zero in the tensor's dtype."""
     known = _known(tensor)
     return _zero(tensor.dtype) if known is None else known
 
@@ -187,8 +187,8 @@ def _convert(
 ) -> torch.nn.Module:
     """Convert a module in place, like ``Module._apply``, keeping the same parameter objects.
 
-    torch 2.13's version swaps fake tensors, which fails if there are weak references, such as those of its
-    mode.
+    The implementation in torch 2.13 swaps fake tensors, which fails if weak references to a tensor exist,
+    such as those of the fake tensor mode.
     """
     for each in module.modules() if recurse else [module]:
         with torch.no_grad():
@@ -201,7 +201,7 @@ def _convert(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make torch report eight GPUs inside the block; processes may be forked inside it."""
+    """Make torch report eight GPUs inside the block. Processes may be forked inside the block."""
     for higher in (flex_attention, flex_attention_backward):
         higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
     with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None = None) -> Iterator[Tensors]:
-    """Act as rank ``rank`` of ``ranks`` on the first GPU inside the block; call it inside ``installed``.
+    """Act as rank ``rank`` of ``ranks`` on the first GPU inside the block. Call this inside ``installed``.
 
     Args:
         received: see ``Tensors``.
@@ -272,7 +272,7 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
 
     @contextlib.contextmanager
     def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
-        """Run the collectives in the block one by one: torch 2.13 has no fake coalesced collectives."""
+        """Run the collectives in the block one by one; torch 2.13 has no fake coalesced collectives."""
         yield types.SimpleNamespace(wait=alone.nothing)
 
     functions: dict[str, Callable[..., Any]] = {

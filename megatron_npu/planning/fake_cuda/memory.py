@@ -1,4 +1,4 @@
-"""The memory of fake CUDA tensors: torch's caching allocator, simulated for their storages."""
+"""The memory of fake CUDA tensors, simulated by applying torch's caching allocator to their storages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CountedTensors(Tensors):
         return result
 
     def address(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's memory; 0 if it has none."""
+        """Return the address of a tensor's memory, or 0 if the tensor has none."""
         known = self._blocks.get(tensor.untyped_storage()._cdata)
         return known[1].address if known else 0
 
