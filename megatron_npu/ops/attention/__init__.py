@@ -56,15 +56,13 @@ def attention(
     Args:
         query: ``[s, b, h]`` (SBH), ``[b, s, h]`` (BSH), ``[s, b, n, d]`` (SBND), ``[b, s, n, d]`` (BSND),
             ``[b, n, s, d]`` (BNSD) or ``[t, n, d]`` (TND); fp32, bf16 or fp16.
-        key: a tensor of the same layout and dtype, whose number of heads divides the query's (grouped-query
-            attention).
+        key: same layout and dtype; its number of heads must divide the query's (grouped-query attention).
         value: like ``key``; its head size may differ, and determines that of the result.
         layout: one of the names above.
         scale: factor applied to the scores, usually 1 / sqrt(d).
         num_heads: number of query heads; required for SBH and BSH, whose last dimension is n * d.
         causal: hide the keys after the query's own position.
-        window: (window_left, window_right), the number of tokens that a query sees back and ahead; None means
-            no limit.
+        window: (window_left, window_right), the tokens that a query sees back and ahead; None means no limit.
         offset: position of the first query among the keys (keys in a cache, context parallelism); "end": the
             last query is aligned with the last key (causal "bottom-right").
         mask: boolean, broadcastable to ``[b, n, sq, sk]``; True means masked (Megatron's convention).
