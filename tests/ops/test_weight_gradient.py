@@ -35,7 +35,9 @@ def test_a_16_bit_buffer_takes_the_sum(device, dtype):
     torch.testing.assert_close(main_grad.double(), expected, rtol=2e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize(("rows", "width", "reason"), [(4, 65536, "sizes below 65536"), (0, 8, "at least one row")])
+@pytest.mark.parametrize(
+    ("rows", "width", "reason"), [(4, 65536, "sizes below 65536"), (0, 8, "at least one row")]
+)
 def test_an_npu_says_what_it_cannot_add_at_once(device, rows, width, reason, monkeypatch):
     if device != "npu":
         pytest.skip("the case: a limit of the NPU's product")
