@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from megatron_npu.data.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.data.preprocessing.sentences import Sentences
 from megatron_npu.data.tokenization import flags, gigatoken_bpe
 from megatron_npu.data.tokenization import unknown as unknown_tokens
+from megatron_npu.process import interruption
 
 _VERIFY = "--verify"
 
@@ -155,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
         return _verify(argv)
     arguments = parser().parse_args(argv)
     try:
-        with _terminated_like_interrupted():
+        with interruption.termination_heard():
             preprocess(arguments)
     except KeyboardInterrupt:
         print("megatron-npu preprocess: interrupted, nothing was written", file=sys.stderr)
@@ -316,20 +315,3 @@ def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
             "at least one document with text",
             "Check the files and --json-keys; nothing was written.",
         )
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Make SIGTERM clean up like Ctrl-C. Outside the main thread, this has no effect."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
