@@ -78,6 +78,19 @@ class Device(ABC):
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore a state that ``rng_state`` returned."""
 
+    def why_not_restored(self, state: torch.Tensor) -> str | None:
+        """Return why a checkpoint's generator state cannot be restored on this device, or None if it can.
+
+        A CPU generator (mt19937) has 5,056 bytes of state, an NPU or GPU generator (Philox) has 16.
+        """
+        saved, own = state.numel(), self.rng_state().numel()
+        if saved == own:
+            return None
+        return (
+            "the device's random generators start from --seed: the checkpoint was saved on another type of "
+            f"device ({saved} bytes of generator state, {own} here); the host's generators are restored"
+        )
+
     def host_rng_state(self) -> torch.Tensor:
         """Return the state of the host's generator (data order, weights initialized on the host)."""
         return torch.get_rng_state()

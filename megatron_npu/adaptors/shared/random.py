@@ -71,18 +71,13 @@ def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any)
     result = original(*args, **kwargs)
     if inspect.signature(original).bind(*args, **kwargs).arguments.get("rank0"):
         return result  # read for the arguments in it
-    own = devices.current().rng_state()
+    device = devices.current()
     for states in _generator_states(result[0]):
-        saved = states["cuda_rng_state"].numel()
-        if saved != own.numel():
-            _keep(states, own)
+        reason = device.why_not_restored(states["cuda_rng_state"])
+        if reason is not None:
+            _keep(states, device.rng_state())
             if dist.get_rank() == 0:
-                logger.warning(
-                    "the device's random generators start with --seed: another type of device saved the "
-                    "checkpoint (%d bytes of generator state, here %d); the host's generators are restored",
-                    saved,
-                    own.numel(),
-                )
+                logger.warning(reason)
     return result
 
 

@@ -53,9 +53,8 @@ def sharded_state() -> Any:
 def set_state(state: dict[str, Any]) -> None:
     """Restore the generator states returned by ``state``.
 
-    The device's generator and Megatron's tracker are restored only if the device type matches: a CPU
-    generator (mt19937) has 5,056 bytes of state, an NPU or GPU generator (Philox) has 16. Otherwise rank 0
-    logs that they are not restored.
+    The device's generator and Megatron's tracker are restored only if the device type matches. Otherwise
+    rank 0 logs that they are not restored.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -63,13 +62,9 @@ def set_state(state: dict[str, Any]) -> None:
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     device.set_host_rng_state(state["torch_rng_state"])
-    saved, own = state["cuda_rng_state"].numel(), device.rng_state().numel()
-    if saved == own:
+    reason = device.why_not_restored(state["cuda_rng_state"])
+    if reason is None:
         device.set_rng_state(state["cuda_rng_state"])
         get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
     elif dist.get_rank() == 0:
-        print(
-            " the device's random generators start from --seed: the checkpoint was saved on another type "
-            f"of device ({saved} bytes of generator state, {own} here); the host's generators are restored",
-            flush=True,
-        )
+        print(f" {reason}", flush=True)
