@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_npu.planning.rank import callers
+
 # megatron-core, 0.14.0 to main: it gathers the shapes of all shards, then checks that together they reach
 # both ends of each dimension
 _CHECK = "validate_uneven_dtensor"
 _GATHER = "_update_offsets_and_cumulative_shape"
-
-# frames between one of the two and a collective: this module, the device's redirects, torch's logging
-_FRAMES = 8
 
 
 @contextlib.contextmanager
@@ -30,14 +28,14 @@ def unchecked() -> Iterator[None]:
 
     @functools.wraps(reduce)
     def all_reduce(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        if _is_in(_CHECK):
+        if callers.nearest(_CHECK, sys._getframe(1)):
             tensor.fill_(1)
         return reduce(tensor, *given, **named)
 
     @functools.wraps(gather)
     def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
         gather(objects, mine, group)
-        if _is_in(_GATHER):
+        if callers.nearest(_GATHER, sys._getframe(1)):
             rank = dist.get_rank(group)
             objects[:] = [mine if at == rank else [0] * len(mine) for at in range(len(objects))]
 
@@ -50,15 +48,3 @@ def unchecked() -> Iterator[None]:
             for owner in (dist, distributed_c10d):
                 stack.enter_context(mock.patch.object(owner, name, function))
         yield
-
-
-def _is_in(name: str) -> bool:
-    """Return whether a function of this name has called the collective."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == name:
-            return True
-        frame = frame.f_back
-    return False

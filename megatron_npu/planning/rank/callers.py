@@ -1,0 +1,17 @@
+"""Find which of upstream's functions has called a collective that a planned rank answers alone."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+# frames between upstream's function and a collective: planning.rank, the device's redirects, torch's logging
+_FRAMES = 8
+
+
+def nearest(name: str, frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the function called ``name`` at or shortly above ``frame``, or None."""
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code.co_name == name:
+            return frame
+        frame = frame.f_back
+    return None
