@@ -86,7 +86,7 @@ def tests(day: Day) -> list[Command]:
     files = (
         ["tests/ops/test_norm.py"]
         if day.rehearsal
-        else ["tests/ops", "tests/unit/devices/test_torch_itself.py", "-n", "6"]
+        else ["tests/ops", "tests/unit/devices/test_torch_itself.py", "-n", "8"]
     )
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return [[*pytest, *files, "-k", day.device], [PYTHON, "-m", "megatron_npu", "doctor"]]
@@ -134,6 +134,14 @@ def losses(day: Day) -> list[Command]:
     return [[*script, "--only", name, "--json", str(day.results / f"losses-{name}.json")] for name in names]
 
 
+def features(day: Day) -> list[Command]:
+    """Compare losses with a CPU's for more layers and precisions, and across a resume."""
+    chosen = ["--only", "llama-fp32"] if day.rehearsal else ["--features"]
+    return [
+        [PYTHON, "benchmarks/gpu_losses.py", *chosen, "--json", str(day.results / "losses-features.json")]
+    ]
+
+
 def memory(day: Day) -> list[Command]:
     """Measure the peaks of allocated and reserved memory that `megatron-npu plan` predicts."""
     tiny = ["--tiny"] if day.rehearsal else []
@@ -149,17 +157,11 @@ def bert(day: Day) -> list[Command]:
 
 
 def profile(day: Day) -> list[Command]:
-    """Find the kernels that take most of the time in a step of the built-in trainer."""
-    models = ["tiny"] if day.rehearsal else ["gpt-345m", "gpt-1.3b"]
+    """Find the kernels that take most of the time in a step, and how long the GPU waits between them."""
+    models = [["tiny"]] if day.rehearsal else [["gpt-345m", "--graph"], ["bert"], ["bert", "--graph"]]
+    script = [PYTHON, "benchmarks/gpu_profile.py", "--model"]
     return [
-        [
-            PYTHON,
-            "benchmarks/gpu_profile.py",
-            "--model",
-            model,
-            "--json",
-            str(day.results / f"kernels-{model}.json"),
-        ]
+        [*script, *model, "--json", str(day.results / f"kernels-{''.join(model).replace('--', '-')}.json")]
         for model in models
     ]
 
@@ -220,6 +222,7 @@ PIECES: dict[str, Callable[[Day], list[Command]]] = {
     "tests": tests,
     "verify": verify,
     "losses": losses,
+    "features": features,
     "stock-scripts": stock_scripts,
     "gpt-345m": steps("gpt-345m"),
     "gpt-1.3b": steps("gpt-1.3b"),
@@ -234,6 +237,7 @@ UNTIMED = (
     "tests",
     "verify",
     "losses",
+    "features",
     "stock-scripts",
     "memory",
 )  # what others on the machine cannot make wrong

@@ -13,8 +13,9 @@ tokens and hidden unit of a layer, as in PaLM; positions do not count as paramet
 
 Each variant runs in a separate process, and their steps alternate (``turns.py``): a ratio is the median over
 neighbouring steps, because a machine's speed drifts. ``--together`` of them are in memory at once, always
-including the project; with 1, as on a GPU, each runs alone, and a ratio is that of medians. Needs the extras
-core and hf. Results go to benchmarks/results/.
+including the project; with 1, as on a GPU, each runs alone, and a ratio is that of medians. ``--burst`` steps
+make up a turn, within which nothing waits for the device but the training itself (for the built-in trainer,
+with its log interval). Needs the extras core and hf. Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> None:
         "--seq-length", type=int, help="instead of the model's, with as many tokens in a batch"
     )
     parser.add_argument("--steps", type=int, default=12, help="of each variant that count, in turn")
+    parser.add_argument("--burst", type=int, default=1, help="steps between two looks at the clock")
     parser.add_argument("--together", type=int, default=4, help="variants that are in memory at once")
     parser.add_argument("--variant", choices=VARIANTS, help="be this one")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write to --output alone")
@@ -94,6 +96,7 @@ def main() -> None:
         turns.measure(group, arguments.steps)
         groups.append(group)
         for one in group:
+            one.seconds = [seconds / arguments.burst for seconds in one.seconds]
             print(line_of(one, shape_of(arguments)), flush=True)
     if arguments.output or not arguments.only:
         write(arguments, groups)
@@ -114,6 +117,7 @@ def program(variant: str, arguments: argparse.Namespace) -> turns.Program:
     """Return the program for a variant, with its number of warm-up steps."""
     command = [sys.executable, __file__, "--variant", variant, "--model", arguments.model]
     command += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
+    command += ["--burst", str(arguments.burst)]
     command += ["--seq-length", str(arguments.seq_length)] if arguments.seq_length else []
     return turns.Program(variant, command, before=WHOLE_RUN if variant == "whole run" else WARM_UP)
 
@@ -196,7 +200,7 @@ def write(arguments: argparse.Namespace, groups: list[list[turns.Program]]) -> N
     model = shape_of(arguments)
     rates: dict[str, list[float]] = {}
     said: dict[str, dict[str, list[float]]] = {"start_seconds": {}, "peak_bytes": {}, "reserved_bytes": {}}
-    ratios = {}
+    ratios: dict[str, float] = {}
     for group in groups:
         for one in group:
             rates.setdefault(one.name, []).append(rate_of(one, model))
@@ -231,13 +235,14 @@ def since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def take_steps(step: Callable[[], Any], count: int) -> float:
-    """Take the warm-up steps and ``steps`` more, each in its turn; return when the very first one ended."""
+def take_steps(step: Callable[[], Any], count: int, burst: int = 1) -> float:
+    """Take the warm-up turns and ``count`` more, of ``burst`` steps each; return when the first one ended."""
     from megatron_npu import devices
 
     turn, started = turns.Turn(), 0.0
     for _ in range(WARM_UP + count):
-        step()
+        for _ in range(burst):
+            step()
         devices.current().synchronize()
         started = started or since_start()
         turn.take()
@@ -250,17 +255,20 @@ def measure_project(
     """The built-in trainer with every patch; its turn ends when the gradients of a step are complete."""
     from megatron_npu import devices
 
-    turn = turns.Turn()
+    turn, burst = turns.Turn(), arguments.burst
     ended: list[float] = []
 
     def take(*_: object) -> None:
-        # later steps wait for the device by themselves, once: for the gradient's norm
-        if not ended:
+        is_last = not (len(ended) + 1) % burst
+        # with one step in a turn, later ones wait for the device by themselves: for the gradient's norm
+        if not ended or (burst > 1 and is_last):
             devices.current().synchronize()
-            ended.append(since_start())
-        turn.take()
+        ended.append(since_start())
+        if is_last:
+            turn.take()
 
-    trained(model, arguments, (before or WARM_UP) + arguments.steps, more, take)
+    more = ("--log-interval", str(burst), *more)
+    trained(model, arguments, ((before or WARM_UP) + arguments.steps) * burst, more, take)
     return ended[0]
 
 
@@ -389,7 +397,7 @@ def plain_training(
         optimizer.step()
         optimizer.zero_grad()
 
-    return take_steps(step, arguments.steps)
+    return take_steps(step, arguments.steps, arguments.burst)
 
 
 def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
@@ -417,7 +425,7 @@ def measure_floor(model: dict, arguments: argparse.Namespace) -> float:
             heads @ heads.transpose(1, 2)
             scores @ heads
 
-    return take_steps(step, arguments.steps)
+    return take_steps(step, arguments.steps, arguments.burst)
 
 
 MEASURES: dict[str, Callable[..., float]] = {

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> None:
         write(args.json, measured, transformers=transformers.__version__)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each step, and the losses, for one variant."""
+def measure(args: argparse.Namespace, on_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return the seconds and losses of a variant's steps; call ``on_step`` after each step of ours."""
     import torch
     import transformers
 
@@ -116,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.one.startswith("trainer"):
         seconds, losses = _by_trainer(args, model, samples)
     else:
-        seconds, losses = _by_us(args, model, samples)
+        seconds, losses = _by_us(args, model, samples, on_step)
     return {"seconds": seconds[WARM_UP:], "losses": losses}
 
 
@@ -175,7 +176,7 @@ def _by_trainer(
 
 
 def _by_us(
-    args: argparse.Namespace, model: Any, samples: list[dict[str, Any]]
+    args: argparse.Namespace, model: Any, samples: list[dict[str, Any]], on_step: Callable[[], None]
 ) -> tuple[list[float], list[float]]:
     import torch
 
@@ -214,6 +215,7 @@ def _by_us(
         seconds.append(now() - begin)
         turn.take()
         losses.append(loss.item())
+        on_step()
     return seconds, losses
 
 

@@ -131,7 +131,9 @@ def kernels(files: dict[str, Any]) -> Iterator[str]:
             continue
         rows = [row for row in found["kernels"] if "#" not in row["kernel"]]  # spans of the host
         total = sum(row["milliseconds"] for row in rows)
-        yield f"## Kernels of a step of {found['model']}\n\n{total:.1f} ms in all; the longest:\n"
+        idle = found.get("idle_milliseconds")
+        waits = "" if idle is None else f", and {idle:.1f} ms without one under the profiler"
+        yield f"## Kernels of a step of {found['model']}\n\n{total:.1f} ms in all{waits}; the longest:\n"
         yield note_of(found)
         yield "| kernel | ms | calls |\n|---|---|---|"
         for row in rows[:16]:
